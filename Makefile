@@ -1,0 +1,69 @@
+# Everything runs from .venv/, which `make setup` builds from requirements.lock.
+
+VENV := .venv
+STAMP := $(VENV)/set-up
+# Present while a set-up runs: one that was interrupted, or failed, is begun anew.
+UNFINISHED := $(VENV)/unfinished
+PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
+LOCK_VENV := build/lock-venv
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all lint format bench lock clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## Build .venv/ with locked dependencies; does nothing when up to date
+
+$(STAMP): requirements.lock pyproject.toml
+	@python=$$(for candidate in python3.11 python3 python3.12 python3.13 python3.14; do \
+	    $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	        && command -v $$candidate && break; \
+	done); \
+	if [ -z "$$python" ]; then \
+	    echo "make setup: no Python 3.11 or newer is on the PATH; install python3.11." >&2; exit 1; \
+	fi; \
+	echo "Setting up $(VENV)/ with $$python; the first time takes a few minutes." >&2; \
+	rm -f $@; \
+	if [ -e $(UNFINISHED) ] || ! $(VENV)/bin/python -m pip --version >/dev/null 2>&1; then \
+	    $$python -m venv --clear $(VENV) || { \
+	        echo "make setup: $$python cannot make a virtual environment; install its venv" \
+	            "package (Debian and Ubuntu: python3-venv)." >&2; exit 1; }; \
+	fi; \
+	touch $(UNFINISHED)
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@ && rm $(UNFINISHED)
+
+train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"
+	$(VENV)/bin/rrfp train --hint bf $(ARGS)
+
+test: lint  ## Lint, types and the tests that are quick
+	$(VENV)/bin/pytest -q -m "not slow" $(ARGS)
+
+test-all: lint  ## The same with every test, and more examples a property
+	$(VENV)/bin/pytest -q --hypothesis-profile thorough $(ARGS)
+
+lint: setup  ## ruff and mypy
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/mypy --no-error-summary
+
+format: setup  ## Format, and fix what ruff can fix
+	$(VENV)/bin/ruff check --fix-only --quiet .
+	$(VENV)/bin/ruff format --quiet .
+
+bench: setup  ## The benchmarks
+	$(VENV)/bin/pytest -q --benchmark-only benchmarks $(ARGS)
+
+lock:  ## Resolve requirements.lock again from pyproject.toml
+	python3.11 -m venv --clear $(LOCK_VENV)
+	$(LOCK_VENV)/bin/pip install -qq setuptools --upgrade ".[test,report,ui]"
+	{ grep '^#' requirements.lock; $(LOCK_VENV)/bin/pip freeze --all \
+	    | grep -vE '^(pip==|rrfp @)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; } > requirements.new
+	mv requirements.new requirements.lock
+	rm -rf $(LOCK_VENV)
+
+clean:  ## Remove .venv/ and every cache; runs/ stays
+	rm -rf $(VENV) build *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find rrfp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,13 @@
+"""The errors a user can meet. Each message is one sentence: the fact, the value, the next step."""
+
+
+class RrfpError(Exception):
+    """Something failed while running; the command line exits with 1."""
+
+    exit_code = 1
+
+
+class UsageError(RrfpError):
+    """Wrong arguments, configuration, data or order file; the command line exits with 2."""
+
+    exit_code = 2

@@ -1,0 +1,39 @@
+"""What every test may use: golden texts, and how hard hypothesis tries."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Two threads a process lose time as soon as a test runs more processes than the machine has cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A quick run tries the same examples every time, so that it fails for the change at hand only.
+settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.load_profile("quick")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the files in tests/golden"
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)` holds a text against the file of that name in tests/golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing; look at the text, then use --update-golden"
+        assert text == path.read_text()
+
+    return compare
