@@ -1,0 +1,79 @@
+"""One order inside a group: the ranks that share a collective inside a task run the same sequence.
+
+A star over the transport's links. Every member reports to the leader which inputs have arrived;
+the leader's dispatcher counts the reports, so that it decides on the intersection of the ready
+sets (which dominates the paper's unanimous first picks, section 4.2), and sends each decision with
+its position in the step's sequence. Members run the sequence by position.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.protocols import Clock, Decided, Reported, Transport, monotonic
+from rrfp.schedule.dispatcher import Group, InputArrived
+from rrfp.schedule.tasks import Task
+from rrfp.trace.records import AgreementRecord, Record
+
+
+class StarAgreement:
+    """One rank's side of its group's agreement; alone, it has nothing to agree on."""
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        transport: Transport,
+        record: Callable[[Record], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        """`members` are the group's global ranks, the same list on each; the first one leads."""
+        self._transport = transport
+        self._record = record
+        self._clock = clock
+        self._leader, *self._followers = members
+        self._member_of = {member: index for index, member in enumerate(members)}
+        self._decisions: deque[Decided] = deque()
+        self._position = 0
+        self.group = Group(len(members), self._leader == rank) if self._followers else None
+
+    def start_step(self) -> None:
+        self._position = 0
+
+    def report(self, step: int, task: Task) -> None:
+        """A task's input is here; a follower tells its leader."""
+        if self.group is not None and not self.group.leads:
+            self._transport.report(self._leader, step, task)
+
+    def reported(self, event: Reported) -> InputArrived:
+        """What a follower's report is to the leader's dispatcher."""
+        return InputArrived(event.task, self._member_of[event.peer])
+
+    def decided(self, event: Decided) -> None:
+        """The leader has decided; its decisions come in the sequence in which they are run."""
+        self._decisions.append(event)
+
+    def next(self) -> Task | None:
+        """The next task of the group's sequence, if this rank follows and knows it by now."""
+        return self._decisions[0].task if self._decisions else None
+
+    def dispatched(self, step: int, task: Task) -> None:
+        """This rank starts a task: the leader tells its followers, a follower ticks it off."""
+        if self.group is None:
+            return
+        start_ns = self._clock()
+        if self.group.leads:
+            for follower in self._followers:
+                self._transport.decide(follower, step, self._position, task)
+        else:
+            decision = self._decisions.popleft()
+            if decision.position != self._position:
+                raise RrfpError(
+                    f"decision {decision.position} of rank {self._leader} came in place of "
+                    f"{self._position}; the sequence of its group is broken"
+                )
+        stage, kind, microbatch = task
+        self._record(
+            AgreementRecord(start_ns, self._clock(), step, kind, stage, microbatch, self._position)
+        )
+        self._position += 1

@@ -1,0 +1,132 @@
+"""The seams of the runtime: what one rank's worker needs from the world, as small protocols.
+
+The compute thread owns the dispatcher. Every other thread speaks to it only by putting an `Event`
+into its `Inbox`, whose one Condition also guards what has arrived.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Condition
+from typing import Protocol
+
+import torch
+
+from rrfp.errors import RrfpError
+from rrfp.schedule.tasks import Task
+
+Clock = Callable[[], int]
+"""Nanoseconds on a monotonic clock that all ranks of one host share."""
+
+monotonic: Clock = time.monotonic_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A finished task's output on its way: `task` is the one that consumes it. A tensor may be
+    None where a stage hands on nothing (the gradient of an input that needs none)."""
+
+    step: int
+    task: Task
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A neighbour's message is here, whole."""
+
+    peer: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A member of this rank's group, of which this rank is the leader, has the input of a task."""
+
+    peer: int
+    step: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The group's leader has put a task at a position of the agreed sequence of the step."""
+
+    peer: int
+    step: int
+    position: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A link broke, or its peer fell silent; the run cannot go on."""
+
+    error: RrfpError
+
+
+Event = Arrived | Reported | Decided | Failed
+
+
+class PeerLostError(RrfpError):
+    """A peer's process died, left without a farewell, or fell silent."""
+
+
+class StallError(RrfpError):
+    """Nothing arrived for longer than the configured time."""
+
+
+class Inbox:
+    """What has arrived for the compute thread. Any thread puts; the compute thread takes."""
+
+    def __init__(self) -> None:
+        self._condition = Condition()
+        self._events: deque[Event] = deque()
+
+    def put(self, event: Event) -> None:
+        with self._condition:
+            self._events.append(event)
+            self._condition.notify()
+
+    def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
+        """Everything that has arrived; waits up to `timeout_s` for the first of it."""
+        with self._condition:
+            if not self._events and timeout_s > 0:
+                self._condition.wait(timeout_s)
+            events = tuple(self._events)
+            self._events.clear()
+            return events
+
+
+class Transport(Protocol):
+    """Moves messages between ranks without ever making the compute thread wait.
+
+    Links are directed and first-in-first-out. `send` queues and returns; a peer that cannot be
+    reached is told through the inbox as `Failed`, never by an exception on another thread.
+    """
+
+    def send(self, peer: int, message: Message) -> None: ...
+
+    def consumed(self, peer: int, step: int) -> None:
+        """Give the link peer -> here one credit back: the compute thread took a message of it."""
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        """Tell the group's leader `peer` that the input of a task is here (`Reported` there)."""
+
+    def decide(self, peer: int, step: int, position: int, task: Task) -> None:
+        """Tell the member `peer` the next task of the agreed sequence (`Decided` there)."""
+
+    def close(self) -> None:
+        """Say farewell on every link and stop every thread; never waits longer than its bound."""
+
+
+class Compute(Protocol):
+    """Runs tasks on a stage. Called by the compute thread, one task at a time."""
+
+    def run(
+        self, task: Task, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run one task on what its `Shape.sender` sent (empty for a task without one), and give
+        what its `Shape.receiver` takes (empty for a task without one)."""
+        ...

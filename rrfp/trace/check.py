@@ -1,0 +1,268 @@
+"""Whether a trace holds all of its run: what is lost, open, unmatched, missing or impossible.
+
+A run that crashed lost the records of the step it was in, on some ranks or on all. That step is
+reported as what it is, and no further check looks at it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
+from rrfp.trace.perfetto_reader import TraceContents, read_contents
+from rrfp.trace.records import Phase, RankRecords, ReceiveRecord, Recording, SendRecord, TaskRecord
+
+_NUM_EXAMPLES = 3
+
+
+def check_trace(path: Path) -> list[str]:
+    """The problems of a trace, one sentence each; empty for a whole one.
+
+    Raises RrfpError when the file cannot be read as a trace of a run at all.
+    """
+    return check_contents(read_contents(path))
+
+
+def check_contents(contents: TraceContents) -> list[str]:
+    """The problems of a trace that was read; `check_trace` says more."""
+    recording = contents.recording
+    torn = _torn_steps(recording)
+    ranks = {records.info.rank for records in recording.ranks}
+    problems = [
+        *_check_file(contents),
+        *_check_ranks(recording, ranks),
+        *_check_torn(recording, torn),
+        *_check_messages(recording, ranks, torn, contents.flow_lengths),
+    ]
+    for records in recording.ranks:
+        problems += _check_times(records)
+        problems += _check_tasks(records, torn)
+    return problems
+
+
+def _check_file(contents: TraceContents) -> Iterator[str]:
+    num_found = sum(
+        len(found) for rank in contents.recording.ranks for found in rank.by_name().values()
+    )
+    num_written = contents.num_records_written
+    if num_written is None:
+        yield "truncated: the closing mark is missing, the last events are lost"
+    elif num_found + len(contents.open_slices) < num_written:
+        num_lost = num_written - num_found - len(contents.open_slices)
+        yield f"lost: {num_lost} of {num_written} events"
+    elif num_found > num_written:
+        yield f"unmatched: {num_found - num_written} events more than the run recorded"
+    if contents.open_slices:
+        yield _tell("open: {} begin and never end", "slices", contents.open_slices)
+    if contents.num_stray_ends:
+        yield f"unmatched: {contents.num_stray_ends} ends of slices that never began"
+
+
+def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
+    missing = sorted(_expected_ranks(recording.settings) - ranks)
+    if missing:
+        yield _tell("missing: {} of the run left no records", "ranks", missing)
+    counts = Counter(records.info.rank for records in recording.ranks)
+    twice = [rank for rank, count in counts.items() if count > 1]
+    if twice:
+        yield _tell("unmatched: {} are in the trace more than once", "ranks", twice)
+
+
+def _expected_ranks(settings: dict[str, object]) -> set[int]:
+    expected: set[int] = set()
+    world = settings.get("world")
+    if isinstance(world, int):
+        expected.update(range(world))
+    listed = settings.get("ranks")
+    if isinstance(listed, list):
+        expected.update(
+            entry["rank"]
+            for entry in listed
+            if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
+        )
+    return expected
+
+
+def _torn_steps(recording: Recording) -> dict[int, list[int]]:
+    """The steps that a run began and did not finish: to each the ranks that did not."""
+    finished = {
+        records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
+        for records in recording.ranks
+    }
+    begun = {task.step for records in recording.ranks for task in records.tasks}
+    begun.update(step for steps in finished.values() for step in steps)
+    unfinished = {
+        step: [rank for rank, steps in finished.items() if step not in steps] for step in begun
+    }
+    return {step: ranks for step, ranks in sorted(unfinished.items()) if ranks}
+
+
+def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
+    last_step = max(
+        (task.step for records in recording.ranks for task in records.tasks), default=-1
+    )
+    for step, ranks in torn.items():
+        told = _tell("{}", "ranks", ranks)
+        if step == last_step:
+            yield f"incomplete: the run ended in step {step}, which {told} did not finish"
+        else:
+            yield f"lost: the end of step {step} on {told}"
+
+
+def _check_messages(
+    recording: Recording, ranks: set[int], torn: Iterable[int], flow_lengths: Counter[int]
+) -> Iterator[str]:
+    sends: dict[MessageKey, SendRecord] = {}
+    receives: dict[MessageKey, ReceiveRecord] = {}
+    tasks: dict[tuple[int, TaskKey], TaskRecord] = {}
+    for records in recording.ranks:
+        rank = records.info.rank
+        sends.update((sent_by(rank, send), send) for send in records.sends)
+        receives.update((received_by(rank, receive), receive) for receive in records.receives)
+        tasks.update(((rank, key_of(task)), task) for task in records.tasks)
+
+    unreceived: list[str] = []
+    unsent: list[str] = []
+    unconsumed: list[str] = []
+    early: list[str] = []
+    too_soon: list[str] = []
+    arrows: list[str] = []
+    skipped = set(torn)
+    # Clocks of two hosts agree to within what both were measured with.
+    clock_errors_ns = {r.info.rank: r.info.clock_error_ns for r in recording.ranks}
+    for key in sorted(sends.keys() | receives.keys()):
+        send, receive = sends.get(key), receives.get(key)
+        record: Any = send or receive
+        if record.step in skipped or not {key.source, key.destination} <= ranks:
+            continue
+        told = (
+            f"{record.kind}{record.microbatch} of step {record.step}, "
+            f"rank {key.source} to {key.destination}"
+        )
+        if receive is None:
+            unreceived.append(told)
+            continue
+        if send is None:
+            unsent.append(told)
+        elif receive.start_ns - send.start_ns < -(
+            clock_errors_ns[key.source] + clock_errors_ns[key.destination]
+        ):
+            early.append(f"{told}: {receive.start_ns - send.start_ns} ns")
+        task = tasks.get((key.destination, key_of(receive)))
+        if task is None:
+            unconsumed.append(told)
+        elif task.start_ns < receive.start_ns:
+            too_soon.append(f"{told}: {task.start_ns - receive.start_ns} ns")
+        if send and task and flow_lengths[key.flow_id] != 3:
+            arrows.append(told)
+    for pattern, told_of in (
+        ("lost: {} sent and never received", unreceived),
+        ("lost: {} received and never sent", unsent),
+        ("unmatched: {} received and taken by no task", unconsumed),
+        ("negative latency: {} received before they were sent", early),
+        ("negative latency: {} taken by a task before they came", too_soon),
+        ("unmatched: {} without an arrow from send to receive to task", arrows),
+    ):
+        if told_of:
+            yield _tell(pattern, "messages", told_of)
+    yield from _check_gaps(sends)
+    yield from _check_inputs(recording, receives, skipped)
+
+
+def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
+    """Sequence numbers of a link start at 0 and leave none out."""
+    links: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    for source, destination, sequence in sends:
+        links[source, destination].add(sequence)
+    for (source, destination), found in sorted(links.items()):
+        lacking = sorted(set(range(max(found) + 1)) - found)
+        if lacking:
+            told = _tell("lost: {}", "messages", [f"number {number}" for number in lacking])
+            yield f"{told} of the link from rank {source} to {destination}"
+
+
+def _check_inputs(
+    recording: Recording, receives: dict[MessageKey, ReceiveRecord], skipped: set[int]
+) -> Iterator[str]:
+    """Where a stage gets the input of a kind by message, each of its tasks has one."""
+    received: defaultdict[int, set[TaskKey]] = defaultdict(set)
+    for key, receive in receives.items():
+        received[key.destination].add(key_of(receive))
+    unfed = []
+    for records in recording.ranks:
+        inputs = received[records.info.rank]
+        fed = {(key.kind, key.stage) for key in inputs}
+        unfed += [
+            f"{task.kind}{task.microbatch} of step {task.step}, stage {task.stage}"
+            for task in records.tasks
+            if task.step not in skipped
+            and (task.kind, task.stage) in fed
+            and key_of(task) not in inputs
+        ]
+    if unfed:
+        yield _tell("unmatched: {} ran on an input never received", "tasks", unfed)
+
+
+def _check_times(records: RankRecords) -> Iterator[str]:
+    backward = [
+        f"{name} at {record.start_ns} ns"
+        for name, found in records.by_name().items()
+        for record in found
+        if hasattr(record, "end_ns") and record.end_ns < record.start_ns
+    ]
+    if backward:
+        told = _tell("negative duration: {}", "events", backward)
+        yield f"{told} on rank {records.info.rank}"
+
+
+def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
+    rank = records.info.rank
+    overlapping = []
+    by_start = sorted(records.tasks)
+    for earlier, later in pairwise(by_start):
+        if later.start_ns < earlier.end_ns:
+            overlapping.append(f"{_name(earlier)} and {_name(later)}")
+    if overlapping:
+        yield _tell("overlapping: {}", "pairs of tasks", overlapping) + f" on rank {rank}"
+
+    counts = Counter(key_of(task) for task in records.tasks)
+    twice = [_name(key) for key, count in counts.items() if count > 1]
+    if twice:
+        yield _tell("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
+
+    lacking = [_name(key) for key in _lacking_tasks(counts, set(torn))]
+    if lacking:
+        yield _tell("lost: {}", "tasks", lacking) + f" on rank {rank}"
+
+
+def _lacking_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
+    """In a finished step every stage runs each kind that it runs for the same microbatches."""
+    microbatches: defaultdict[int, set[int]] = defaultdict(set)
+    groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
+    for step, kind, stage, microbatch in found:
+        if step not in skipped:
+            microbatches[step].add(microbatch)
+            groups[step, kind, stage].add(microbatch)
+    return [
+        TaskKey(step, kind, stage, microbatch)
+        for (step, kind, stage), present in sorted(groups.items())
+        for microbatch in sorted(microbatches[step] - present)
+    ]
+
+
+def _name(task: TaskRecord | TaskKey) -> str:
+    return f"{task.kind}{task.microbatch} of step {task.step}, stage {task.stage}"
+
+
+def _tell(pattern: str, noun: str, items: list[Any]) -> str:
+    """Fill in "3 tasks" and append the first few of them."""
+    count = f"{len(items)} {noun if len(items) != 1 else _singular(noun)}"
+    examples = "; ".join(map(str, items[:_NUM_EXAMPLES]))
+    more = "; ..." if len(items) > _NUM_EXAMPLES else ""
+    return f"{pattern.format(count)} ({examples}{more})"
+
+
+def _singular(noun: str) -> str:
+    return noun.replace("pairs", "pair") if noun.startswith("pairs") else noun.removesuffix("s")

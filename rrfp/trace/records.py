@@ -1,0 +1,205 @@
+"""What is recorded: a few record types, one tuple each, and the recording that holds them.
+
+All times are integer nanoseconds. A rank records on its own host's monotonic clock; in a
+`Recording` every time has been moved to the reference clock (that of rank 0's host) by the
+rank's `clock_offset_ns`, and counts from the start of the run.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class TaskRecord(NamedTuple):
+    """A task that ran, and what the dispatcher knew when it chose it."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    kind: str
+    stage: int
+    chunk: int
+    microbatch: int
+    hint_position: int
+    """Place in the hint's order on this rank (for round-based hints: when all times are equal)."""
+    ready: int
+    """Tasks ready at the decision, this one included: `ready_forwards` plus ready B and W."""
+    skipped: int
+    """Unfinished tasks that the hint ranks above this one (its deviation from the hint)."""
+    depth: int
+    """D once this task is dispatched: chunk-forwards minus chunk-backwards run in the step."""
+    held: int
+    """Activations kept from F until W (B when W is not split off), this task counted, in chunks."""
+    ready_forwards: int
+    ready_backwards: int
+
+
+class WaitRecord(NamedTuple):
+    """An idle interval with one cause."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    cause: str
+
+
+class SendRecord(NamedTuple):
+    """A message from its first byte written to its last. (kind, stage, microbatch) is the task
+    that consumes it; `sequence` counts the messages of the directed link rank -> peer."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int
+    sequence: int
+    num_bytes: int
+
+
+class ReceiveRecord(NamedTuple):
+    """A message from its header's arrival to its last byte; fields as in `SendRecord`, with the
+    link peer -> rank."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    kind: str
+    stage: int
+    microbatch: int
+    peer: int
+    sequence: int
+    num_bytes: int
+
+
+class AgreementRecord(NamedTuple):
+    """One agreed task: from the moment this rank could have decided to the decision."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    kind: str
+    stage: int
+    microbatch: int
+    position: int
+    """Place in the group's agreed sequence of the step."""
+
+
+class StimulusRecord(NamedTuple):
+    """What the dispatcher took in, in that order, so that a rank can be replayed exactly.
+    `name` is the stimulus' class; stage and microbatch are -1 and kind empty where it has no task;
+    `member` is the group member that reported it (0: this rank)."""
+
+    time_ns: int
+    step: int
+    name: str
+    kind: str
+    stage: int
+    microbatch: int
+    member: int
+
+
+class Phase(StrEnum):
+    """What else takes a rank's time."""
+
+    SCHEDULE = "schedule"
+    """From the rank's entry into the schedule to its return: its part of the step window."""
+    DATA = "data"
+    OPTIMIZER = "optimizer"
+
+
+class PhaseRecord(NamedTuple):
+    """A part of the step other than tasks and waits. One `SCHEDULE` phase closes each step."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    phase: str
+
+
+class CostRecord(NamedTuple):
+    """What recording itself cost on this rank up to here: the number of records and the measured
+    time of taking and writing them."""
+
+    time_ns: int
+    step: int
+    num_records: int
+    cost_ns: int
+
+
+Record = (
+    TaskRecord
+    | WaitRecord
+    | SendRecord
+    | ReceiveRecord
+    | AgreementRecord
+    | StimulusRecord
+    | PhaseRecord
+    | CostRecord
+)
+
+RECORD_TYPES: dict[str, type[Record]] = {
+    "task": TaskRecord,
+    "wait": WaitRecord,
+    "send": SendRecord,
+    "receive": ReceiveRecord,
+    "agreement": AgreementRecord,
+    "stimulus": StimulusRecord,
+    "phase": PhaseRecord,
+    "cost": CostRecord,
+}
+"""The name of each record type in spill files."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Who recorded: a process, its place in the layout, and its clock."""
+
+    rank: int
+    pp_rank: int
+    tp_rank: int
+    dp_rank: int
+    stages: tuple[int, ...]
+    host: str
+    pid: int
+    clock_offset_ns: int = 0
+    """Added to this rank's times to put them on the reference clock."""
+    clock_error_ns: int = 0
+    """Half the shortest round trip that the offset was measured with; 0 on the reference host."""
+
+
+@dataclass(slots=True)
+class RankRecords:
+    """Everything one rank recorded, each list in the order in which it was recorded."""
+
+    info: RankInfo
+    tasks: list[TaskRecord] = field(default_factory=list)
+    waits: list[WaitRecord] = field(default_factory=list)
+    sends: list[SendRecord] = field(default_factory=list)
+    receives: list[ReceiveRecord] = field(default_factory=list)
+    agreements: list[AgreementRecord] = field(default_factory=list)
+    stimuli: list[StimulusRecord] = field(default_factory=list)
+    phases: list[PhaseRecord] = field(default_factory=list)
+    costs: list[CostRecord] = field(default_factory=list)
+
+    def by_name(self) -> dict[str, list[Any]]:
+        """Each list under the name that its type has in `RECORD_TYPES`; the lists themselves."""
+        return {
+            "task": self.tasks,
+            "wait": self.waits,
+            "send": self.sends,
+            "receive": self.receives,
+            "agreement": self.agreements,
+            "stimulus": self.stimuli,
+            "phase": self.phases,
+            "cost": self.costs,
+        }
+
+
+@dataclass(slots=True)
+class Recording:
+    """A run: its settings (as in run.json) and the records of every rank, by rank."""
+
+    settings: dict[str, object]
+    ranks: list[RankRecords]

@@ -1,0 +1,132 @@
+"""The directory of a run: the names of its files, and how one is made and found again."""
+
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rrfp.errors import RrfpError, UsageError
+
+RUNS = Path("runs")
+"""Where runs go that were given no directory, below the working directory."""
+LATEST = RUNS / "latest"
+"""A link to the newest run in `RUNS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run's directory and the files in it."""
+
+    path: Path
+
+    @property
+    def run_json(self) -> Path:
+        """The settings, versions and ranks of the run, as one JSON object."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, a line a finished step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.pftrace"
+
+    @property
+    def records(self) -> Path:
+        """What the ranks spill while they train; merged into the trace, then removed."""
+        return self.path / "records"
+
+    def rank_records(self, rank: int) -> Path:
+        """The spill file of one rank."""
+        return self.records / f"rank-{rank}.jsonl"
+
+
+def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
+    """Make the directory of a new run: `out`, or `runs/<time>-<hint>/`, which `runs/latest` then
+    points to.
+
+    An existing `out` is refused, or with `force` cleared of the run that is in it (of its files
+    only). Raises UsageError.
+    """
+    try:
+        return _create_dated(hint) if out is None else _create_at(out, force)
+    except OSError as error:
+        raise UsageError(
+            f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
+            f"another one with --out"
+        ) from error
+
+
+def resolve_trace(path: Path | None) -> Path:
+    """The trace of a run, given its directory or the trace itself; None means the newest run.
+
+    Where the run's records were never merged (its launcher died), they are merged now. Raises
+    RrfpError when there is no trace.
+    """
+    if path is None:
+        if not LATEST.exists():
+            raise RrfpError(f"there is no run yet ({LATEST} is missing); 'rrfp train' makes one")
+        path = LATEST
+    if not path.exists():
+        raise RrfpError(f"there is no run or trace at {path}")
+    if not path.is_dir():
+        return path
+    run = RunDir(path)
+    if run.trace.exists():
+        return run.trace
+    if not run.records.is_dir():
+        raise RrfpError(f"{path} has no {run.trace.name}; was it trained with --no-trace?")
+    # Perfetto's module is slow to import, and most runs are merged already.
+    from rrfp.trace.merge import encode_run
+
+    return encode_run(path)
+
+
+def _create_at(out: Path, force: bool) -> RunDir:
+    run = RunDir(out)
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        if not out.is_dir():
+            raise UsageError(f"{out} is a file; choose a directory with --out") from None
+        if not force:
+            raise UsageError(
+                f"{out} exists; choose another directory with --out, or replace the run in it "
+                f"with --force"
+            ) from None
+        for file in (run.run_json, run.metrics, run.trace):
+            file.unlink(missing_ok=True)
+        if run.records.exists():
+            shutil.rmtree(run.records)
+    return run
+
+
+def _create_dated(hint: str) -> RunDir:
+    RUNS.mkdir(exist_ok=True)
+    # A hint may be an order file: its name is taken, fit for a directory.
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    path = RUNS / name
+    attempt = 1
+    while True:
+        try:
+            path.mkdir()
+            break
+        except FileExistsError:
+            attempt += 1
+            path = RUNS / f"{name}-{attempt}"
+    _point_latest_to(path)
+    return RunDir(path)
+
+
+def _point_latest_to(path: Path) -> None:
+    if LATEST.exists() and not LATEST.is_symlink():
+        raise UsageError(f"{LATEST} is not a link; move it away, it must point to the newest run")
+    link = RUNS / f".latest-{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name, target_is_directory=True)
+    link.replace(LATEST)

