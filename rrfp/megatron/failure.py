@@ -1,0 +1,44 @@
+"""How a rank's failure reaches the launcher: its log, and a report in elastic's error file."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """Why a rank ended, in its own words."""
+
+    sentence: str
+    exit_code: int
+    is_consequence: bool
+    """Another rank's failure came first: this one only lost its peer."""
+
+    def write(self) -> None:
+        """Leave the report where the elastic launcher that started this process looks for it."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path is None:
+            return
+        message = {
+            "message": self.sentence,
+            "extraInfo": {"timestamp": int(time.time())},
+            "report": asdict(self),
+        }
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
+        """The report in what elastic read from a rank's error file, if the rank left one."""
+        message = error_file_data.get("message")
+        if isinstance(message, dict) and "report" in message:
+            return cls(**message["report"])
+        return None
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's own output goes."""
+    return run_dir / "logs" / f"rank-{rank}.log"

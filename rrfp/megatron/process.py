@@ -1,0 +1,77 @@
+"""The process of one rank: `python -m rrfp.megatron.process RUN_DIR SETTINGS`.
+
+The elastic launcher starts it. What it prints goes to a log of its own, so what is heavy (and
+talks while it is imported) is imported after that.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from rrfp.errors import RrfpError
+from rrfp.megatron.failure import FailureReport, log_path
+from rrfp.megatron.settings import TrainSettings
+from rrfp.trace.rundir import RunDir
+
+_PARENT_CHECK_S = 1.0
+
+
+def main() -> None:
+    """Train one rank of the run named on the command line."""
+    run_dir, settings = Path(sys.argv[1]), TrainSettings.from_json(sys.argv[2])
+    _write_output_to(log_path(run_dir, int(os.environ["RANK"])))
+    # Ctrl-C ends a rank at once, also inside a collective that Python cannot interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    try:
+        from rrfp.megatron.host import prepare_host
+        from rrfp.megatron.parallel import parallel_groups
+
+        prepare_host(settings.device)
+        from rrfp.megatron.rank import train
+
+        with parallel_groups(settings) as layout:
+            try:
+                train(RunDir(run_dir), settings, layout)
+            except Exception as error:
+                # Leaving the groups could wait for ranks that wait for this one.
+                _fail(error)
+    except Exception as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Leave word of the failure and end this process without waiting for any other."""
+    logging.getLogger(__name__).error("this rank failed", exc_info=error)
+    from rrfp.runtime.protocols import PeerLostError
+
+    # Torch's collectives raise RuntimeError when a peer's connection breaks.
+    is_consequence = isinstance(error, PeerLostError) or "onnection" in str(error)
+    sentence = str(error) if isinstance(error, RrfpError) else f"{type(error).__name__}: {error}"
+    exit_code = error.exit_code if isinstance(error, RrfpError) else RrfpError.exit_code
+    FailureReport(sentence, exit_code, is_consequence).write()
+    logging.shutdown()
+    os._exit(exit_code)
+
+
+def _write_output_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+
+
+def _end_with_launcher(launcher: int) -> None:
+    """End this process when its launcher has died, for nobody else would."""
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(RrfpError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What one rank of a training run does, from its introduction to the others to its last step."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rrfp.megatron.corpus import open_corpus
+from rrfp.megatron.data import Batches
+from rrfp.megatron.description import write_description
+from rrfp.megatron.dropin import DispatchSettings, ForwardBackward, get_forward_backward_func
+from rrfp.megatron.metrics import Metrics
+from rrfp.megatron.model import build_gpt
+from rrfp.megatron.native import NativeSchedule
+from rrfp.megatron.parallel import Layout
+from rrfp.megatron.settings import Dispatch, TrainSettings
+from rrfp.megatron.training import Trainer
+from rrfp.runtime.recorder import Recorder
+from rrfp.runtime.rendezvous import clock_offset, host_identity
+from rrfp.schedule.dispatcher import Dispatch as TaskDispatch
+from rrfp.trace.records import RankInfo, Record
+from rrfp.trace.rundir import RunDir
+
+
+def train(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Train this rank's stage for all steps. Raises what the training raises."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    infos = _introduce(layout)
+    info = infos[layout.rank]
+    if layout.rank == 0:
+        write_description(run.run_json, settings, infos)
+    recorder = Recorder(None if settings.no_trace else run.rank_records(info.rank), info)
+    metrics = Metrics(run.metrics, layout, info, is_traced=not settings.no_trace)
+    schedule = schedule_of(settings, layout.pp_rank, recorder.record)
+    corpus = open_corpus(settings.data)
+    trainer = Trainer(
+        settings,
+        layout,
+        build_gpt(settings, layout, corpus.vocab_size),
+        Batches(corpus, settings, layout.dp_rank),
+        schedule,
+        recorder.record,
+    )
+    for step in range(settings.steps):
+        start_s = time.monotonic()
+        result = trainer.train_step(step)
+        seconds = time.monotonic() - start_s
+        assert schedule.last_step is not None
+        metrics.write(step, result, schedule.last_step, seconds)
+        recorder.flush(step)
+    schedule.close()
+    metrics.close()
+    recorder.close()
+
+
+def _introduce(layout: Layout) -> list[RankInfo]:
+    """Who all ranks are, by rank, each with its clock's offset to rank 0's host."""
+    hosts: list[str] = [""] * layout.world_size
+    dist.all_gather_object(hosts, host_identity())
+    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    offset = clock_offset(store, "rrfp/clock", layout.rank, hosts)
+    own = RankInfo(
+        rank=layout.rank,
+        pp_rank=layout.pp_rank,
+        tp_rank=layout.tp_rank,
+        dp_rank=layout.dp_rank,
+        stages=(layout.pp_rank,),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        clock_offset_ns=offset.offset_ns,
+        clock_error_ns=offset.error_ns,
+    )
+    infos: list[RankInfo] = [own] * layout.world_size
+    dist.all_gather_object(infos, own)
+    return infos
+
+
+def schedule_of(
+    settings: TrainSettings, pp_rank: int, record: Callable[[Record], None]
+) -> NativeSchedule | ForwardBackward:
+    """The function that runs this run's steps: Megatron's own, or ours."""
+    if settings.dispatch == Dispatch.MEGATRON:
+        return NativeSchedule(pp_rank, record)
+    dispatch = DispatchSettings(
+        settings.resolved_hint, TaskDispatch(settings.dispatch), settings.limit
+    )
+    return get_forward_backward_func(settings=dispatch, record=record)

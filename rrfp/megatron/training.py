@@ -1,0 +1,137 @@
+"""What one rank does in a training step, under any schedule function of Megatron's signature."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rrfp.errors import RrfpError
+from rrfp.megatron.data import Batch, Batches
+from rrfp.megatron.model import GptStage
+from rrfp.megatron.parallel import Layout
+from rrfp.megatron.settings import TrainSettings
+from rrfp.runtime.protocols import Clock, monotonic
+from rrfp.trace.records import Phase, PhaseRecord, Record
+
+_NUM_WARMUP_STEPS = 10
+"""The learning rate rises to its full value over these steps; without it Adam's first updates,
+all of one size, throw a fresh model off."""
+
+
+class Schedule(Protocol):
+    """A schedule function as `megatron.core.pipeline_parallel.get_forward_backward_func` gives."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Batch],
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+    ) -> list[Any]: ...
+
+
+class StepResult(NamedTuple):
+    """What a step came to; the same numbers on every rank."""
+
+    loss: float
+    """Mean over the microbatches, in their order, and over the replicas, in theirs."""
+    grad_norm: float
+    """Norm of the whole model's gradient before it is clipped."""
+    tokens: int
+    """Labels that counted, over all replicas."""
+
+
+class Trainer:
+    """Trains one rank's stage, a step at a time."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        layout: Layout,
+        stage: GptStage,
+        batches: Batches,
+        schedule: Schedule,
+        record: Callable[[Record], None],
+        clock: Clock = monotonic,
+    ) -> None:
+        """`record` receives the step's data and optimizer phases; the schedule records its own."""
+        self._settings = settings
+        self._layout = layout
+        self._stage = stage
+        self._batches = batches
+        self._schedule = schedule
+        self._record = record
+        self._clock = clock
+
+    def train_step(self, step: int) -> StepResult:
+        """Run one step on every rank. Raises RrfpError when the gradients are not finite."""
+        settings, stage = self._settings, self._stage
+        start_ns = self._clock()
+        batches = [self._batches.batch(step, index) for index in range(settings.microbatches)]
+        self._finish_phase(Phase.DATA, start_ns, step)
+
+        losses = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[stage.module],
+            num_microbatches=settings.microbatches,
+            seq_length=settings.seq_length,
+            micro_batch_size=settings.micro_batch_size,
+        )
+
+        start_ns = self._clock()
+        for group in stage.optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
+        is_updated, grad_norm, _ = stage.optimizer.step()
+        if not is_updated:
+            raise RrfpError(
+                f"the optimizer refused step {step}: a gradient is not finite; try a smaller --lr"
+            )
+        stage.module.zero_grad_buffer()
+        stage.optimizer.zero_grad()
+        tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
+        loss, tokens = self._shared(losses, tokens)
+        self._finish_phase(Phase.OPTIMIZER, start_ns, step)
+        return StepResult(loss, float(grad_norm), int(tokens))
+
+    def _finish_phase(self, phase: Phase, start_ns: int, step: int) -> None:
+        self._record(PhaseRecord(start_ns, self._clock(), step, phase))
+
+    def _shared(self, losses: list[dict[str, torch.Tensor]], tokens: float) -> tuple[float, float]:
+        """The step's loss and tokens, known to the last stage, on every rank."""
+        layout = self._layout
+        shared = torch.zeros(2, dtype=torch.float64)
+        if layout.is_last_stage:
+            from megatron.core import parallel_state
+
+            loss = sum(item["loss"].item() for item in losses) / len(losses)
+            own = torch.tensor([loss, tokens], dtype=torch.float64)
+            replicas = [torch.empty_like(own) for _ in range(layout.dp)]
+            dist.all_gather(replicas, own, group=parallel_state.get_data_parallel_group())
+            shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
+            shared[1] = sum(replica[1].item() for replica in replicas)
+        first_of_last_stage = layout.world_size - layout.tp * layout.dp
+        dist.broadcast(shared, first_of_last_stage)
+        return shared[0].item(), shared[1].item()
+
+
+def forward_step(
+    data_iterator: Iterator[Batch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Run the stage on the iterator's next microbatch (Megatron's `forward_step_func`)."""
+    batch = next(data_iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_mean_loss, batch["loss_mask"])
+
+
+def _mean_loss(
+    loss_mask: torch.Tensor, losses: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (losses * loss_mask).sum() / loss_mask.sum()
+    # A copy: Megatron divides the loss in place by the number of microbatches.
+    return loss, {"loss": loss.detach().clone()}
