@@ -1,0 +1,141 @@
+"""How fast the socket transport is between processes: `pytest benchmarks/bench_transport.py`.
+
+Each round is there and back, so that one clock measures it; halve a round of 64 KB for the one-way
+latency.
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch.distributed import Store, TCPStore
+
+from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
+from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.schedule.tasks import Kind, Task
+
+TASK = Task(1, Kind.F, 0)
+NUM_STREAMED = 16
+
+
+def make(
+    rank: int, num_ranks: int, store: Store, inbox: Inbox, *, allow_unix: bool
+) -> SocketTransport:
+    """A star around rank 0."""
+    peers = [peer for peer in range(num_ranks) if peer != rank] if rank == 0 else [0]
+    return SocketTransport(
+        rank, store, peers, peers, inbox, num_credits=NUM_STREAMED, allow_unix=allow_unix
+    )
+
+
+def wait_for(inbox: Inbox, num_events: int) -> list[Event]:
+    events: list[Event] = []
+    while len(events) < num_events:
+        arrived = inbox.take(10.0)
+        assert arrived, "nothing arrived for 10 s"
+        for event in arrived:
+            if isinstance(event, Failed):
+                raise event.error
+        events.extend(arrived)
+    return events
+
+
+def serve(rank: int, num_ranks: int, port: int, allow_unix: bool) -> None:
+    """Send every microbatch 0 back, answer the last of a stream, report after each decision."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    inbox = Inbox()
+    transport = make(rank, num_ranks, store, inbox, allow_unix=allow_unix)
+    while True:
+        for event in inbox.take(30.0):
+            match event:
+                case Arrived(_, message):
+                    transport.consumed(0, message.step)
+                    if message.task.microbatch == 0:
+                        transport.send(0, message)
+                    elif message.task.microbatch == NUM_STREAMED:
+                        transport.send(0, Message(message.step, TASK, ()))
+                case Decided(step=step, task=task):
+                    transport.report(0, step, task)
+                case Failed():
+                    return
+
+
+@contextmanager
+def star(num_ranks: int, *, allow_unix: bool = True) -> Iterator[tuple[SocketTransport, Inbox]]:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    others: list[SpawnProcess] = [
+        context.Process(target=serve, args=(rank, num_ranks, server.port, allow_unix), daemon=True)
+        for rank in range(1, num_ranks)
+    ]
+    for other in others:
+        other.start()
+    inbox = Inbox()
+    try:
+        transport = make(0, num_ranks, server, inbox, allow_unix=allow_unix)
+        yield transport, inbox
+        transport.close(farewell=False)
+    finally:
+        for other in others:
+            other.join(10.0)
+            other.kill()
+            other.join()
+
+
+def measure(benchmark: BenchmarkFixture, function: Callable[[], None], *, num_rounds: int) -> None:
+    # pytest-benchmark annotates only a part of itself.
+    benchmark.pedantic(function, rounds=num_rounds, warmup_rounds=5)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["unix", "tcp"])
+def link(request: pytest.FixtureRequest) -> Iterator[tuple[SocketTransport, Inbox]]:
+    with star(2, allow_unix=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("num_bytes", [0, 64 * 1024, 2**20])
+def test_there_and_back(
+    benchmark: BenchmarkFixture, link: tuple[SocketTransport, Inbox], num_bytes: int
+) -> None:
+    transport, inbox = link
+    message = Message(0, TASK, (torch.ones(num_bytes // 2, dtype=torch.bfloat16),))
+
+    def there_and_back() -> None:
+        transport.send(1, message)
+        wait_for(inbox, 1)
+        transport.consumed(1, 0)
+
+    measure(benchmark, there_and_back, num_rounds=1000)
+
+
+def test_stream_of_16_messages_of_16_mb(
+    benchmark: BenchmarkFixture, link: tuple[SocketTransport, Inbox]
+) -> None:
+    transport, inbox = link
+    big = torch.ones(16_000_000, dtype=torch.uint8)
+
+    def stream() -> None:
+        for microbatch in range(1, NUM_STREAMED + 1):
+            transport.send(1, Message(0, TASK._replace(microbatch=microbatch), (big,)))
+        wait_for(inbox, 1)
+        transport.consumed(1, 0)
+
+    measure(benchmark, stream, num_rounds=10)
+    assert benchmark.stats is not None
+    benchmark.extra_info["gb_per_s"] = NUM_STREAMED * big.nbytes / benchmark.stats["median"] / 1e9
+
+
+def test_decide_and_report_of_4_ranks(benchmark: BenchmarkFixture) -> None:
+    with star(4) as (transport, inbox):
+
+        def agree() -> None:
+            for peer in (1, 2, 3):
+                transport.decide(peer, 0, 0, TASK)
+            assert all(isinstance(event, Reported) for event in wait_for(inbox, 3))
+
+        measure(benchmark, agree, num_rounds=1000)

@@ -1,0 +1,93 @@
+"""From an exception to one sentence on stderr and an exit code.
+
+0 done; 1 failed; 2 wrong usage; 130 interrupted. Typer's own handling is passed by: it would print
+a panel, and take every broken pipe for a closed stdout.
+"""
+
+import io
+import os
+import select
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from rrfp.errors import RrfpError
+
+FAILED = 1
+INTERRUPTED = 130
+
+DEBUG_VARIABLE = "RRFP_DEBUG"
+"""Set to anything, it shows the traceback of whatever ends a command."""
+
+
+def run(app: typer.Typer, arguments: Sequence[str]) -> int:
+    """Run a command line and give its exit code, whatever happens in it."""
+    try:
+        _invoke(app, arguments)
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        _say("interrupted")
+        return INTERRUPTED
+    except typer.TyperException as error:
+        # A group without a command has already shown its help, and brings no message.
+        if error.format_message():
+            _say(_usage_sentence(error))
+        return error.exit_code
+    except RrfpError as error:
+        _say(str(error))
+        return error.exit_code
+    except BrokenPipeError as error:
+        if not _stdout_is_closed():
+            _say(f"a pipe broke: {error}")
+        return FAILED
+    except OSError as error:
+        _say(f"the system refused: {error}")
+        return FAILED
+    except Exception as error:
+        _say(
+            f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
+            f"traceback that {DEBUG_VARIABLE}=1 shows"
+        )
+        return FAILED
+    return 0
+
+
+def _invoke(app: typer.Typer, arguments: Sequence[str]) -> None:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("rrfp", list(arguments)) as context:
+            command.invoke(context)
+    finally:
+        # Here, and not at the interpreter's end, where a closed pipe would be reported.
+        sys.stdout.flush()
+
+
+def _say(sentence: str) -> None:
+    """Called while an exception is handled."""
+    if os.environ.get(DEBUG_VARIABLE):
+        traceback.print_exc()
+    print(f"rrfp: {sentence}", file=sys.stderr)
+
+
+def _usage_sentence(error: typer.TyperException) -> str:
+    """Typer's message on one line, with the help that would explain it."""
+    sentence = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    return f"{sentence}; see '{context.command_path} --help'" if context else sentence
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the reader of stdout has gone (`rrfp ... | head`); if so, nothing more goes there."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except io.UnsupportedOperation:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return True

@@ -1,0 +1,105 @@
+"""What a person sees while a run trains: step, loss, speed and how busy each stage is.
+
+It follows the run's `metrics.jsonl`, as any other program may. On a terminal it redraws itself;
+elsewhere it says a line a step. It writes to stderr, for stdout is for data.
+"""
+
+import json
+import time
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rrfp.megatron.settings import TrainSettings
+
+_POLL_S = 0.2
+_BAR_WIDTH = 40
+
+
+class TrainDisplay:
+    """Shows a run's metrics from a thread of its own, until the `with` block ends."""
+
+    def __init__(self, metrics: Path, settings: TrainSettings) -> None:
+        self._path = metrics
+        self._settings = settings
+        self._offset = 0
+        self._last: dict[str, Any] | None = None
+        self._start_s = time.monotonic()
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=5)
+        self._ended = Event()
+        self._thread = Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        settings = self._settings
+        self._console.print(
+            f"Training {settings.layers} layers on {settings.pp} stages x {settings.tp} tensor x "
+            f"{settings.dp} data ranks, dispatch {settings.dispatch}, "
+            f"hint {settings.resolved_hint}: {self._path.parent}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self._console.is_terminal:
+            self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._live.is_started:
+            self._live.stop()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            self._read()
+        self._read()
+
+    def _read(self) -> None:
+        """Take in the lines that were finished since the last look."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._last = json.loads(line)
+                if not self._live.is_started:
+                    self._console.print(self._headline(), highlight=False)
+
+    def _headline(self) -> Text:
+        last = self._last
+        if last is None:
+            seconds = time.monotonic() - self._start_s
+            return Text(f"starting {self._settings.world_size} ranks ... {seconds:.0f} s")
+        speed = last["tokens"] / last["step_time_s"]
+        return Text(
+            f"step {last['step'] + 1}/{self._settings.steps}   loss {last['loss']:.4f}   "
+            f"{speed:,.0f} tokens/s   {last['step_time_s']:.2f} s/step"
+        )
+
+    def _picture(self) -> RenderableType:
+        if self._last is None:
+            return self._headline()
+        stages = Table.grid(padding=(0, 2, 0, 0))
+        for pp_rank, busy in enumerate(self._last["busy_fraction"]):
+            stages.add_row(
+                f"stage {pp_rank}",
+                ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH),
+                f"{busy:4.0%} busy",
+            )
+        return Group(self._headline(), stages)

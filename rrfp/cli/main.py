@@ -1,0 +1,48 @@
+"""The command `rrfp`: its verbs, and the one place where an error becomes an exit code.
+
+A verb's file is imported at every start, so it imports what is heavy (torch, polars, perfetto)
+inside its commands only.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rrfp import __version__
+from rrfp.cli import analyze, errors, trace
+from rrfp.cli.train import train
+
+app = typer.Typer(
+    name="rrfp",
+    help="Train a pipeline readiness-first on Megatron-Core, and see where its time goes.",
+    epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.command()(train)
+app.add_typer(trace.app, name="trace")
+app.add_typer(analyze.app, name="analyze")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rrfp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> int:
+    """Run the command line on `sys.argv` and give its exit code."""
+    return errors.run(app, sys.argv[1:])

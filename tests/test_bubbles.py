@@ -1,0 +1,155 @@
+"""Work and the causes of idle time sum to the window, to the nanosecond, by the design's rules."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.analyze.bubbles import CAUSES, bubbles, divide_step
+from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.causes import Cause
+from rrfp.trace.records import (
+    PhaseRecord,
+    RankInfo,
+    RankRecords,
+    Recording,
+    TaskRecord,
+    WaitRecord,
+)
+from tests.recordings import make_recording
+
+
+def _task(start_ns: int, end_ns: int) -> TaskRecord:
+    return TaskRecord(start_ns, end_ns, 0, "F", 0, 0, 0, 0, 1, 0, 1, 1, 1, 0)
+
+
+def _wait(start_ns: int, end_ns: int, cause: str) -> WaitRecord:
+    return WaitRecord(start_ns, end_ns, 0, cause)
+
+
+def _divide(
+    window: tuple[int, int], tasks: list[TaskRecord], waits: list[WaitRecord]
+) -> dict[str, int]:
+    """What is not zero."""
+    return {cause: ns for cause, ns in divide_step(window, tasks, waits).items() if ns}
+
+
+def test_the_parts_of_a_step() -> None:
+    tasks = [_task(120, 150), _task(170, 200), _task(230, 260)]
+    waits = [
+        _wait(105, 115, "forward_input"),
+        _wait(152, 160, "backward_input"),
+        _wait(160, 168, "limit"),
+        _wait(200, 230, "gradient_sync"),
+        _wait(262, 270, "gradient_sync"),
+        _wait(270, 280, "drain"),
+        _wait(280, 284, "backward_input"),
+    ]
+    assert _divide((100, 300), tasks, waits) == {
+        "warmup": 20,
+        "backward_input": 8,
+        "limit": 8,
+        "overhead": 2 + 2,
+        "gradient_sync": 30 + 8,
+        "drain": 2 + 30,
+    }
+
+
+def test_a_rank_without_tasks_warms_up_all_the_time() -> None:
+    assert _divide((0, 9), [], [_wait(1, 5, "drain")]) == {"warmup": 9}
+
+
+def test_tasks_that_touch_leave_no_gap() -> None:
+    assert _divide((0, 9), [_task(0, 5), _task(5, 9)], [_wait(4, 6, "order")]) == {}
+
+
+def test_what_lies_outside_the_window_is_cut_off() -> None:
+    tasks = [_task(0, 12), _task(18, 30), _task(40, 50)]
+    assert _divide((10, 20), tasks, [_wait(5, 35, "hold")]) == {"hold": 6}
+
+
+_spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 25)), max_size=6)
+
+
+@given(_spans, st.lists(st.tuples(_spans.map(tuple), st.sampled_from(list(Cause))), max_size=4))
+def test_the_parts_sum_to_the_window_whatever_was_recorded(
+    work: list[tuple[int, int]], idle: list[tuple[Any, Cause]]
+) -> None:
+    window = (10, 70)
+    tasks = [_task(start, start + length) for start, length in work]
+    waits = [
+        _wait(start, start + length, cause) for spans, cause in idle for start, length in spans
+    ]
+    parts = divide_step(window, tasks, waits)
+    busy = {t for task in tasks for t in range(task.start_ns, task.end_ns)} & set(range(*window))
+    assert all(part >= 0 for part in parts.values())
+    assert sum(parts.values()) + len(busy) == 60
+    if busy:
+        assert parts["warmup"] >= min(busy) - 10
+        assert parts["drain"] + parts["gradient_sync"] >= 69 - max(busy)
+
+
+def _run(*schedules: tuple[int, int]) -> Recording:
+    """A rank for each entry and return, with one task in the middle."""
+    ranks = []
+    for rank, (entry, leave) in enumerate(schedules):
+        info = RankInfo(rank, rank, 0, 0, (rank,), "node", rank)
+        tasks, phases = [_task(40, 60)], [PhaseRecord(entry, leave, 0, "schedule")]
+        ranks.append(RankRecords(info, tasks=tasks, phases=phases))
+    return Recording({}, ranks)
+
+
+def test_the_window_is_from_the_first_entry_to_the_last_return() -> None:
+    report = bubbles(_run((30, 90), (0, 70)))
+    assert report.window_ns == 90
+    early, late = report.ranks[1], report.ranks[0]
+    assert (early.causes_ns["warmup"], early.causes_ns["drain"]) == (40, 30)
+    assert (late.causes_ns["warmup"], late.causes_ns["drain"]) == (40, 30)
+    assert report.bubble_fraction == pytest.approx(1 - 20 / 90)
+
+
+def test_a_whole_run_adds_up() -> None:
+    recording = make_recording(4, 8, 5)
+    report = bubbles(recording)
+    assert report.steps == (0, 1, 2, 3, 4)
+    assert report.dropped_steps == ()
+    for rank, records in zip(report.ranks, recording.ranks, strict=True):
+        assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns == report.window_ns
+        assert rank.busy_ns == sum(task.end_ns - task.start_ns for task in records.tasks)
+        assert tuple(rank.causes_ns) == CAUSES
+    # 1F1B without jitter: (M + N - 1)(F + B), of which M (F + B) is work.
+    assert report.bubble_fraction == pytest.approx(1 - 8 / 11, abs=0.04)
+
+
+def test_steps_are_summed_and_half_open() -> None:
+    recording = make_recording(2, 3, 4)
+    parts = [bubbles(recording, range(step, step + 1)) for step in range(1, 3)]
+    both = bubbles(recording, range(1, 3))
+    assert both.steps == (1, 2)
+    assert both.window_ns == sum(part.window_ns for part in parts)
+    for index in range(2):
+        assert both.ranks[index].busy_ns == sum(part.ranks[index].busy_ns for part in parts)
+
+
+def test_a_step_that_a_rank_misses_is_dropped_for_all() -> None:
+    recording = make_recording(3, 3, 3)
+    phases = recording.ranks[1].phases
+    phases[:] = [phase for phase in phases if phase.step != 2]
+    report = bubbles(recording)
+    assert (report.steps, report.dropped_steps) == ((0, 1), (2,))
+    expected = bubbles(recording, range(2))
+    assert report.ranks == expected.ranks
+    with pytest.raises(RrfpError, match="none of the steps 2:3 was finished by every rank"):
+        bubbles(recording, range(2, 3))
+
+
+def test_what_cannot_be_divided_gets_a_sentence() -> None:
+    recording = make_recording(2, 3, 4)
+    with pytest.raises(UsageError, match="the trace has no steps 7:9; it has 0:4"):
+        bubbles(recording, range(7, 9))
+    with pytest.raises(RrfpError, match="the trace has no steps"):
+        bubbles(Recording({}, []))
+    recording.ranks[0].waits.append(WaitRecord(0, 1, 0, "lunch"))
+    with pytest.raises(RrfpError, match="waited in step 0 for 'lunch'"):
+        bubbles(recording)

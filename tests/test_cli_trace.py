@@ -1,0 +1,180 @@
+"""The commands that read a trace, as a user runs them: what they print and how they exit."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rrfp.cli import main as cli
+from rrfp.trace.perfetto import write_trace
+from tests.recordings import make_recording
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run, which is the newest of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "one"
+    directory.mkdir(parents=True)
+    write_trace(directory / "trace.pftrace", make_recording(4, 6, 5))
+    (tmp_path / "runs" / "latest").symlink_to("one")
+    return directory
+
+
+def _rrfp(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+    code = cli.main()
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_table_fits_and_has_a_row_a_rank_and_a_total(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = _rrfp(capsys, monkeypatch, "analyze", "bubbles")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line.split()[0] in ("0", "1", "2", "3", "all")]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "all"]
+    for row in rows:
+        work, bubble, *causes = map(float, row[2 if row[0] != "all" else 1 :])
+        assert work + bubble == pytest.approx(100, abs=0.11)
+        assert sum(causes) == pytest.approx(bubble, abs=0.5)
+
+
+def test_json_is_one_object_that_adds_up(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ([], [str(run)], [str(run / "trace.pftrace")]):
+        code, out, _ = _rrfp(
+            capsys, monkeypatch, "analyze", "bubbles", *path, "--steps", "1:3", "--format", "json"
+        )
+        assert code == 0
+        report = json.loads(out)
+        assert report.keys() == {"bubble_fraction", "window_s", "ranks"}
+        for number, rank in enumerate(report["ranks"]):
+            assert (rank["rank"], rank["pp_rank"], rank["stages"]) == (number, number, [number])
+            parts = rank["busy_s"] + sum(rank["causes"].values())
+            assert parts == pytest.approx(report["window_s"], abs=1e-9)
+            assert rank["bubble_fraction"] == pytest.approx(1 - rank["busy_s"] / report["window_s"])
+
+
+def test_csv_has_a_row_a_rank(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = _rrfp(capsys, monkeypatch, "analyze", "bubbles", "--format", "csv")
+    assert code == 0
+    rows = list(csv.DictReader(out.splitlines()))
+    assert [row["rank"] for row in rows] == ["0", "1", "2", "3"]
+    for row in rows:
+        parts = [float(row[name]) for name in list(row)[list(row).index("busy_s") :]]
+        assert sum(parts) == pytest.approx(float(row["window_s"]))
+
+
+def test_a_bubble_above_the_bound_fails(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = _rrfp(capsys, monkeypatch, "analyze", "bubbles", "--fail-above", "0.1")
+    assert (code, bool(out)) == (1, True)
+    assert "above the 0.1 of --fail-above" in err
+    code, _, err = _rrfp(capsys, monkeypatch, "analyze", "bubbles", "--fail-above", "0.9")
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "3"],
+        ["--steps", "a:b"],
+        ["--steps", "-1:2"],
+        ["--steps", "4:4"],
+        ["--steps", "100:200"],
+        ["--format", "yaml"],
+        ["--fail-above", "3"],
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    code, out, err = _rrfp(capsys, monkeypatch, "analyze", "bubbles", *arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [["analyze", "bubbles"], ["trace", "check"], ["trace", "view", "--no-browser"]]
+)
+def test_a_trace_that_is_not_there_exits_with_1(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ([], ["none.pftrace"]):
+        code, out, err = _rrfp(capsys, monkeypatch, *command, *path)
+        assert (code, out) == (1, "")
+        assert "there is no run" in err
+
+
+@pytest.mark.parametrize("command", [["analyze", "bubbles"], ["trace", "check"]])
+def test_a_truncated_trace_exits_with_1(
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+) -> None:
+    trace = run / "trace.pftrace"
+    trace.write_bytes(trace.read_bytes()[:-700])
+    code, out, err = _rrfp(capsys, monkeypatch, *command)
+    assert (code, out) == (1, "")
+    assert "is truncated" in err
+
+
+def test_check_tells_a_whole_trace_from_a_damaged_one(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = _rrfp(capsys, monkeypatch, "trace", "check")
+    assert (code, err) == (0, "")
+    assert "is whole" in out
+    damaged = make_recording(3, 4, 2)
+    del damaged.ranks[1].receives[0]
+    write_trace(run / "trace.pftrace", damaged)
+    code, out, err = _rrfp(capsys, monkeypatch, "trace", "check")
+    assert code == 1
+    assert "lost: 1 message sent and never received" in out
+
+
+def test_view_serves_until_ctrl_c(run: Path) -> None:
+    command = [sys.executable, "-m", "rrfp", "trace", "view", str(run), "--no-browser"]
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            tunnel = process.stdout.readline()
+            url = address.partition("url=")[2]
+            assert f"ssh -N -L {url.split(':')[2].split('/')[0]}:127.0.0.1:" in tunnel
+            with urllib.request.urlopen(url, timeout=10) as response:
+                assert response.read() == (run / "trace.pftrace").read_bytes()
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,258 @@
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.errors import UsageError
+from rrfp.megatron.corpus import DOCUMENT_END, ByteCorpus, Corpus, check_data, open_corpus
+from rrfp.megatron.data import Batches
+from rrfp.megatron.settings import TrainSettings
+
+
+def documents(corpus: Corpus) -> list[list[int]]:
+    return [
+        corpus.tokens(index, 0, int(length)).tolist() for index, length in enumerate(corpus.lengths)
+    ]
+
+
+def as_tokens(*texts: bytes) -> list[list[int]]:
+    return [[*text, DOCUMENT_END] for text in texts]
+
+
+def test_a_text_file_is_one_document_of_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"h\xff\n")
+    assert documents(open_corpus(path)) == as_tokens(b"h\xff\n")
+
+
+def test_a_folder_gives_its_files_in_order_and_skips_what_is_empty_or_hidden(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "b").mkdir()
+    for name, text in {"c.txt": "c", "a.md": "a", "b/x": "x", ".hidden": "no", "e": ""}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "j.jsonl").write_text('{"text": "j"}\n')
+    assert documents(open_corpus(tmp_path)) == as_tokens(b"a", b"c", b"j", b"x")
+
+
+def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one", "id": 1}\n\n{"text": ""}\n{"text": "zwö"}\n')
+    assert documents(open_corpus(path)) == as_tokens(b"one", "zwö".encode())
+
+
+@pytest.mark.parametrize("name", ["d.bin", "d.idx", "d"])
+def test_a_megatron_pair_is_read_by_either_file_or_the_prefix(tmp_path: Path, name: str) -> None:
+    write_pair(tmp_path / "d", [[5, 6, 7], [], [900]])
+    check_data(tmp_path / name)
+    corpus = open_corpus(tmp_path / name)
+    assert documents(corpus) == [[5, 6, 7], [900]]
+    assert corpus.tokens(0, 1, 3).tolist() == [6, 7]
+    assert corpus.vocab_size == 901
+
+
+def write_pair(prefix: Path, sequences: list[list[int]]) -> None:
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    with warnings.catch_warnings():
+        # The builder converts tensors in a way that numpy 2 deprecates.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+        for sequence in sequences:
+            builder.add_document(torch.tensor(sequence, dtype=torch.int32), [len(sequence)])
+        builder.finalize(f"{prefix}.idx")
+
+
+def test_the_standard_library_gives_many_documents_of_many_lengths() -> None:
+    corpus = open_corpus(None)
+    assert len(corpus.lengths) > 1000
+    assert np.percentile(corpus.lengths, 90) > 4 * np.percentile(corpus.lengths, 25)
+    assert np.array_equal(corpus.lengths, open_corpus(None).lengths)
+
+
+def write_empty(folder: Path) -> Path:
+    path = folder / "empty.txt"
+    path.touch()
+    return path
+
+
+def write_lines(*lines: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        path = folder / "a.jsonl"
+        path.write_text("\n".join(lines))
+        return path
+
+    return write
+
+
+def write_lone_bin(folder: Path) -> Path:
+    path = folder / "a.bin"
+    path.write_bytes(b"1234")
+    return path
+
+
+def write_false_index(folder: Path) -> Path:
+    write_lone_bin(folder)
+    path = folder / "a.idx"
+    path.write_bytes(b"not an index")
+    return path
+
+
+def write_folder_with_bin(folder: Path) -> Path:
+    write_lone_bin(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda folder: folder / "missing.txt", "missing.txt: No such file"),
+        (lambda folder: folder, "holds no text"),
+        (write_empty, "holds no text"),
+        (write_lines('{"text": "a"}', "{"), "a.jsonl, line 2: not JSON"),
+        (write_lines('{"text": "a"}', '{"body": "b"}'), "a.jsonl, line 2: no string field 'text'"),
+        (write_lines("[]"), "a.jsonl, line 1: no string field 'text'"),
+        (write_lines('{"text": 3}'), "a.jsonl, line 1: no string field 'text'"),
+        (write_lone_bin, "a.idx does not exist"),
+        (write_false_index, "is not a Megatron index"),
+        (write_folder_with_bin, "holds a.bin; give --data the .bin/.idx pair itself"),
+    ],
+)
+def test_wrong_data_is_refused_in_a_sentence_before_and_in_the_ranks(
+    tmp_path: Path, write: Callable[[Path], Path], words: str
+) -> None:
+    path = write(tmp_path)
+    for read in (check_data, open_corpus):
+        with pytest.raises(UsageError) as refused:
+            read(path)
+        assert words in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("suffix", "num_bytes"), [("idx", 20), ("idx", 45), ("bin", 8)])
+def test_a_truncated_pair_is_refused(tmp_path: Path, suffix: str, num_bytes: int) -> None:
+    write_pair(tmp_path / "d", [[5, 6, 7]])
+    file = tmp_path / f"d.{suffix}"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(UsageError, match=f"{suffix} is cut off after {num_bytes} bytes"):
+        open_corpus(tmp_path / "d.bin")
+
+
+def test_negative_tokens_are_refused(tmp_path: Path) -> None:
+    write_pair(tmp_path / "d", [[5, -6, 7]])
+    with pytest.raises(UsageError, match="holds the token -6"):
+        open_corpus(tmp_path / "d")
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="holds 4 tokens and needs 9"):
+        Batches(ByteCorpus([b"abc"]), TrainSettings(seq_length=8), 0)
+
+
+texts = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12)
+
+
+@given(
+    texts=texts,
+    seq_length=st.integers(1, 16),
+    microbatches=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 3),
+    dp=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_an_epoch_of_packed_windows_covers_the_text_once(
+    texts: list[bytes],
+    seq_length: int,
+    microbatches: int,
+    micro_batch_size: int,
+    dp: int,
+    seed: int,
+) -> None:
+    stream = [token for text in texts for token in (*text, DOCUMENT_END)]
+    num_windows = (len(stream) - 1) // seq_length
+    if num_windows < 1:
+        return
+    settings = TrainSettings(
+        seq_length=seq_length,
+        microbatches=microbatches,
+        micro_batch_size=micro_batch_size,
+        dp=dp,
+        seed=seed,
+    )
+    replicas = [Batches(ByteCorpus(texts), settings, dp_rank) for dp_rank in range(dp)]
+    windows: list[tuple[list[int], list[int]]] = []
+    step = 0
+    while len(windows) < num_windows:
+        for replica in replicas:
+            for microbatch in range(microbatches):
+                batch = replica.batch(step, microbatch)
+                assert batch["tokens"].shape == (micro_batch_size, seq_length)
+                assert batch["loss_mask"].min() == 1.0
+                windows += zip(batch["tokens"].tolist(), batch["labels"].tolist(), strict=True)
+        step += 1
+    expected = [
+        (stream[start : start + seq_length], stream[start + 1 : start + seq_length + 1])
+        for start in range(0, num_windows * seq_length, seq_length)
+    ]
+    assert sorted(windows[:num_windows]) == sorted(expected)
+
+
+@given(
+    texts=texts,
+    half_length=st.integers(1, 10),
+    micro_batch_size=st.integers(1, 3),
+    step=st.integers(0, 100),
+    seed=st.integers(0, 9),
+)
+def test_variable_lengths_follow_the_documents(
+    texts: list[bytes], half_length: int, micro_batch_size: int, step: int, seed: int
+) -> None:
+    settings = TrainSettings(
+        seq_length=2 * half_length,
+        tp=2,
+        micro_batch_size=micro_batch_size,
+        variable_lengths=True,
+        seed=seed,
+    )
+    batch = Batches(ByteCorpus(texts), settings, 0).batch(step, 1)
+    counts = batch["loss_mask"].sum(1).int().tolist()
+    length = batch["tokens"].shape[1]
+    assert length == max(counts) + max(counts) % 2
+    for row, count in enumerate(counts):
+        tokens = [*batch["tokens"][row, :count].tolist(), int(batch["labels"][row, count - 1])]
+        assert batch["labels"][row, : count - 1].tolist() == tokens[1:-1]
+        whole = [document for document in as_tokens(*texts) if len(document) <= length + 1]
+        inside = any(
+            document[start : start + count + 1] == tokens
+            for document in as_tokens(*texts)
+            for start in range(len(document))
+        )
+        assert inside
+        assert count == settings.seq_length or tokens in whole
+
+
+def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
+    settings = TrainSettings(seq_length=4, variable_lengths=True)
+    corpus = ByteCorpus([bytes(range(n)) for n in range(2, 30)])
+    asked = [Batches(corpus, settings, 0).batch(step, 2)["tokens"] for step in (5, 0)]
+    batches = Batches(corpus, settings, 0)
+    assert [batches.batch(step, 2)["tokens"].tolist() for step in (0, 5)] == [
+        tokens.tolist() for tokens in reversed(asked)
+    ]
+
+
+def test_the_seed_chooses_the_samples() -> None:
+    corpus = ByteCorpus([bytes(range(256))])
+    first, other = (
+        Batches(corpus, TrainSettings(seq_length=4, seed=seed), 0).batch(0, 0)["tokens"].tolist()
+        for seed in (1, 2)
+    )
+    assert first != other

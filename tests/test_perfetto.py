@@ -1,0 +1,278 @@
+"""A trace is its recording, exactly, in a form that any reader of Perfetto's format understands."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+from rrfp.errors import RrfpError
+from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
+from rrfp.trace.tracks import assign_lanes
+from tests.recordings import make_recording
+
+_numbers = st.integers(-(2**63), 2**63 - 1)
+_times = st.integers(0, 2**63 - 1)
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+
+
+def _records(record_type: Any) -> st.SearchStrategy[Any]:
+    fields = [_field(name, kind) for name, kind in record_type.__annotations__.items()]
+    return st.builds(lambda values: record_type(*values), st.tuples(*fields))
+
+
+def _field(name: str, kind: type) -> st.SearchStrategy[Any]:
+    if kind is str:
+        return _texts
+    if name == "peer":
+        return st.integers(0, 65_535)
+    return _times if name in ("start_ns", "end_ns", "time_ns") else _numbers
+
+
+@st.composite
+def _ranks(draw: st.DrawFn, rank: int) -> RankRecords:
+    stages = tuple(draw(st.lists(st.integers(0, 99), min_size=1, max_size=3)))
+    places = draw(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 3)))
+    info = RankInfo(
+        rank, *places, stages, draw(_texts), draw(_numbers), draw(_numbers), draw(_numbers)
+    )
+    records = RankRecords(info)
+    for name, found in records.by_name().items():
+        found += draw(st.lists(_records(RECORD_TYPES[name]), max_size=3))
+    return records
+
+
+_settings = st.dictionaries(
+    _texts, st.none() | st.booleans() | _numbers | st.floats(allow_nan=False) | _texts, max_size=3
+)
+_recordings = st.builds(
+    lambda run_settings, ranks: Recording(run_settings, list(ranks)),
+    _settings,
+    st.integers(0, 3).flatmap(lambda num: st.tuples(*(_ranks(rank) for rank in range(num)))),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_recordings)
+def test_what_is_read_is_what_was_written(recording: Recording) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.pftrace"
+        write_trace(path, recording)
+        assert read_trace(path) == recording
+        assert list(Path(folder).iterdir()) == [path]
+
+
+def _packets(path: Path) -> list[Any]:
+    return list(pb.Trace.FromString(path.read_bytes()).packet)
+
+
+@pytest.fixture
+def packets(tmp_path: Path) -> list[Any]:
+    """The packets of a run of three ranks."""
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(3, 4, 2))
+    return _packets(path)
+
+
+def _paths(packets: list[Any]) -> dict[int, tuple[str, ...]]:
+    """The names from the top to each track."""
+    paths: dict[int, tuple[str, ...]] = {0: ()}
+    for packet in packets:
+        if packet.HasField("track_descriptor"):
+            track = packet.track_descriptor
+            assert not track.HasField("process")
+            assert track.child_ordering == pb.TrackDescriptor.EXPLICIT
+            paths[track.uuid] = (*paths[track.parent_uuid], track.name)
+    return paths
+
+
+def _events(packets: list[Any], event_type: int) -> list[Any]:
+    return [p for p in packets if p.HasField("track_event") and p.track_event.type == event_type]
+
+
+def test_tracks_nest_as_pipeline_stage_and_what_happens_there(packets: list[Any]) -> None:
+    paths = set(_paths(packets).values())
+    for stage in ("stage 0", "stage 1", "stage 2"):
+        for name in ("compute", "wait", "send", "receive", "counters", "phases", "stimuli"):
+            assert ("pipeline", stage, name) in paths
+        for name in ("D", "held", "ready forwards", "ready backwards"):
+            assert ("pipeline", stage, "counters", name) in paths
+    assert ("pipeline", "stage 1", "send", "send to stage 2") in paths
+    assert ("pipeline", "stage 1", "receive", "receive from stage 0") in paths
+
+
+def test_siblings_stand_in_order(packets: list[Any]) -> None:
+    paths = _paths(packets)
+    places = {
+        paths[p.track_descriptor.uuid]: p.track_descriptor.sibling_order_rank
+        for p in packets
+        if p.HasField("track_descriptor")
+    }
+    stages = [places["pipeline", f"stage {stage}"] for stage in range(3)]
+    assert stages == sorted(set(stages))
+    below = [
+        places["pipeline", "stage 1", name]
+        for name in ("compute", "wait", "send", "receive", "counters")
+    ]
+    assert below == sorted(set(below))
+
+
+def test_every_sequence_begins_with_cleared_state(packets: list[Any]) -> None:
+    first: dict[int, Any] = {}
+    for packet in packets:
+        first.setdefault(packet.trusted_packet_sequence_id, packet)
+    assert len(first) == 4
+    for packet in first.values():
+        assert packet.sequence_flags == pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+
+
+def test_a_task_says_what_it_is(packets: list[Any]) -> None:
+    names = {"kind", "stage", "chunk", "microbatch", "step", "rank", "hint_position"}
+    names |= {"ready", "skipped"}
+    tasks = [
+        packet.track_event
+        for packet in _events(packets, pb.TrackEvent.TYPE_SLICE_BEGIN)
+        if packet.track_event.name[0] in "FBW"
+    ]
+    assert len(tasks) == 3 * 2 * 4 * 2
+    for task in tasks:
+        notes = {note.name: note for note in task.debug_annotations}
+        assert names <= notes.keys()
+        assert task.name == f"{notes['kind'].string_value}{notes['microbatch'].int_value}"
+        assert notes["rank"].int_value == notes["stage"].int_value
+
+
+def test_the_chunk_is_in_the_name_when_there_are_chunks(tmp_path: Path) -> None:
+    recording = make_recording(2, 1, 1)
+    info = recording.ranks[0].info
+    recording.ranks[0].info = RankInfo(0, 0, 0, 0, (0, 3), info.host, info.pid)
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, recording)
+    packets = _packets(path)
+    names = {p.track_event.name for p in _events(packets, pb.TrackEvent.TYPE_SLICE_BEGIN)}
+    assert {"F0.0", "B0.0", "send F0"} <= names
+    assert ("pipeline", "stages 0 3", "compute") in _paths(packets).values()
+
+
+def test_replicas_have_a_pipeline_each(tmp_path: Path) -> None:
+    recording = make_recording(2, 1, 1)
+    recording.ranks[1].info = RankInfo(1, 0, 1, 0, (0,), "node", 8)
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, recording)
+    tops = {path[0] for path in _paths(_packets(path)).values() if path}
+    assert tops == {"run", "pipeline dp0 tp0", "pipeline dp0 tp1"}
+
+
+def test_an_arrow_goes_from_send_to_receive_to_task(packets: list[Any]) -> None:
+    begins = _events(packets, pb.TrackEvent.TYPE_SLICE_BEGIN)
+    ends = [e.track_event for e in begins if e.track_event.terminating_flow_ids]
+    passed: dict[int, list[Any]] = {}
+    for packet in begins:
+        for flow_id in packet.track_event.flow_ids:
+            passed.setdefault(flow_id, []).append(packet)
+    assert len(passed) == 2 * 2 * 4 * 2
+    assert sorted(i for task in ends for i in task.terminating_flow_ids) == sorted(passed)
+    for task in ends:
+        (flow_id,) = task.terminating_flow_ids
+        send, receive = sorted(passed[flow_id], key=lambda packet: int(packet.timestamp))
+        assert send.track_event.name == f"send {task.name}"
+        assert receive.track_event.name == f"recv {task.name}"
+
+
+def test_slices_of_a_track_do_not_overlap(packets: list[Any]) -> None:
+    running: dict[int, int] = {}
+    events = [p for p in packets if p.HasField("track_event")]
+    for packet in sorted(events, key=lambda p: int(p.timestamp)):
+        track = packet.track_event.track_uuid
+        if packet.track_event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
+            running[track] = running.get(track, 0) + 1
+        elif packet.track_event.type == pb.TrackEvent.TYPE_SLICE_END:
+            running[track] -= 1
+        assert running.get(track, 0) in (0, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=12))
+def test_lanes_hold_no_overlap_and_are_as_few_as_can_be(spans: list[tuple[int, int]]) -> None:
+    intervals = [(start, start + length) for start, length in spans]
+    lanes = assign_lanes(intervals)
+    deepest = 0
+    for time in range(41):
+        here = [
+            lane for lane, (start, end) in zip(lanes, intervals, strict=True) if start <= time < end
+        ]
+        assert len(here) == len(set(here))
+        deepest = max(deepest, len(here))
+    assert len(set(lanes)) == deepest
+
+
+def test_unknown_packets_and_events_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    recording = make_recording(2, 2, 1)
+    write_trace(path, recording)
+    trace = pb.Trace.FromString(path.read_bytes())
+    trace.packet.add(timestamp=5).clock_snapshot.SetInParent()
+    foreign = trace.packet.add(timestamp=5, trusted_packet_sequence_id=99).track_event
+    foreign.type = pb.TrackEvent.TYPE_INSTANT
+    foreign.name = "F0"
+    path.write_bytes(trace.SerializeToString())
+    assert read_trace(path) == recording
+
+
+def test_bad_files_get_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    with pytest.raises(RrfpError, match="could not be read: No such file"):
+        read_trace(path)
+    with pytest.raises(RrfpError, match="could not be read"):
+        read_trace(tmp_path)
+    for content, fact in (
+        (b"", "is empty"),
+        (b"hello, world", "is not an uncompressed Perfetto trace"),
+        (b"\x1f\x8b\x08\x00", "is not an uncompressed Perfetto trace"),
+        (b"\x0a\x02\xff\xff", "is not an uncompressed Perfetto trace"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff", "is not an uncompressed Perfetto trace"),
+        (b"\x0a\xff", "is truncated"),
+        (b"\x0a\x02\x40\x05", "is a Perfetto trace, but not one of an rrfp run"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(RrfpError, match=fact):
+            read_trace(path)
+
+
+def test_a_trace_cut_anywhere_gets_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(2, 1, 1))
+    whole = path.read_bytes()
+    for num_bytes in range(len(whole) - 1, 0, -37):
+        path.write_bytes(whole[:num_bytes])
+        with pytest.raises(RrfpError, match=r"truncated|not one of an rrfp run"):
+            read_trace(path)
+
+
+def test_a_trace_cut_between_packets_is_truncated_too(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(2, 1, 1))
+    trace = pb.Trace.FromString(path.read_bytes())
+    del trace.packet[-2:]
+    path.write_bytes(trace.SerializeToString())
+    with pytest.raises(RrfpError, match="is truncated: its last events are missing"):
+        read_trace(path)
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(2, 1, 1))
+    trace = pb.Trace.FromString(path.read_bytes())
+    begin = next(p for p in trace.packet if p.track_event.name == "F0")
+    del begin.track_event.debug_annotations[0]
+    path.write_bytes(trace.SerializeToString())
+    with pytest.raises(RrfpError, match="has a damaged task 'F0'"):
+        read_trace(path)
+
+
+def test_a_folder_that_is_missing_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(RrfpError, match="could not be written"):
+        write_trace(tmp_path / "none" / "trace.pftrace", make_recording(1, 1, 1))

@@ -1,0 +1,155 @@
+"""The run directory: made once, found again, and merged by whoever opens it first."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.merge import encode_run
+from rrfp.trace.perfetto import read_trace
+from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
+from rrfp.trace.rundir import RunDir, create_run_dir, resolve_trace
+from rrfp.trace.spill import SpillWriter, encode_rows
+from tests.recordings import make_recording
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _spill(run: RunDir, recording: Recording) -> None:
+    run.run_json.write_text(json.dumps(recording.settings))
+    for records in recording.ranks:
+        writer = SpillWriter(run.rank_records(records.info.rank), records.info)
+        for found in records.by_name().values():
+            writer.append(encode_rows(found))
+        writer.close()
+
+
+def test_runs_are_named_by_time_and_hint_and_the_latest_is_linked() -> None:
+    first = create_run_dir(None, False, "bf")
+    second = create_run_dir(None, False, "bf")
+    assert first.path != second.path
+    assert first.path.parent == Path("runs")
+    assert first.path.name.endswith("-bf")
+    assert Path("runs/latest").resolve() == second.path.resolve()
+    ordered = create_run_dir(None, False, "orders/my order.csv")
+    assert ordered.path.name.endswith("-my-order")
+
+
+def test_a_given_directory_is_made_and_not_linked() -> None:
+    run = create_run_dir(Path("a/b"), False, "bf")
+    assert run.path == Path("a/b")
+    assert run.path.is_dir()
+    assert not Path("runs").exists()
+
+
+def test_an_existing_directory_is_refused_unless_forced() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    for file in (run.run_json, run.metrics, run.trace, run.path / "notes.txt"):
+        file.write_text("old")
+    run.records.mkdir()
+    run.rank_records(0).write_text("old")
+    with pytest.raises(UsageError, match=r"out exists; .*--force"):
+        create_run_dir(Path("out"), False, "bf")
+    create_run_dir(Path("out"), True, "bf")
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+def test_a_file_in_the_way_is_refused() -> None:
+    Path("out").write_text("")
+    Path("runs").write_text("")
+    for out in (Path("out"), Path("out/deeper"), None):
+        with pytest.raises(UsageError):
+            create_run_dir(out, True, "bf")
+
+
+def test_a_trace_is_found_by_file_by_directory_and_as_the_latest() -> None:
+    run = create_run_dir(None, False, "bf")
+    run.trace.write_bytes(b"x")
+    assert resolve_trace(run.trace) == run.trace
+    assert resolve_trace(run.path) == run.trace
+    assert resolve_trace(None).resolve() == run.trace.resolve()
+
+
+@pytest.mark.parametrize("path", [None, Path("none")])
+def test_no_run_is_a_sentence(path: Path | None) -> None:
+    with pytest.raises(RrfpError, match="there is no run"):
+        resolve_trace(path)
+
+
+def test_a_run_without_a_trace_is_a_sentence() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    with pytest.raises(RrfpError, match=r"has no trace\.pftrace"):
+        resolve_trace(run.path)
+    run.records.mkdir()
+    with pytest.raises(RrfpError, match="no rank of the run in out has recorded anything"):
+        resolve_trace(run.path)
+
+
+def test_records_that_were_never_merged_are_merged_when_opened() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    recording = make_recording(2, 3, 2)
+    _spill(run, recording)
+    assert resolve_trace(run.path) == run.trace
+    assert not run.records.exists()
+    merged = read_trace(run.trace)
+    assert merged.settings == recording.settings
+    first_ns = min(phase.start_ns for phase in recording.ranks[0].phases)
+    for rank, expected in zip(merged.ranks, recording.ranks, strict=True):
+        assert [task[2:] for task in rank.tasks] == [task[2:] for task in expected.tasks]
+        for task, original in zip(rank.tasks, expected.tasks, strict=True):
+            assert task.start_ns == original.start_ns - first_ns
+            assert task.end_ns == original.end_ns - first_ns
+
+
+def test_clocks_are_aligned() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    wait, send = WaitRecord(1000, 1100, 0, "drain"), SendRecord(50, 60, 0, "F", 1, 0, 1, 0, 8)
+    for info, record in (
+        (RankInfo(0, 0, 0, 0, (0,), "near", 1), wait),
+        (RankInfo(1, 1, 0, 0, (1,), "far", 2, clock_offset_ns=1_030, clock_error_ns=3), send),
+    ):
+        writer = SpillWriter(run.rank_records(info.rank), info)
+        writer.append(encode_rows([record]))
+        writer.close()
+    ranks = read_trace(encode_run(run.path)).ranks
+    assert ranks[0].waits == [wait._replace(start_ns=0, end_ns=100)]
+    assert ranks[1].sends == [send._replace(start_ns=80, end_ns=90)]
+    assert ranks[1].info.clock_error_ns == 3
+
+
+def test_a_crash_leaves_what_was_flushed() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    _spill(run, make_recording(3, 3, 2))
+    run.rank_records(0).unlink()
+    run.rank_records(1).write_text('{"format": "rr')
+    torn = run.rank_records(2).read_bytes()
+    run.rank_records(2).write_bytes(torn[:-5])
+    run.run_json.unlink()
+    merged = read_trace(encode_run(run.path))
+    assert merged.settings == {}
+    assert [records.info.rank for records in merged.ranks] == [2]
+    assert len(merged.ranks[0].tasks) == 12
+    assert merged.ranks[0].costs == []
+
+
+def test_a_run_that_goes_on_is_left_alone() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    writer = SpillWriter(run.rank_records(0), RankInfo(0, 0, 0, 0, (0,), "node", 1))
+    with pytest.raises(RrfpError, match="still goes on"):
+        resolve_trace(run.path)
+    writer.close()
+    assert resolve_trace(run.path) == run.trace
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_corrupt_settings_are_a_sentence(content: str) -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    _spill(run, make_recording(1, 1, 1))
+    run.run_json.write_text(content)
+    with pytest.raises(RrfpError, match=r"run\.json"):
+        encode_run(run.path)
+    assert run.records.exists()

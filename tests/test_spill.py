@@ -1,0 +1,89 @@
+"""A rank's spill file: what was written is read back, and only a torn last line is forgiven."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrfp.errors import RrfpError
+from rrfp.trace.records import RankInfo, RankRecords, WaitRecord
+from rrfp.trace.spill import SpillWriter, encode_rows, is_being_written, read_spill
+from tests.recordings import make_recording
+
+INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
+
+
+def _write(path: Path, *flushes: list[WaitRecord]) -> None:
+    writer = SpillWriter(path, INFO)
+    for records in flushes:
+        writer.append(encode_rows(records))
+    writer.close()
+
+
+def test_every_record_comes_back(tmp_path: Path) -> None:
+    expected = make_recording(2, 3, 2).ranks[1]
+    path = tmp_path / "records" / "rank-1.jsonl"
+    writer = SpillWriter(path, expected.info)
+    for found in expected.by_name().values():
+        writer.append(encode_rows(found))
+    writer.close()
+    assert read_spill(path) == expected
+
+
+def test_a_torn_last_line_loses_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "rank-3.jsonl"
+    first, second = WaitRecord(0, 5, 0, "drain"), WaitRecord(7, 9, 1, "drain")
+    _write(path, [first], [second])
+    whole = path.read_bytes()
+    second_line_bytes = len(whole.splitlines(keepends=True)[-1])
+    for num_lost in range(2, second_line_bytes + 1):
+        path.write_bytes(whole[:-num_lost])
+        assert read_spill(path) == RankRecords(INFO, waits=[first])
+    path.write_bytes(whole[:-1])
+    assert read_spill(path) == RankRecords(INFO, waits=[first, second])
+
+
+@pytest.mark.parametrize("left", [b"", b'{"format": "rr'])
+def test_a_rank_that_died_at_once_left_nothing(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    path.write_bytes(left)
+    assert read_spill(path) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "fact"),
+    [
+        ("[[", "is not JSON"),
+        ("{}", "is not a list of records"),
+        ('["wait"]', "has a row that is no record"),
+        ('[["nap",0,1,2,"drain"]]', "has a row that is no record"),
+        ('[["wait",0,1,2]]', "has a 'wait' with wrong fields"),
+        ('[["wait",0,1,"2","drain"]]', "has a 'wait' with wrong fields"),
+    ],
+)
+def test_anything_else_corrupt_is_told_with_its_line(tmp_path: Path, line: str, fact: str) -> None:
+    path = tmp_path / "rank-3.jsonl"
+    _write(path, [WaitRecord(0, 5, 0, "drain")])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(RrfpError, match=rf"rank-3\.jsonl, line 3 {fact}"):
+        read_spill(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [[], {"format": "other"}, {"format": "rrfp records", "version": 1, "rank": {"rank": 0}}],
+)
+def test_a_foreign_header_is_told(tmp_path: Path, header: object) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(json.dumps(header) + "\n")
+    with pytest.raises(RrfpError, match="line 1 "):
+        read_spill(path)
+
+
+def test_a_file_is_known_to_be_written_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    writer = SpillWriter(path, INFO)
+    assert is_being_written(path)
+    writer.close()
+    assert not is_being_written(path)

@@ -1,0 +1,176 @@
+"""The server of a trace: this machine only, that file only, and the UI's own files."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrfp.errors import RrfpError
+from rrfp.trace.view import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
+
+CONTENT = bytes(range(256)) * 100
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "trace.pftrace"
+    path.parent.mkdir()
+    path.write_bytes(CONTENT)
+    (path.parent / "run.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def ui(tmp_path: Path) -> Path:
+    folder = tmp_path / "ui"
+    (folder / "v1").mkdir(parents=True)
+    (folder / "index.html").write_text("<html>")
+    (folder / "v1" / "engine.wasm").write_bytes(b"\0asm")
+    (folder / "v1" / "bundle.js").write_text("1")
+    (folder / "trace_processor").write_text("#!/usr/bin/env python3")
+    return folder
+
+
+def _serve(server: TraceServer) -> Iterator[TraceServer]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(timeout=10)
+    server.server_close()
+
+
+@pytest.fixture
+def public(trace: Path) -> Iterator[TraceServer]:
+    """A server for the public UI."""
+    yield from _serve(TraceServer(trace, ui=None, port=0))
+
+
+@pytest.fixture
+def local(trace: Path, ui: Path) -> Iterator[TraceServer]:
+    """A server that brings the UI along."""
+    yield from _serve(TraceServer(trace, ui=ui, port=0))
+
+
+def _ask(
+    server: TraceServer, path: str, method: str = "GET", **headers: str
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def test_only_the_loopback_address_is_served(public: TraceServer) -> None:
+    assert public.server_address[0] == "127.0.0.1"
+
+
+def test_the_trace_is_served_to_the_public_ui_only(public: TraceServer) -> None:
+    response, body = _ask(public, "/trace.pftrace", Origin=PUBLIC_UI)
+    assert (response.status, body) == (200, CONTENT)
+    assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
+    for origin in ("https://example.com", f"{PUBLIC_UI}.example.com", "null"):
+        response, _ = _ask(public, "/trace.pftrace", Origin=origin)
+        assert "Access-Control-Allow-Origin" not in response.headers
+
+
+def test_the_public_ui_may_ask_first(public: TraceServer) -> None:
+    response, _ = _ask(public, "/trace.pftrace", "OPTIONS", Origin=PUBLIC_UI)
+    assert response.status == 204
+    assert response.headers["Access-Control-Allow-Private-Network"] == "true"
+    response, _ = _ask(public, "/trace.pftrace", "OPTIONS", Origin="https://example.com")
+    assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/run.json",
+        "/run/trace.pftrace",
+        "/../run/run.json",
+        "/%2e%2e/run/run.json",
+        "//trace.pftrace/../run.json",
+        "/v1/../../run/run.json",
+        "/trace_processor",
+        "/v1",
+        "/v1/",
+        "/vizviewer_info",
+        "/localtrace",
+        "",
+    ],
+)
+def test_nothing_else_is_served(public: TraceServer, local: TraceServer, path: str) -> None:
+    for server in (public, local):
+        response, body = _ask(server, path or "*")
+        assert (response.status, body) == (404, b"")
+
+
+def test_posts_find_nothing(local: TraceServer) -> None:
+    response, _ = _ask(local, "/status", "POST")
+    assert response.status == 404
+
+
+def test_another_host_name_is_refused(public: TraceServer, local: TraceServer) -> None:
+    for server in (public, local):
+        for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", ""):
+            response, _ = _ask(server, "/trace.pftrace", Host=host)
+            assert response.status == 403
+        for host in ("localhost", "127.0.0.1", "localhost:8000", f"127.0.0.1:{server.port}"):
+            response, _ = _ask(server, "/trace.pftrace", Host=host)
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "content"),
+    [
+        ("/", "text/html; charset=utf-8", b"<html>"),
+        ("/index.html?a=b", "text/html; charset=utf-8", b"<html>"),
+        ("/v1/engine.wasm", "application/wasm", b"\0asm"),
+        ("/v1/bundle.js", "text/javascript; charset=utf-8", b"1"),
+        ("/trace.pftrace", "application/octet-stream", CONTENT),
+    ],
+)
+def test_the_local_ui_is_served(
+    local: TraceServer, path: str, content_type: str, content: bytes
+) -> None:
+    response, body = _ask(local, path, Origin=PUBLIC_UI)
+    assert (response.status, body) == (200, content)
+    assert response.headers["Content-Type"] == content_type
+    assert "Access-Control-Allow-Origin" not in response.headers
+    response, body = _ask(local, path, "HEAD")
+    assert (response.status, body) == (200, b"")
+    assert response.headers["Content-Length"] == str(len(content))
+
+
+def test_a_trace_that_went_away_is_not_found(public: TraceServer, trace: Path) -> None:
+    trace.unlink()
+    response, _ = _ask(public, "/trace.pftrace")
+    assert response.status == 404
+
+
+def test_the_address_names_the_ui_and_the_trace(public: TraceServer, local: TraceServer) -> None:
+    for server, ui in ((public, PUBLIC_UI), (local, f"http://127.0.0.1:{local.port}")):
+        trace = f"http://127.0.0.1:{server.port}/trace.pftrace"
+        assert server.address == f"{ui}/#!/?url={trace}"
+
+
+def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:
+    for folder in (None, ui):
+        with pytest.raises(RrfpError, match=f"port {public.port} of 127.0.0.1 cannot be had"):
+            TraceServer(trace, ui=folder, port=public.port)
+
+
+def test_the_local_ui_needs_no_certain_port(
+    public: TraceServer, trace: Path, ui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rrfp.trace.view.PUBLIC_UI_PORT", public.port)
+    assert public.port != PUBLIC_UI_PORT
+    with TraceServer(trace, ui=ui) as server:
+        assert server.port not in (0, public.port)
+    with pytest.raises(RrfpError, match="cannot be had"):
+        TraceServer(trace, ui=None)

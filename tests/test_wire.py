@@ -1,0 +1,222 @@
+"""Frames: whatever training sends arrives bit for bit; whatever is malformed is refused."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.errors import UsageError
+from rrfp.runtime.protocols import Message, monotonic
+from rrfp.runtime.wire import (
+    DTYPES,
+    Frame,
+    FrameError,
+    FrameReader,
+    Header,
+    Purpose,
+    decode_descriptors,
+    decode_prefix,
+    encode_header,
+    payload_bytes,
+    prepare_message,
+    tensor_bytes,
+)
+from rrfp.schedule.tasks import Kind, Task
+
+MAX_BYTES = 1 << 20
+TASK = Task(2, Kind.B, 5)
+PREFIX_BYTES = 48
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor | None:
+    if draw(st.booleans()) and draw(st.booleans()):
+        return None
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=5))
+    seed = draw(st.integers(0, 2**31))
+    num_bytes = torch.empty(shape, dtype=dtype).nbytes
+    data = torch.randint(
+        0,
+        2 if dtype is torch.bool else 256,
+        (num_bytes,),
+        generator=torch.Generator().manual_seed(seed),
+    )
+    tensor = data.to(torch.uint8).view(dtype).reshape(shape)
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bytes(tensor_bytes(left.contiguous())) == bytes(tensor_bytes(right.contiguous()))
+
+
+@contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    right.setblocking(False)
+    with left, right:
+        yield left, right
+
+
+@given(st.lists(tensors(), max_size=4), st.data())
+def test_a_message_arrives_bit_for_bit_however_it_is_cut(
+    sent: list[torch.Tensor | None], data: st.DataObject
+) -> None:
+    message = prepare_message(Message(7, TASK, tuple(sent)), MAX_BYTES)
+    header = Header(Purpose.MESSAGE, 7, TASK, sequence=3)
+    stream = encode_header(header, message.tensors) + b"".join(
+        bytes(tensor_bytes(tensor)) for tensor in message.tensors if tensor is not None
+    )
+    frame: Frame | None = None
+    with pair() as (left, right):
+        reader = FrameReader(MAX_BYTES, monotonic)
+        while stream:
+            assert frame is None
+            cut = data.draw(st.integers(1, len(stream)))
+            left.sendall(stream[:cut])
+            stream = stream[cut:]
+            frame = reader.read(right)
+    assert frame is not None
+    assert frame.header == Header(Purpose.MESSAGE, 7, TASK, 3, num_tensors=len(sent))
+    assert frame.num_bytes == payload_bytes(sent)
+    assert len(frame.tensors) == len(sent)
+    assert all(same_bits(*both) for both in zip(sent, frame.tensors, strict=True))
+
+
+def test_frames_follow_each_other_and_an_end_is_told() -> None:
+    headers = [
+        Header(Purpose.CREDIT, 1, number=4),
+        Header(Purpose.HEARTBEAT),
+        Header(Purpose.REPORT, 2, TASK),
+        Header(Purpose.DECISION, 2, TASK, number=9),
+        Header(Purpose.FAREWELL),
+    ]
+    with pair() as (left, right):
+        left.sendall(b"".join(encode_header(header) for header in headers))
+        reader = FrameReader(MAX_BYTES, monotonic)
+        frames = [reader.read(right) for _ in headers]
+        assert [frame.header for frame in frames if frame is not None] == headers
+        assert reader.read(right) is None
+        left.close()
+        with pytest.raises(EOFError):
+            reader.read(right)
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value", "complaint"),
+    [
+        (0, "<4s", b"HTTP", "begins with b'HTTP'"),
+        (4, "<B", 2, "version 2"),
+        (5, "<B", 99, "unknown purpose 99"),
+        (6, "<B", 4, "unknown kind 4"),
+        (6, "<B", 0, "purpose MESSAGE has the kind 0"),
+        (5, "<B", 3, "purpose HEARTBEAT has the kind 2"),
+        (8, "<i", -1, "negative"),
+        (12, "<i", -1, "negative"),
+        (16, "<q", -1, "negative"),
+        (24, "<q", -1, "negative"),
+        (32, "<q", -1, "negative"),
+        (40, "<Q", 1, "gap"),
+    ],
+)
+def test_a_malformed_prefix_is_refused(
+    offset: int, layout: str, value: object, complaint: str
+) -> None:
+    data = bytearray(encode_header(Header(Purpose.MESSAGE, 1, TASK)))
+    struct.pack_into(layout, data, offset, value)
+    with pytest.raises(FrameError, match=complaint):
+        decode_prefix(data)
+
+
+def test_a_report_with_tensors_and_an_empty_credit_are_refused() -> None:
+    data = bytearray(encode_header(Header(Purpose.REPORT, 1, TASK)))
+    data[7] = 1
+    with pytest.raises(FrameError, match="REPORT has 1 tensors"):
+        decode_prefix(data)
+    with pytest.raises(FrameError, match="gives no credit"):
+        decode_prefix(encode_header(Header(Purpose.CREDIT)))
+
+
+def descriptor(code: int, num_dimensions: int, *dimensions: int) -> bytes:
+    return struct.pack("<BB6x8q", code, num_dimensions, *dimensions, *[0] * (8 - len(dimensions)))
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (descriptor(200, 1, 4), "unknown dtype 200"),
+        (descriptor(1, 9), "9 dimensions"),
+        (descriptor(1, 2, 3, -1), "shape"),
+        (descriptor(1, 1, 3, 3), "shape"),
+        (descriptor(0, 1, 3), "not there has 1 dimensions"),
+        (descriptor(1, 2, 2**40, 2**40), "above the maximum"),
+        (descriptor(1, 2, 0, 2**62), "above the maximum"),
+        (descriptor(5, 1, MAX_BYTES) + descriptor(5, 1, 1), "above the maximum"),
+    ],
+)
+def test_a_malformed_tensor_is_refused_before_it_is_allocated(data: bytes, complaint: str) -> None:
+    with pytest.raises(FrameError, match=complaint):
+        decode_descriptors(data, MAX_BYTES)
+
+
+def test_the_largest_message_is_accepted() -> None:
+    assert decode_descriptors(descriptor(5, 1, MAX_BYTES), MAX_BYTES) == [
+        (torch.uint8, (MAX_BYTES,))
+    ]
+
+
+@given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES), st.booleans())
+def test_random_bytes_are_refused_or_read(data: bytes, begins_well: bool) -> None:
+    data = b"RRFP\x01" + data[5:] if begins_well else data
+    try:
+        header = decode_prefix(data)
+    except FrameError:
+        return
+    assert encode_header(header)[:7] == data[:7]
+
+
+@given(st.binary(min_size=72, max_size=72))
+def test_random_descriptors_are_refused_or_bounded(data: bytes) -> None:
+    try:
+        (form,) = decode_descriptors(data, MAX_BYTES)
+    except FrameError:
+        return
+    if form is not None:
+        dtype, shape = form
+        assert torch.empty(shape, dtype=dtype).nbytes <= MAX_BYTES
+
+
+def test_a_message_keeps_its_memory_when_data_is_replaced() -> None:
+    tensor = torch.arange(6.0, requires_grad=True)
+    (kept,) = prepare_message(Message(0, TASK, (tensor,)), MAX_BYTES).tensors
+    tensor.data = torch.empty(1)
+    assert kept is not None
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5]
+    assert not kept.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("sent", "complaint"),
+    [
+        ((torch.empty(2, dtype=torch.complex64),), "complex64"),
+        ((torch.empty(2, device="meta"),), "on meta"),
+        ((torch.eye(2).to_sparse(),), "sparse"),
+        ((torch.empty([1] * 9),), "9 dimensions"),
+        ((torch.empty(MAX_BYTES + 1, dtype=torch.uint8),), "above the maximum"),
+        ((None,) * 256, "256 tensors"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_once(
+    sent: tuple[torch.Tensor | None, ...], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        prepare_message(Message(0, TASK, sent), MAX_BYTES)

@@ -1,0 +1,83 @@
+"""Training runs on real ranks, for tests: a small GPT under any dispatch."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rrfp.megatron.parallel import Layout
+from rrfp.megatron.settings import TrainSettings
+from rrfp.runtime.worker import StepSummary
+from rrfp.trace.records import Record, TaskRecord
+
+SMALL: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "seq_length": 32,
+    "microbatches": 4,
+    "steps": 3,
+    "lr": 3e-3,
+}
+
+
+@dataclass(slots=True)
+class RankRun:
+    """What one rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    summaries: list[StepSummary | None] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    parameters_sha256: str = ""
+    """Of this rank's parameters at the end."""
+
+    def tasks(self) -> list[TaskRecord]:
+        return [record for record in self.records if isinstance(record, TaskRecord)]
+
+
+def train_variants(settings: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[RankRun]:
+    """Train on this rank, from the start, once with each variant of the settings; runs in a
+    process of its own."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron.parallel import parallel_groups
+
+    chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
+    with parallel_groups(chosen[0], timeout_s=60.0) as layout:
+        return [_train(variant, layout) for variant in chosen]
+
+
+def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]:
+    """Train with Megatron's own schedule, a number of times over."""
+    return train_variants(settings, [{"dispatch": "megatron"}] * num_runs)
+
+
+def _train(settings: TrainSettings, layout: Layout) -> RankRun:
+    from rrfp.megatron.corpus import open_corpus
+    from rrfp.megatron.data import Batches
+    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.rank import schedule_of
+    from rrfp.megatron.training import Trainer
+
+    settings.validate()
+    run = RankRun()
+    corpus = open_corpus(settings.data)
+    batches = Batches(corpus, settings, layout.dp_rank)
+    stage = build_gpt(settings, layout, corpus.vocab_size)
+    schedule = schedule_of(settings, layout.pp_rank, run.records.append)
+    trainer = Trainer(settings, layout, stage, batches, schedule, run.records.append)
+    for step in range(settings.steps):
+        result = trainer.train_step(step)
+        run.losses.append(result.loss)
+        run.grad_norms.append(result.grad_norm)
+        run.tokens.append(result.tokens)
+        run.summaries.append(schedule.last_step)
+    schedule.close()
+    digest = hashlib.sha256()
+    for parameter in stage.module.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    run.parameters_sha256 = digest.hexdigest()
+    return run
