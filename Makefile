@@ -39,10 +39,10 @@ train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"
 	$(VENV)/bin/rrfp train --hint bf $(ARGS)
 
 test: lint  ## Lint, types and the tests that are quick
-	$(VENV)/bin/pytest -q -m "not slow" $(ARGS)
+	$(VENV)/bin/pytest -q -rs -m "not slow" $(ARGS)
 
 test-all: lint  ## The same with every test, and more examples a property
-	$(VENV)/bin/pytest -q --hypothesis-profile thorough $(ARGS)
+	$(VENV)/bin/pytest -q -rs --hypothesis-profile thorough $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

@@ -9,7 +9,7 @@ Losses, gradients and gradient norms are those of Megatron's own schedule, bit f
 import atexit
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
 from rrfp.hint_files import resolve_hint
+from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.stage import StageStep, StepArguments
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.protocols import Clock, Inbox, monotonic
@@ -37,33 +38,6 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import check_binding, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Shape
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
-
-DEFAULT_LIMIT = 32
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchSettings:
-    """How tasks are dispatched; the defaults are the paper's."""
-
-    hint: str = "bf"
-    """A hint's name or the path of an order file."""
-    dispatch: Dispatch = Dispatch.READY
-    limit: int | None = None
-    """D at which forwards are withheld. None: 32 under `ready` dispatch, unchecked in `fixed`."""
-    stall_s: float = 600.0
-    """How long a rank may wait with nothing arriving before it gives up."""
-
-    @property
-    def effective_limit(self) -> int | None:
-        """The limit that withholds forwards, if any does."""
-        if self.dispatch is Dispatch.FIXED:
-            return None
-        return DEFAULT_LIMIT if self.limit is None else self.limit
-
-    def num_credits(self, num_microbatches: int) -> int:
-        """Messages that a link must hold so that a full one never binds a decision."""
-        limit = self.effective_limit
-        return num_microbatches if limit is None else min(limit, num_microbatches) + 1
 
 
 def get_forward_backward_func(

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from rrfp.megatron.corpus import open_corpus
 from rrfp.megatron.data import Batches
 from rrfp.megatron.description import write_description
-from rrfp.megatron.dropin import DispatchSettings, ForwardBackward, get_forward_backward_func
+from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.metrics import Metrics
 from rrfp.megatron.model import build_gpt
 from rrfp.megatron.native import NativeSchedule

@@ -452,9 +452,10 @@ class Dispatcher:
     def _best_lacks_forward(self) -> bool:
         """Whether the hint's best unfinished task waits, itself or through its F, for an
         activation. Without an order, the oldest unfinished task stands for it."""
-        best = next(
-            task for task, lacked in zip(self._tasks, self._lacks, strict=True) if lacked >= 0
+        number = (
+            next(number for number, lacked in enumerate(self._lacks) if lacked >= 0)
+            if self._order is None
+            else self._order.best
         )
-        if self._order is not None:
-            best = self._tasks[self._order.best]
+        best = self._tasks[number]
         return best.kind is F or self._lacks[self._index(best._replace(kind=F))] >= 0
