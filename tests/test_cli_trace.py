@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -168,9 +169,10 @@ def test_view_serves_until_ctrl_c(run: Path) -> None:
             assert process.stdout is not None
             address = process.stdout.readline().split()[-1]
             tunnel = process.stdout.readline()
-            url = address.partition("url=")[2]
-            assert f"ssh -N -L {url.split(':')[2].split('/')[0]}:127.0.0.1:" in tunnel
-            with urllib.request.urlopen(url, timeout=10) as response:
+            port = urlsplit(address).port
+            assert address == f"http://127.0.0.1:{port}/"
+            assert f"ssh -N -L {port}:127.0.0.1:{port} " in tunnel
+            with urllib.request.urlopen(f"{address}trace.pftrace", timeout=10) as response:
                 assert response.read() == (run / "trace.pftrace").read_bytes()
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=20)

@@ -97,8 +97,10 @@ def _events(packets: list[Any], event_type: int) -> list[Any]:
 def test_tracks_nest_as_pipeline_stage_and_what_happens_there(packets: list[Any]) -> None:
     paths = set(_paths(packets).values())
     for stage in ("stage 0", "stage 1", "stage 2"):
-        for name in ("compute", "wait", "send", "receive", "counters", "phases", "stimuli"):
+        for name in ("compute", "wait", "send", "receive", "counters", "phases"):
             assert ("pipeline", stage, name) in paths
+        for name in ("stimuli", "recording"):
+            assert ("pipeline", stage, "details", name) in paths
         for name in ("D", "held", "ready forwards", "ready backwards"):
             assert ("pipeline", stage, "counters", name) in paths
     assert ("pipeline", "stage 1", "send", "send to stage 2") in paths
@@ -112,6 +114,7 @@ def test_siblings_stand_in_order(packets: list[Any]) -> None:
         for p in packets
         if p.HasField("track_descriptor")
     }
+    assert places["pipeline",] < places["run",]
     stages = [places["pipeline", f"stage {stage}"] for stage in range(3)]
     assert stages == sorted(set(stages))
     below = [

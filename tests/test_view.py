@@ -4,6 +4,7 @@ import http.client
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -128,7 +129,6 @@ def test_another_host_name_is_refused(public: TraceServer, local: TraceServer) -
 @pytest.mark.parametrize(
     ("path", "content_type", "content"),
     [
-        ("/", "text/html; charset=utf-8", b"<html>"),
         ("/index.html?a=b", "text/html; charset=utf-8", b"<html>"),
         ("/v1/engine.wasm", "application/wasm", b"\0asm"),
         ("/v1/bundle.js", "text/javascript; charset=utf-8", b"1"),
@@ -147,16 +147,40 @@ def test_the_local_ui_is_served(
     assert response.headers["Content-Length"] == str(len(content))
 
 
+def test_the_local_ui_may_ask_no_other_host(local: TraceServer) -> None:
+    response, _ = _ask(local, "/index.html")
+    policy = response.headers["Content-Security-Policy"].split()
+    assert policy[0] == "default-src"
+    assert not [source for source in policy if "*" in source or "//" in source]
+
+
 def test_a_trace_that_went_away_is_not_found(public: TraceServer, trace: Path) -> None:
     trace.unlink()
     response, _ = _ask(public, "/trace.pftrace")
     assert response.status == 404
 
 
-def test_the_address_names_the_ui_and_the_trace(public: TraceServer, local: TraceServer) -> None:
-    for server, ui in ((public, PUBLIC_UI), (local, f"http://127.0.0.1:{local.port}")):
-        trace = f"http://127.0.0.1:{server.port}/trace.pftrace"
-        assert server.address == f"{ui}/#!/?url={trace}"
+def test_the_address_leads_to_the_ui_and_the_trace(public: TraceServer, local: TraceServer) -> None:
+    for server, ui in ((public, f"{PUBLIC_UI}/"), (local, "http://{}/index.html")):
+        assert server.address == f"http://127.0.0.1:{server.port}/"
+        for host in (f"127.0.0.1:{server.port}", "127.0.0.1:8000", "localhost:8000"):
+            response, body = _ask(server, "/", Host=host)
+            assert (response.status, body) == (302, b"")
+            page, _, arguments = response.headers["Location"].partition("#!/?")
+            assert page == ui.format(host)
+            assert parse_qs(arguments)["url"] == [f"http://{host}/trace.pftrace"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:80@evil.example", "127.0.0.1:x", "127.0.0.1:"])
+def test_an_address_for_another_host_is_not_given(local: TraceServer, host: str) -> None:
+    response, _ = _ask(local, "/", Host=host)
+    assert response.status == 403
+
+
+def test_the_window_asked_for_is_shown_first(trace: Path, ui: Path) -> None:
+    with TraceServer(trace, ui=ui, port=0, window=(1_000, 2_000)) as server:
+        arguments = parse_qs(urlsplit(server.ui_address("localhost")).fragment)
+    assert (arguments["visStart"], arguments["visEnd"]) == (["1000"], ["2000"])
 
 
 def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:

@@ -28,11 +28,13 @@ def view(
     ] = None,
 ) -> None:
     """Open the Perfetto UI on a run's trace, served from this machine until Ctrl-C."""
+    from rrfp.trace.first_look import find_typical_step
     from rrfp.trace.rundir import resolve_trace
     from rrfp.trace.view import PUBLIC_UI_PORT, TraceServer, find_local_ui
 
     trace = resolve_trace(path)
-    with TraceServer(trace, ui=find_local_ui(), port=port) as server:
+    window = find_typical_step(trace)
+    with TraceServer(trace, ui=find_local_ui(), port=port, window=window) as server:
         print(f"{trace} is at {server.address}")
         print(
             f"From another machine, first: ssh -N -L {server.port}:127.0.0.1:{server.port} "

@@ -24,8 +24,7 @@ from rrfp.trace.records import (
 from rrfp.trace.tracks import (
     COUNTER_TRACKS,
     COUNTERS,
-    STAGE_TRACKS,
-    TRACK_OF_CATEGORY,
+    PATH_OF_CATEGORY,
     Node,
     Tracks,
     assign_lanes,
@@ -35,7 +34,8 @@ from rrfp.trace.tracks import (
 
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
-_RUN_PLACE = 1_000_000
+_RUN_PATH = ((1_000_000, RUN), (0, "settings and ranks"))
+"""Below every pipeline. A track at the top without one below it would be moved above them."""
 _NUM_PACKETS_OF_A_BATCH = 4096
 
 Fields = Iterable[tuple[str, int | str]]
@@ -159,7 +159,7 @@ class _PacketWriter:
 def _write_run(out: _PacketWriter, recording: Recording) -> None:
     infos = [records.info for records in recording.ranks]
     out.start_sequence(_RUN_SEQUENCE)
-    run_track = out.track((_RUN_PLACE, RUN))
+    run_track = out.track(*_RUN_PATH)
     settings = json.dumps(recording.settings)
     out.instant(0, run_track, RUN, RUN, [("settings", settings)])
     for sequence, records in enumerate(recording.ranks, start=_FIRST_RANK_SEQUENCE):
@@ -227,15 +227,7 @@ class _RankWriter:
             lambda agreement: f"agree {agreement.kind}{agreement.microbatch}",
         )
         self._write_slices("phase", records.phases, lambda phase: phase.phase)
-        self._write_instants(
-            "stimulus",
-            records.stimuli,
-            lambda stimulus: (
-                f"{stimulus.name.lower()} {stimulus.kind}{stimulus.microbatch}"
-                if stimulus.kind
-                else stimulus.name.lower()
-            ),
-        )
+        self._write_instants("stimulus", records.stimuli, _stimulus_title)
         self._write_instants("cost", records.costs, lambda _: "recording cost")
 
     def _write_tasks(self, records: RankRecords) -> None:
@@ -255,14 +247,13 @@ class _RankWriter:
         return f"{title}.{task.chunk}" if self._has_chunks else title
 
     def _write_counters(self, tasks: Sequence[TaskRecord]) -> None:
-        counters = (STAGE_TRACKS.index(COUNTERS), COUNTERS)
         last_values: dict[str, int] = {}
         for task in tasks:
             values = (task.depth, task.held, task.ready_forwards, task.ready_backwards)
             for place, (name, value) in enumerate(zip(COUNTER_TRACKS, values, strict=True)):
                 if last_values.get(name) != value:
                     last_values[name] = value
-                    path = (*self._stage_path, counters, (place, name))
+                    path = (*self._stage_path, COUNTERS, (place, name))
                     self._out.count(task.start_ns, self._out.track(*path, is_counter=True), value)
 
     def _write_slices(
@@ -299,7 +290,7 @@ class _RankWriter:
         if not records:
             return
         names = [name for name, _ in FIELDS[category]]
-        track = self._out.track(*self._stage_path, _node(category))
+        track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[category])
         for record in records:
             fields = zip(names, record[1:], strict=True)
             self._out.instant(record.time_ns, track, title(record), category, fields)
@@ -316,15 +307,9 @@ class _RankWriter:
         for key, indices in members.items():
             lanes = assign_lanes([(records[i].start_ns, records[i].end_ns) for i in indices])
             for index, lane in zip(indices, lanes, strict=True):
-                path = (*self._stage_path, _node(category), *key)
+                path = (*self._stage_path, *PATH_OF_CATEGORY[category], *key)
                 tracks[index] = self._out.track(*path, lane=lane)
         return tracks
 
     def _link(self, direction: str, peer: int) -> tuple[Node, ...]:
         return ((peer, f"{direction} {self._peer_names.get(peer, f'rank {peer}')}"),)
-
-
-def _node(category: str) -> Node:
-    """The track below its stage that shows a category of records."""
-    name = TRACK_OF_CATEGORY[category]
-    return STAGE_TRACKS.index(name), name

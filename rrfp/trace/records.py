@@ -74,7 +74,8 @@ class ReceiveRecord(NamedTuple):
 
 
 class AgreementRecord(NamedTuple):
-    """One agreed task: from the moment this rank could have decided to the decision."""
+    """One agreed task: the time in which the leader told its followers, or a follower took the
+    decision up. The wait for a decision is a wait of cause `coordination`."""
 
     start_ns: int
     end_ns: int

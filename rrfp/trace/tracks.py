@@ -14,31 +14,21 @@ from rrfp.trace.records import RankInfo
 Node = tuple[int, str]
 """One step of a path in the tree: a place among siblings, and a name."""
 
-COUNTERS = "counters"
-STAGE_TRACKS = (
-    "compute",
-    "wait",
-    "send",
-    "receive",
-    COUNTERS,
-    "agreement",
-    "phases",
-    "stimuli",
-    "recording",
-)
-"""The tracks of a stage, from top to bottom."""
+COUNTERS = (5, "counters")
+_DETAILS = (7, "details")
 
-TRACK_OF_CATEGORY = {
-    "task": "compute",
-    "wait": "wait",
-    "send": "send",
-    "receive": "receive",
-    "agreement": "agreement",
-    "phase": "phases",
-    "stimulus": "stimuli",
-    "cost": "recording",
+PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
+    "task": ((0, "compute"),),
+    "wait": ((1, "wait"),),
+    "agreement": ((2, "agreement"),),
+    "send": ((3, "send"),),
+    "receive": ((4, "receive"),),
+    "phase": ((6, "phases"),),
+    "stimulus": (_DETAILS, (0, "stimuli")),
+    "cost": (_DETAILS, (1, "recording")),
 }
-"""Where the records of each type are shown."""
+"""Where the records of each type are shown below their stage. What only a replay or an audit of the
+recording asks for is in a group that the viewer keeps closed."""
 
 COUNTER_TRACKS = ("D", "held", "ready forwards", "ready backwards")
 

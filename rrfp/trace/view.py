@@ -5,9 +5,14 @@ without a network, and the browser has no reason to ask about a public site that
 loopback. Otherwise the public UI reads the trace, and its content policy lets it do so from port
 9001 only. Every file that can be asked for is listed before the first request, so that no path
 leads anywhere else; a request under another host name (DNS rebinding) is refused.
+
+`/` leads to the UI with the trace and a first look at it, so that the address to open is short. The
+UI that is served from here is kept from asking any other host for anything, by the policy that goes
+with it.
 """
 
 import importlib.util
+import re
 import shutil
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,14 +21,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rrfp.errors import RrfpError
+from rrfp.trace.first_look import Window, ui_arguments
 
 PUBLIC_UI = "https://ui.perfetto.dev"
 PUBLIC_UI_PORT = 9001
 """The one port of loopback from which the public UI may read."""
 
 _ADDRESS = "127.0.0.1"
+_OUR_HOST = re.compile(rf"({re.escape(_ADDRESS)}|localhost)(:\d+)?")
 _TRACE_PATH = "/trace.pftrace"
 _TRACE_TYPE = "application/octet-stream"
+_UI_PATH = "/index.html"
+_UI_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 _CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -54,15 +63,24 @@ def find_local_ui() -> Path | None:
 class TraceServer(ThreadingHTTPServer):
     """A server of one trace, and of the UI's own files where `ui` names their folder.
 
-    `port` None takes the public UI's port, or with a local UI any other where that is taken. Raises
-    RrfpError when the port is in use.
+    `window` is the part of the trace to show first; None shows all of it. `port` None takes the
+    public UI's port, or with a local UI any other where that is taken. Raises RrfpError when the
+    port is in use.
     """
 
     daemon_threads = True
 
-    def __init__(self, trace: Path, *, ui: Path | None, port: int | None = None) -> None:
+    def __init__(
+        self,
+        trace: Path,
+        *,
+        ui: Path | None,
+        port: int | None = None,
+        window: Window | None = None,
+    ) -> None:
         self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
         self.has_ui = ui is not None
+        self._arguments = ui_arguments(window)
         ports = [PUBLIC_UI_PORT if port is None else port]
         if port is None and self.has_ui:
             ports.append(0)
@@ -75,9 +93,13 @@ class TraceServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """What to open in a browser."""
-        base = f"http://{_ADDRESS}:{self.port}"
-        ui = base if self.has_ui else PUBLIC_UI
-        return f"{ui}/#!/?url={base}{_TRACE_PATH}"
+        return f"http://{_ADDRESS}:{self.port}/"
+
+    def ui_address(self, host: str) -> str:
+        """The UI with the trace and the first look, for a browser that sees this server as `host`
+        (through a tunnel its port may be another)."""
+        ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
+        return f"{ui}#!/?url=http://{host}{_TRACE_PATH}&{self._arguments}"
 
     def _bind_first(self, ports: list[int]) -> None:
         for port in ports:
@@ -96,12 +118,11 @@ class TraceServer(ThreadingHTTPServer):
 def _ui_files(folder: Path | None) -> dict[str, _File]:
     if folder is None:
         return {}
-    files = {
+    return {
         f"/{path.relative_to(folder).as_posix()}": _File(path, _CONTENT_TYPES[path.suffix])
         for path in folder.rglob("*")
         if path.suffix in _CONTENT_TYPES and path.is_file()
     }
-    return files | {"/": files["/index.html"]}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,7 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
             return
-        wanted = self.server.files.get(urlsplit(self.path).path)
+        asked = urlsplit(self.path).path
+        if asked == "/":
+            self._lead_to_ui()
+            return
+        wanted = self.server.files.get(asked)
         if wanted is None:
             self._refuse(HTTPStatus.NOT_FOUND)
             return
@@ -161,6 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("X-Content-Type-Options", "nosniff")
             if self._origin_is_public_ui() and wanted.content_type == _TRACE_TYPE:
                 self._allow_public_ui()
+            if self.server.has_ui:
+                self.send_header("Content-Security-Policy", _UI_POLICY)
             self.end_headers()
             if with_body:
                 try:
@@ -169,6 +196,13 @@ class _Handler(BaseHTTPRequestHandler):
                     # The browser went away.
                     self.close_connection = True
 
+    def _lead_to_ui(self) -> None:
+        self.send_response(HTTPStatus.FOUND)
+        self.send_header("Location", self.server.ui_address(self.headers["Host"]))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def _refuse(self, status: HTTPStatus) -> None:
         self.send_response(status)
         self.send_header("Content-Length", "0")
@@ -176,8 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_for_us(self) -> bool:
         """Whether the browser asked for this machine by its own name, through whatever port."""
-        host = self.headers.get("Host", "")
-        return host.rpartition(":")[0] in (_ADDRESS, "localhost") or host in (_ADDRESS, "localhost")
+        return _OUR_HOST.fullmatch(self.headers.get("Host", "")) is not None
 
     def _origin_is_public_ui(self) -> bool:
         return not self.server.has_ui and self.headers.get("Origin") == PUBLIC_UI
