@@ -7,6 +7,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from rrfp.errors import RrfpError
 from rrfp.trace.first_look import find_typical_step, typical_step, ui_arguments
 from rrfp.trace.perfetto import write_trace
 from rrfp.trace.records import PhaseRecord, RankInfo, RankRecords, Recording
@@ -46,13 +47,13 @@ def test_without_a_whole_step_all_is_shown(recording: Recording) -> None:
     assert "vis" not in ui_arguments(None)
 
 
-def test_a_trace_that_cannot_be_read_is_shown_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_no_whole_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.pftrace"
-    assert find_typical_step(path) is None
     write_trace(path, make_recording(2, 2, 3))
     assert find_typical_step(path) is not None
     path.write_bytes(path.read_bytes()[:-100])
-    assert find_typical_step(path) is None
+    with pytest.raises(RrfpError, match="truncated"):
+        find_typical_step(path)
 
 
 @pytest.mark.parametrize("stages", [(2,), (0, 7)])

@@ -19,7 +19,8 @@ from itertools import pairwise
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.trace.records import Phase, RankInfo, RankRecords, Recording, TaskRecord, WaitRecord
+from rrfp.trace.records import RankInfo, RankRecords, Recording, TaskRecord, WaitRecord
+from rrfp.trace.steps import step_windows
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
@@ -94,25 +95,18 @@ def bubbles(recording: Recording, steps: range | None = None) -> Bubbles:
     any of them.
     """
     asked = _select(recording, steps)
-    per_rank = [_RankSteps(records) for records in recording.ranks]
-    finished = [step for step in asked if all(step in rank.schedules for rank in per_rank)]
-    if not finished:
+    finished = step_windows(recording)
+    windows = {step: finished[step] for step in asked if step in finished}
+    if not windows:
         raise RrfpError(f"none of the steps {_span(asked)} was finished by every rank")
-    windows = {
-        step: (
-            min(rank.schedules[step][0] for rank in per_rank),
-            max(rank.schedules[step][1] for rank in per_rank),
-        )
-        for step in finished
-    }
     window_ns = sum(end_ns - start_ns for start_ns, end_ns in windows.values())
     if window_ns <= 0:
-        raise RrfpError(f"the steps {_span(finished)} take no time in this trace")
+        raise RrfpError(f"the steps {_span(tuple(windows))} take no time in this trace")
     return Bubbles(
-        steps=tuple(finished),
+        steps=tuple(windows),
         dropped_steps=tuple(step for step in asked if step not in windows),
         window_ns=window_ns,
-        ranks=tuple(rank.divide(windows) for rank in per_rank),
+        ranks=tuple(_RankSteps(records).divide(windows) for records in recording.ranks),
     )
 
 
@@ -182,16 +176,8 @@ class _RankSteps:
 
     def __init__(self, records: RankRecords) -> None:
         self.info = records.info
-        self.schedules: dict[int, Interval] = {}
         self._tasks: defaultdict[int, list[TaskRecord]] = defaultdict(list)
         self._waits: defaultdict[int, list[WaitRecord]] = defaultdict(list)
-        for phase in records.phases:
-            if phase.phase == Phase.SCHEDULE:
-                start_ns, end_ns = self.schedules.get(phase.step, phase[:2])
-                self.schedules[phase.step] = (
-                    min(start_ns, phase.start_ns),
-                    max(end_ns, phase.end_ns),
-                )
         for task in records.tasks:
             self._tasks[task.step].append(task)
         for wait in records.waits:

@@ -5,11 +5,8 @@ from pathlib import Path
 from statistics import median_low
 from urllib.parse import quote
 
-from rrfp.errors import RrfpError
-from rrfp.trace.records import Phase, Recording
-
-Window = tuple[int, int]
-"""From and to, in nanoseconds of the trace."""
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import Window, step_windows
 
 _MAX_BYTES = 64_000_000
 """A larger trace is not searched: that would take longer than the viewer takes to load it."""
@@ -31,49 +28,26 @@ def ui_arguments(window: Window | None) -> str:
 
 
 def find_typical_step(trace: Path) -> Window | None:
-    """The window of the step of median length, with a margin; None where a trace has no whole step,
-    cannot be read, or is too large to be searched."""
+    """The window of the step of median length, with a margin; None where a trace has no whole step
+    or is too large to be searched. Raises RrfpError for a file that is no trace of a run."""
     # Perfetto's module is slow to import.
     from rrfp.trace.perfetto import read_trace
 
-    try:
-        if trace.stat().st_size > _MAX_BYTES:
-            return None
-        return typical_step(read_trace(trace))
-    except (OSError, RrfpError):
-        # The viewer shows what there is, and `rrfp trace check` says what is wrong with it.
+    if trace.stat().st_size > _MAX_BYTES:
         return None
+    return typical_step(read_trace(trace))
 
 
 def typical_step(recording: Recording) -> Window | None:
     """The window of the step of median length, with a margin; None without a whole step."""
-    windows = _step_windows(recording)
+    windows = step_windows(recording)
     if not windows:
         return None
     # The first step warms caches up, and is the longest of most runs.
-    candidates = [windows[step] for step in sorted(windows)[1:]] or list(windows.values())
+    candidates = list(windows.values())[1:] or list(windows.values())
     length_ns = median_low(end_ns - start_ns for start_ns, end_ns in candidates)
     start_ns, end_ns = next(window for window in candidates if window[1] - window[0] == length_ns)
     margin_ns = int(length_ns * _MARGIN_FRACTION)
     # The viewer ignores a window that reaches beyond the trace.
     last_ns = max(phase.end_ns for records in recording.ranks for phase in records.phases)
     return max(start_ns - margin_ns, 0), min(end_ns + margin_ns, last_ns)
-
-
-def _step_windows(recording: Recording) -> dict[int, Window]:
-    """From the first rank's entry into the schedule to the last one's return, for each step that
-    every rank finished."""
-    schedules = [
-        {phase.step: phase[:2] for phase in records.phases if phase.phase == Phase.SCHEDULE}
-        for records in recording.ranks
-    ]
-    if not schedules:
-        return {}
-    whole = set.intersection(*map(set, schedules))
-    return {
-        step: (
-            min(steps[step][0] for steps in schedules),
-            max(steps[step][1] for steps in schedules),
-        )
-        for step in whole
-    }

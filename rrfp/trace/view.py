@@ -21,7 +21,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rrfp.errors import RrfpError
-from rrfp.trace.first_look import Window, ui_arguments
+from rrfp.trace.first_look import ui_arguments
+from rrfp.trace.steps import Window
 
 PUBLIC_UI = "https://ui.perfetto.dev"
 PUBLIC_UI_PORT = 9001
