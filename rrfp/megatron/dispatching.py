@@ -16,6 +16,8 @@ class DispatchSettings:
     dispatch: Dispatch = Dispatch.READY
     limit: int | None = None
     """D at which forwards are withheld. None: 32 under `ready` dispatch, unchecked in `fixed`."""
+    connect_s: float = 60.0
+    """How long the ranks may take to meet at their first step."""
     stall_s: float = 600.0
     """How long a rank may wait with nothing arriving before it gives up."""
 
@@ -26,7 +28,7 @@ class DispatchSettings:
             return None
         return DEFAULT_LIMIT if self.limit is None else self.limit
 
-    def num_credits(self, num_microbatches: int) -> int:
+    def num_credits(self, num_microbatches: int, *, forward_only: bool) -> int:
         """Messages that a link must hold so that a full one never binds a decision."""
-        limit = self.effective_limit
+        limit = None if forward_only else self.effective_limit
         return num_microbatches if limit is None else min(limit, num_microbatches) + 1

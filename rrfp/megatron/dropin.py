@@ -9,7 +9,7 @@ Losses, gradients and gradient norms are those of Megatron's own schedule, bit f
 import atexit
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from rrfp.hint_files import resolve_hint
 from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.stage import StageStep, StepArguments
 from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.protocols import Clock, Inbox, monotonic
+from rrfp.runtime.protocols import Inbox, monotonic
 from rrfp.runtime.socket_transport import SocketTransport
 from rrfp.runtime.worker import StepSummary, Worker
 from rrfp.schedule.causes import Cause
@@ -79,17 +79,12 @@ _names = itertools.count()
 class ForwardBackward:
     """Runs the forwards and backwards of a step on this rank, by readiness."""
 
-    def __init__(
-        self,
-        settings: DispatchSettings,
-        record: Callable[[Record], None],
-        clock: Clock = monotonic,
-    ) -> None:
+    def __init__(self, settings: DispatchSettings, record: Callable[[Record], None]) -> None:
         self._settings = settings
         self._record = record
-        self._clock = clock
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
+        self._num_openings = 0
         self._pipeline: _Pipeline | None = None
         self._step = 0
         atexit.register(self.close)
@@ -118,16 +113,46 @@ class ForwardBackward:
         microbatch order (empty but on the last stage). `seq_length`, `micro_batch_size`,
         `decoder_seq_length` and `adjust_tensor_shapes_fn` are not needed: messages carry their
         shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
+        When anything is raised after the links are open, they close, and the neighbours are told.
         """
         chunk = _only(model, "model chunks")
         iterator = None if data_iterator is None else _only(data_iterator, "data iterators")
         config = get_model_config(chunk)
         groups = _groups(p2p_communicator, pg_collection)
         _refuse(config, groups)
-        pipeline = self._connected(groups, num_microbatches)
-        stage = pipeline.rank
-        is_last_stage = stage == pipeline.num_ranks - 1
-        start_ns = self._clock()
+        arguments = StepArguments(
+            forward_step_func,
+            iterator,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+        )
+        pipeline = self._connected(groups, num_microbatches, forward_only)
+        try:
+            return self._run_step(pipeline, chunk, config, groups, arguments, force_all_reduce)
+        except BaseException:
+            self.close(farewell=False)
+            raise
+
+    def _run_step(
+        self,
+        pipeline: "_Pipeline",
+        chunk: Any,
+        config: Any,
+        groups: Any,
+        arguments: StepArguments,
+        force_all_reduce: bool | None,
+    ) -> list[Any]:
+        start_ns = monotonic()
+        forward_only = arguments.forward_only
+        is_last_stage = pipeline.rank == pipeline.num_ranks - 1
+        plan = pipeline.plan(arguments.num_microbatches, forward_only)
+        if config.defer_embedding_wgrad_compute and not plan.keeps_microbatch_order:
+            raise UsageError(
+                f"defer_embedding_wgrad_compute cannot follow the order {plan.order.name}: it "
+                "pairs forwards and backwards by their sequence; switch it off"
+            )
         finalizes = config.finalize_model_grads_func is not None and not forward_only
         if finalizes:
             embedding = clear_embedding_activation_buffer(config, chunk, is_last_stage)
@@ -137,22 +162,15 @@ class ForwardBackward:
             )
         compute = StageStep(
             chunk,
-            StepArguments(
-                forward_step_func,
-                iterator,
-                num_microbatches,
-                forward_only,
-                collect_non_loss_data,
-                first_val_step,
-            ),
-            is_first_stage=stage == 0,
+            arguments,
+            is_first_stage=pipeline.rank == 0,
             is_last_stage=is_last_stage,
             cp_size=groups.cp.size(),
+            overlaps_reduction=plan.is_the_same_on_replicas,
         )
-        dispatcher = pipeline.dispatcher(num_microbatches, forward_only)
-        summary = pipeline.worker.run_step(self._step, dispatcher, compute)
+        summary = pipeline.worker.run_step(self._step, pipeline.dispatcher(plan), compute)
 
-        sync_start_ns = self._clock()
+        sync_start_ns = monotonic()
         if not forward_only:
             compute.finish()
         if finalizes:
@@ -165,28 +183,53 @@ class ForwardBackward:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        end_ns = self._clock()
+        end_ns = monotonic()
         self._record(WaitRecord(sync_start_ns, end_ns, self._step, Cause.GRADIENT_SYNC))
         self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.SCHEDULE))
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         self._step += 1
         return compute.forward_data()
 
-    def _connected(self, groups: Any, num_microbatches: int) -> "_Pipeline":
-        """The links, opened anew when a step needs more credit than they give."""
-        num_credits = self._settings.num_credits(num_microbatches)
-        if self._pipeline is not None and self._pipeline.num_credits >= num_credits:
-            return self._pipeline
-        self.close()
-        name = f"{self._name}/{self._step}"
-        self._pipeline = _Pipeline(self._settings, self._record, groups, num_credits, name)
-        return self._pipeline
+    def _connected(self, groups: Any, num_microbatches: int, forward_only: bool) -> "_Pipeline":
+        """The links, with credit enough for this step."""
+        num_credits = self._settings.num_credits(num_microbatches, forward_only=forward_only)
+        pipeline = self._pipeline
+        if pipeline is None:
+            # A name serves one meeting of the ranks; the next one takes another.
+            name = f"{self._name}/{self._num_openings}"
+            self._num_openings += 1
+            pipeline = _Pipeline(self._settings, self._record, groups, num_credits, name)
+            self._pipeline = pipeline
+        elif pipeline.places != _places(groups):
+            raise UsageError(
+                f"the process groups of this step (pipeline and tensor ranks {_places(groups)}) "
+                f"are not those of the first ({pipeline.places}); pass the same in every call"
+            )
+        else:
+            pipeline.transport.grant(num_credits)
+        return pipeline
 
-    def close(self) -> None:
-        """Say farewell to the neighbours and close the links; also done at exit."""
+    def close(self, *, farewell: bool = True) -> None:
+        """Say farewell to the neighbours and close the links, on all ranks between two steps; a
+        later call opens them anew. Also done at exit. Without a farewell, for a rank that fails,
+        the neighbours take this rank for lost."""
         if self._pipeline is not None:
-            self._pipeline.transport.close()
+            self._pipeline.transport.close(farewell=farewell)
             self._pipeline = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What steers the steps of one shape."""
+
+    shape: Shape
+    hint: Hint
+    order: Order
+    keeps_microbatch_order: bool
+    """Forwards and backwards each run in microbatch order, whatever the timing: every rank prefers
+    the smallest one that is there, and first-in-first-out links keep that order."""
+    is_the_same_on_replicas: bool
+    """Data-parallel replicas run their backwards in one order."""
 
 
 class _Pipeline:
@@ -203,14 +246,13 @@ class _Pipeline:
         """`num_credits` messages fit on each link; `name` tells this pipeline's links from those
         of an earlier one of the same run."""
         self._settings = settings
-        self.num_credits = num_credits
+        self.places = pp_ranks, tp_ranks = _places(groups)
         rank = dist.get_rank()
-        pp_ranks = dist.get_process_group_ranks(groups.pp)
         self.rank = pp_ranks.index(rank)
         self.num_ranks = len(pp_ranks)
         # A fixed order is one order for the whole group already.
         is_ready = settings.dispatch is Dispatch.READY
-        members = dist.get_process_group_ranks(groups.tp) if is_ready else [rank]
+        members = tp_ranks if is_ready else [rank]
         neighbours = {*pp_ranks[max(self.rank - 1, 0) : self.rank + 2], *_star(rank, members)}
         neighbours.discard(rank)
         inbox = Inbox()
@@ -223,36 +265,39 @@ class _Pipeline:
             num_credits=num_credits,
             prefix=f"rrfp/{name}",
             record=record,
+            connect_s=settings.connect_s,
         )
         self._agreement = StarAgreement(rank, members, self.transport, record)
         self.worker = Worker(
             pp_ranks, inbox, self.transport, self._agreement, record, stall_s=settings.stall_s
         )
-        self._plans: dict[Shape, tuple[Hint, Order]] = {}
+        self._plans: dict[Shape, _Plan] = {}
 
-    def dispatcher(self, num_microbatches: int, forward_only: bool) -> Dispatcher:
-        """The dispatcher of one step."""
-        settings = self._settings
+    def plan(self, num_microbatches: int, forward_only: bool) -> _Plan:
+        """The plan of a step, worked out once for each shape."""
         shape = Shape(
             self.num_ranks,
             num_microbatches,
             kinds=FORWARD_ONLY if forward_only else WHOLE_BACKWARD,
         )
         if shape not in self._plans:
-            self._plans[shape] = _plan(settings, shape)
-        hint, order = self._plans[shape]
+            self._plans[shape] = _plan(self._settings, shape)
+        return self._plans[shape]
+
+    def dispatcher(self, plan: _Plan) -> Dispatcher:
+        """The dispatcher of one step."""
         return Dispatcher(
-            shape,
+            plan.shape,
             self.rank,
-            hint,
-            dispatch=settings.dispatch,
-            limit=settings.effective_limit,
-            order=order,
+            plan.hint,
+            dispatch=self._settings.dispatch,
+            limit=self._settings.effective_limit,
+            order=plan.order,
             group=self._agreement.group,
         )
 
 
-def _plan(settings: DispatchSettings, shape: Shape) -> tuple[Hint, Order]:
+def _plan(settings: DispatchSettings, shape: Shape) -> _Plan:
     """The hint and the order that it gives, checked where it binds, cut to the step's kinds."""
     whole = replace(shape, kinds=WHOLE_BACKWARD)
     hint = resolve_hint(settings.hint, whole)
@@ -261,7 +306,24 @@ def _plan(settings: DispatchSettings, shape: Shape) -> tuple[Hint, Order]:
         check_binding(order, settings.limit)
     if shape.kinds == FORWARD_ONLY:
         order = order.forwards()
-    return (order if isinstance(hint, Order) else hint), order
+    keeps_microbatch_order = all(
+        microbatches == sorted(microbatches)
+        for row in order.rows
+        for kind in shape.kinds
+        for microbatches in [[task.microbatch for task in row if task.kind is kind]]
+    )
+    return _Plan(
+        shape,
+        order if isinstance(hint, Order) else hint,
+        order,
+        keeps_microbatch_order,
+        keeps_microbatch_order or settings.dispatch is Dispatch.FIXED,
+    )
+
+
+def _places(groups: Any) -> tuple[list[int], list[int]]:
+    """The global ranks of this rank's pipeline and of its tensor-parallel group."""
+    return dist.get_process_group_ranks(groups.pp), dist.get_process_group_ranks(groups.tp)
 
 
 def _star(rank: int, members: Sequence[int]) -> Sequence[int]:
@@ -282,7 +344,9 @@ def _only(given: Any, what: str) -> Any:
 
 def _groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     """The process groups of the step, from the caller or from Megatron's parallel state."""
-    if (p2p_communicator is None) != (pg_collection is None):
+    # As Megatron has it: without pipelining there is no communicator to pass.
+    needs_both = pg_collection is None or pg_collection.pp.size() > 1
+    if needs_both and (p2p_communicator is None) != (pg_collection is None):
         raise UsageError(
             "p2p_communicator and pg_collection come together or not at all; pass both or neither"
         )
@@ -314,7 +378,9 @@ _REFUSED = {
 def _refuse(config: Any, groups: Any) -> None:
     """Raise UsageError, before the first task, for what does not work out of order."""
     for name, reason in _REFUSED.items():
-        if getattr(config, name, None):
+        value = getattr(config, name, None)
+        # A number of zero is a setting too.
+        if value is not None and value is not False:
             raise UsageError(f"{name} cannot run readiness-first: {reason}; switch it off")
     if getattr(config, "cuda_graph_impl", "none") != "none":
         raise UsageError(

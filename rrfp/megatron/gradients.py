@@ -38,11 +38,14 @@ class CanonicalGradients:
                 self._next_microbatch += 1
         else:
             sums = [self._set_apart(parameter) for parameter in self._parameters]
-            yield
-            self._early[microbatch] = [
-                self._put_back(parameter, total)
-                for parameter, total in zip(self._parameters, sums, strict=True)
-            ]
+            try:
+                yield
+            finally:
+                apart = [
+                    self._put_back(parameter, total)
+                    for parameter, total in zip(self._parameters, sums, strict=True)
+                ]
+            self._early[microbatch] = apart
 
     @staticmethod
     def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ its own over the data for every microbatch, and gradients and losses in microbat
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.utils import get_model_config, get_model_type, make_viewless_tensor
 
+from rrfp.errors import UsageError
 from rrfp.megatron.gradients import CanonicalGradients
 from rrfp.schedule.tasks import Kind, Task
 
@@ -36,9 +37,19 @@ class MicrobatchData:
     def of(self, microbatch: int) -> Iterator[Any]:
         """What `forward_step_func` may pull for this microbatch: its item, once."""
         while self._num_drawn <= microbatch:
-            self._drawn[self._num_drawn] = next(self._iterator)
+            try:
+                self._drawn[self._num_drawn] = next(self._iterator)
+            except StopIteration:
+                raise UsageError(
+                    f"the data iterator ended after {self._num_drawn} microbatches, before "
+                    f"microbatch {microbatch} of this step; give it one item a microbatch"
+                ) from None
             self._num_drawn += 1
         yield self._drawn.pop(microbatch)
+        raise UsageError(
+            f"forward_step_func asked for a second item for microbatch {microbatch}; "
+            "put all that a microbatch needs into one item"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +75,16 @@ class StageStep:
         is_first_stage: bool,
         is_last_stage: bool,
         cp_size: int,
+        overlaps_reduction: bool,
     ) -> None:
+        """`overlaps_reduction` lets Megatron start the reduction of the gradients inside the last
+        backward, bucket by bucket as they come; every replica must choose the same."""
         self._model = model
         self._arguments = arguments
         self._is_first_stage = is_first_stage
         self._is_last_stage = is_last_stage
         self._cp_size = cp_size
+        self._overlaps_reduction = overlaps_reduction
         self._config = get_model_config(model)
         iterator = arguments.data_iterator
         self._data = None if iterator is None else MicrobatchData(iterator)
@@ -82,8 +97,8 @@ class StageStep:
         device = next(model.parameters()).device
         self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
         self._no_sync: AbstractContextManager[Any] | None = None
-        if not arguments.forward_only and self._config.no_sync_func is not None:
-            self._no_sync = self._config.no_sync_func()
+        if not arguments.forward_only:
+            self._no_sync = (self._config.no_sync_func or nullcontext)()
             self._no_sync.__enter__()
 
     def run(self, task: Task, inputs: Tensors) -> Tensors:
@@ -102,8 +117,13 @@ class StageStep:
         self._lift_no_sync()
         if self._config.grad_sync_func is not None:
             self._config.grad_sync_func(self._model.parameters())
-        elif self._model.ddp_config.overlap_grad_reduce:
+        elif self._reduces_early():
             self._model.start_grad_sync()
+
+    def _reduces_early(self) -> bool:
+        """Whether Megatron's finalisation expects a reduction that was started before it."""
+        ddp_config = getattr(self._model, "ddp_config", None)
+        return ddp_config is not None and ddp_config.overlap_grad_reduce
 
     def _lift_no_sync(self) -> None:
         if self._no_sync is not None:
@@ -114,7 +134,7 @@ class StageStep:
         arguments, config = self._arguments, self._config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         for tensor in input_tensors:
-            if tensor is not None and not arguments.forward_only:
+            if tensor is not None:
                 tensor.requires_grad_()
         reduced = self._reduced[microbatch] = []
         outputs, num_tokens = forward_step(
@@ -156,17 +176,22 @@ class StageStep:
         # By count, not by index: Megatron starts the reduction inside the last backward that runs,
         # on stages other than the first only when no function of its own does so (schedules.py).
         if (
-            self._num_backwards == self._arguments.num_microbatches
+            self._overlaps_reduction
+            and self._num_backwards == self._arguments.num_microbatches
             and (self._config.grad_sync_func is None or self._is_first_stage)
             and self._gradients.completes(microbatch)
         ):
             self._lift_no_sync()
         with self._gradients.backward(microbatch):
-            input_gradients = backward_step(
-                input_tensors,
-                outputs,
-                list(gradients) or [None],
-                get_model_type(self._model),
-                self._config,
-            )
+            if gradients and gradients[0] is None:
+                # The next stage did not use this output. Megatron would read None as the loss's.
+                input_gradients = [None] * len(input_tensors)
+            else:
+                input_gradients = backward_step(
+                    input_tensors,
+                    outputs,
+                    list(gradients) or [None],
+                    get_model_type(self._model),
+                    self._config,
+                )
         return () if self._is_first_stage else tuple(input_gradients)

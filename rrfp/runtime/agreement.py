@@ -57,6 +57,14 @@ class StarAgreement:
         """The next task of the group's sequence, if this rank follows and knows it by now."""
         return self._decisions[0].task if self._decisions else None
 
+    def owed(self) -> dict[int, str]:
+        """By rank, what an unfinished step still needs of the group's other members."""
+        if self.group is None:
+            return {}
+        if self.group.leads:
+            return dict.fromkeys(self._followers, "reports of what has arrived there")
+        return {self._leader: "the group's next decision"}
+
     def dispatched(self, step: int, task: Task) -> None:
         """This rank starts a task: the leader tells its followers, a follower ticks it off."""
         if self.group is None:

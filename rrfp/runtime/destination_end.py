@@ -3,7 +3,7 @@
 import socket
 
 from rrfp.runtime.links import LinkEnd, LinkOptions, Outbound, bare
-from rrfp.runtime.protocols import Arrived, Decided, Event, Inbox, Message, Reported
+from rrfp.runtime.protocols import Arrived, Decided, Event, Inbox, Left, Message, Reported
 from rrfp.runtime.wire import Frame, FrameError, Header, Purpose
 from rrfp.trace.records import ReceiveRecord
 
@@ -65,6 +65,9 @@ class DestinationEnd(LinkEnd):
 
     def _written(self, outbound: Outbound) -> None:
         """Nothing to do: only messages are recorded."""
+
+    def _peer_left(self) -> None:
+        self._inbox.put(Left(self.peer))
 
     def _take(self, frame: Frame) -> None:
         header, task = frame.header, frame.header.task

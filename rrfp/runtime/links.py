@@ -26,7 +26,15 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.protocols import Clock, Failed, Inbox, Message, PeerLostError, monotonic
+from rrfp.runtime.protocols import (
+    Clock,
+    Failed,
+    Inbox,
+    Message,
+    PeerLostError,
+    PeerSilentError,
+    monotonic,
+)
 from rrfp.runtime.wire import Frame, FrameError, FrameReader, Header, Purpose, encode_header
 from rrfp.trace.records import Record
 
@@ -138,6 +146,10 @@ class LinkEnd(ABC):
     def _written(self, outbound: Outbound) -> None:
         """A frame was written whole."""
 
+    @abstractmethod
+    def _peer_left(self) -> None:
+        """The peer said farewell on this link, and this end was not closing."""
+
     # The thread.
 
     def _run(self) -> None:
@@ -174,8 +186,8 @@ class LinkEnd(ABC):
         if not is_closing:
             self._inbox.put(Failed(error))
 
-    def _lost(self, what: str) -> PeerLostError:
-        return PeerLostError(
+    def _lost(self, what: str, kind: type[PeerLostError] = PeerLostError) -> PeerLostError:
+        return kind(
             f"rank {self.peer} {what} (seen by rank {self._rank}); see its own output for the cause"
         )
 
@@ -222,7 +234,7 @@ class LinkEnd(ABC):
         # At most the patience: time in which this very process was stopped is not the peer's.
         self._quiet_s += min(time.monotonic() - began_s, patience_s)
         if self._quiet_s >= options.silence_s:
-            raise self._lost(f"was silent for {options.silence_s:g} s")
+            raise self._lost(f"was silent for {options.silence_s:g} s", PeerSilentError)
         return False
 
     def _set_full(self, is_full: bool) -> None:
@@ -300,13 +312,17 @@ class LinkEnd(ABC):
         """The peer has left: so does this end, unless something was still to go to the peer."""
         with self._lock:
             self._is_over = True
+            is_closing = self._close_deadline_s is not None
             num_queued = self._num_queued()
         if self._outbound is not None and self._outbound.header.task is not None:
             num_queued += 1
         if num_queued:
             self._fail(self._lost(f"said farewell while {num_queued} frames waited for it"))
-        elif self._can_write and not self._is_lingering and self._outbound is None:
+            return
+        if self._can_write and not self._is_lingering and self._outbound is None:
             self._push(bare(Header(Purpose.FAREWELL)), time.monotonic())
+        if not is_closing:
+            self._peer_left()
 
 
 def bare(header: Header) -> Outbound:

@@ -60,17 +60,28 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A peer said farewell: nothing more comes from it. Its messages came before this."""
+
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A link broke, or its peer fell silent; the run cannot go on."""
 
     error: RrfpError
 
 
-Event = Arrived | Reported | Decided | Failed
+Event = Arrived | Reported | Decided | Left | Failed
 
 
 class PeerLostError(RrfpError):
-    """A peer's process died, left without a farewell, or fell silent."""
+    """A peer's process died, fell silent, or left while this rank still needed it."""
+
+
+class PeerSilentError(PeerLostError):
+    """A peer was not heard for too long; its process may still be there."""
 
 
 class StallError(RrfpError):

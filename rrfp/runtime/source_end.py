@@ -123,6 +123,9 @@ class SourceEnd(LinkEnd):
             )
         )
 
+    def _peer_left(self) -> None:
+        """Nothing to do: a later `send` tells it, and what the peer sent comes on another link."""
+
     def _take(self, frame: Frame) -> None:
         if frame.header.purpose is not Purpose.CREDIT:
             raise FrameError(f"a destination sent a {frame.header.purpose.name.lower()}")

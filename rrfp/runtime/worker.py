@@ -20,7 +20,9 @@ from rrfp.runtime.protocols import (
     Event,
     Failed,
     Inbox,
+    Left,
     Message,
+    PeerLostError,
     Reported,
     StallError,
     Transport,
@@ -79,7 +81,8 @@ class Worker:
         self._record = record
         self._stall_s = stall_s
         self._clock = clock
-        self._early: defaultdict[int, list[Event]] = defaultdict(list)
+        self._early: defaultdict[int, list[Arrived | Reported | Decided]] = defaultdict(list)
+        self._left: set[int] = set()
         self._step = -1
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
 
@@ -120,6 +123,9 @@ class Worker:
         for event in events:
             if isinstance(event, Failed):
                 raise event.error
+            if isinstance(event, Left):
+                self._left.add(event.peer)
+                continue
             step = event.message.step if isinstance(event, Arrived) else event.step
             if step > self._step:
                 self._early[step].append(event)
@@ -165,23 +171,32 @@ class Worker:
         return end_ns - start_ns
 
     def _wait(self, dispatcher: Dispatcher) -> None:
+        if self._left:
+            self._check_that_nobody_left_owing(dispatcher)
         events = self._inbox.take(self._stall_s)
         if not events:
-            raise StallError(self._stall(dispatcher))
+            owed = "; ".join(f"rank {p} owes {what}" for p, what in self._owed(dispatcher).items())
+            raise StallError(
+                f"pipeline rank {dispatcher.rank} waited {self._stall_s:g} s in step {self._step} "
+                f"and nothing arrived: {owed}; see what these ranks do"
+            )
         self._take_in(dispatcher, events)
 
-    def _stall(self, dispatcher: Dispatcher) -> str:
-        """What this rank waits for, and from whom."""
-        rank, shape = dispatcher.rank, dispatcher.shape
-        waited = (
-            f"pipeline rank {rank} waited {self._stall_s:g} s in step {self._step} "
-            "and nothing arrived"
-        )
-        for task, is_ready, num_missing in dispatcher.unfinished():
-            sender = shape.sender(task)
-            if num_missing and sender is not None:
-                owing = self._pp_ranks[shape.rank_of(sender.stage)]
-                return f"{waited}: {task} lacks the output of {sender} from rank {owing}"
-            if is_ready:
-                return f"{waited}: {task} is ready here and its group has not agreed on it"
-        return waited
+    def _check_that_nobody_left_owing(self, dispatcher: Dispatcher) -> None:
+        for peer, what in self._owed(dispatcher).items():
+            if peer in self._left:
+                raise PeerLostError(
+                    f"rank {peer} left while pipeline rank {dispatcher.rank} waited in step "
+                    f"{self._step} for {what}; see rank {peer}'s own output for the cause"
+                )
+
+    def _owed(self, dispatcher: Dispatcher) -> dict[int, str]:
+        """By rank, what is still to come from it in this step."""
+        owed = self._agreement.owed()
+        for task, _, num_missing in dispatcher.unfinished():
+            sender = dispatcher.shape.sender(task)
+            # What is in the inputs is here, and lacks another member of the group only.
+            if num_missing and sender is not None and task not in self._inputs:
+                peer = self._pp_ranks[dispatcher.shape.rank_of(sender.stage)]
+                owed.setdefault(peer, f"the output of {sender}, which {task} needs")
+        return owed

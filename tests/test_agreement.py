@@ -1,0 +1,189 @@
+"""The star agreement: one sequence for a group, on what all of its members have."""
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.agreement import StarAgreement
+from rrfp.runtime.protocols import Decided, Message, Reported
+from rrfp.schedule.dispatcher import (
+    ComputeIdle,
+    Dispatcher,
+    Group,
+    InputArrived,
+    RunTask,
+    StepDone,
+    TaskAgreed,
+)
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import AgreementRecord, Record
+
+F0, F1 = Task(1, Kind.F, 0), Task(1, Kind.F, 1)
+
+
+class Links:
+    """A transport of announcements only: what a rank sent, by link, until it is delivered."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sent: list[tuple[int, Reported | Decided]] = []
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        self.sent.append((peer, Reported(self.rank, step, task)))
+
+    def decide(self, peer: int, step: int, position: int, task: Task) -> None:
+        self.sent.append((peer, Decided(self.rank, step, position, task)))
+
+    def send(self, peer: int, message: Message) -> None:
+        raise AssertionError("an agreement sends no message")
+
+    def consumed(self, peer: int, step: int) -> None:
+        raise AssertionError("an agreement consumes no message")
+
+    def close(self) -> None:
+        raise AssertionError("an agreement does not own the transport")
+
+
+def agreement(
+    rank: int, members: list[int], record: Callable[[Record], None] = lambda _: None
+) -> tuple[StarAgreement, Links]:
+    links = Links(rank)
+    ticks = iter(range(1000))
+    return StarAgreement(rank, members, links, record, lambda: next(ticks)), links
+
+
+def test_alone_there_is_nothing_to_agree_on() -> None:
+    records: list[Record] = []
+    alone, links = agreement(3, [3], records.append)
+    assert alone.group is None
+    alone.start_step()
+    alone.report(0, F0)
+    assert alone.next() is None
+    alone.dispatched(0, F0)
+    assert alone.owed() == {}
+    assert not links.sent
+    assert not records
+
+
+def test_the_first_member_leads_and_tells_every_follower() -> None:
+    records: list[Record] = []
+    leader, links = agreement(2, [2, 5, 7], records.append)
+    assert leader.group == Group(num_members=3, leads=True)
+    leader.start_step()
+    leader.report(4, F0)
+    assert not links.sent
+    assert leader.reported(Reported(7, 4, F1)) == InputArrived(F1, member=2)
+    leader.dispatched(4, F1)
+    leader.dispatched(4, F0)
+    assert links.sent == [
+        (peer, Decided(2, 4, position, task))
+        for position, task in enumerate([F1, F0])
+        for peer in (5, 7)
+    ]
+    assert records == [
+        AgreementRecord(0, 1, 4, "F", 1, 1, 0),
+        AgreementRecord(2, 3, 4, "F", 1, 0, 1),
+    ]
+    assert leader.next() is None
+
+
+def test_a_follower_reports_to_the_leader_and_runs_its_sequence() -> None:
+    follower, links = agreement(5, [2, 5])
+    assert follower.group == Group(num_members=2, leads=False)
+    for step in range(2):
+        follower.start_step()
+        follower.report(step, F0)
+        assert follower.next() is None
+        follower.decided(Decided(2, step, 0, F1))
+        follower.decided(Decided(2, step, 1, F0))
+        for task in (F1, F0):
+            assert follower.next() == task
+            follower.dispatched(step, task)
+        assert follower.next() is None
+    assert links.sent == [(2, Reported(5, step, F0)) for step in range(2)]
+
+
+def test_a_gap_in_the_sequence_is_an_error() -> None:
+    follower, _ = agreement(5, [2, 5])
+    follower.start_step()
+    follower.decided(Decided(2, 0, 1, F0))
+    with pytest.raises(RrfpError, match="decision 1 of rank 2 came in place of 0"):
+        follower.dispatched(0, F0)
+
+
+class Member:
+    """One rank of a group on the middle stage of three, stepped by hand."""
+
+    def __init__(self, rank: int, members: list[int], shape: Shape, limit: int | None) -> None:
+        self.rank = rank
+        self.agreement, self.links = agreement(rank, members)
+        self.agreement.start_step()
+        self.dispatcher = Dispatcher(shape, 1, TURNS["bf"], limit=limit, group=self.agreement.group)
+        self.run: list[Task] = []
+        self.is_done = False
+
+    def arrives(self, task: Task) -> None:
+        self.agreement.report(0, task)
+        self.dispatcher.handle(0, InputArrived(task))
+
+    def hears(self, event: Reported | Decided) -> None:
+        if isinstance(event, Reported):
+            self.dispatcher.handle(0, self.agreement.reported(event))
+        else:
+            self.agreement.decided(event)
+
+    def goes_on(self) -> None:
+        agreed = self.agreement.next()
+        stimulus = ComputeIdle() if agreed is None else TaskAgreed(agreed)
+        for instruction in self.dispatcher.handle(0, stimulus):
+            if isinstance(instruction, RunTask):
+                self.agreement.dispatched(0, instruction.task)
+                self.run.append(instruction.task)
+            self.is_done = isinstance(instruction, StepDone)
+
+
+@given(
+    num_members=st.integers(2, 4),
+    num_microbatches=st.integers(1, 6),
+    limit=st.none() | st.integers(1, 6),
+    data=st.data(),
+)
+def test_a_group_runs_one_sequence_whatever_arrives_when(
+    num_members: int, num_microbatches: int, limit: int | None, data: st.DataObject
+) -> None:
+    """Inputs arrive at each member in an order of its own, announcements at any time."""
+    shape = Shape(3, num_microbatches)
+    ranks = list(range(10, 10 + num_members))
+    members = {rank: Member(rank, ranks, shape, limit) for rank in ranks}
+    inputs = {rank: deque[Task]() for rank in ranks}
+    for rank in ranks:
+        inputs[rank].extend(data.draw(st.permutations(list(shape.tasks_of(1))), str(rank)))
+    on_the_way: dict[tuple[int, int], deque[Reported | Decided]] = {}
+    while not all(member.is_done for member in members.values()):
+        actions: list[Callable[[], None]] = []
+        for rank, member in members.items():
+            for peer, event in member.links.sent:
+                on_the_way.setdefault((rank, peer), deque()).append(event)
+            member.links.sent.clear()
+            if inputs[rank]:
+                actions.append(lambda rank=rank: members[rank].arrives(inputs[rank].popleft()))  # type: ignore[misc]
+            if not member.is_done:
+                actions.append(member.goes_on)
+        actions += [
+            lambda peer=peer, events=events: members[peer].hears(events.popleft())  # type: ignore[misc]
+            for (_, peer), events in on_the_way.items()
+            if events
+        ]
+        # Everything that can move does, in turn, from a place of hypothesis' choice.
+        first = data.draw(st.integers(0, len(actions) - 1))
+        for action in actions[first:] + actions[:first]:
+            action()
+    sequences = [member.run for member in members.values()]
+    assert all(sequence == sequences[0] for sequence in sequences)
+    assert sorted(sequences[0]) == sorted(shape.tasks_of(1))

@@ -1,0 +1,350 @@
+"""The worker's loop, with scripted arrivals: what it does, in which order, and what it leaves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.agreement import StarAgreement
+from rrfp.runtime.protocols import (
+    Arrived,
+    Decided,
+    Event,
+    Failed,
+    Inbox,
+    Left,
+    Message,
+    PeerLostError,
+    Reported,
+    StallError,
+)
+from rrfp.runtime.worker import StepSummary, Worker
+from rrfp.schedule.dispatcher import Dispatch, Dispatcher
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.order import gpipe
+from rrfp.schedule.rehearsal import order_of
+from rrfp.schedule.shape import FORWARD_ONLY, Placement, Shape
+from rrfp.schedule.tasks import Task, parse_task
+from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord, WaitRecord
+
+TICK_NS = 10
+STALL_S = 5.0
+
+
+def task(text: str) -> Task:
+    return parse_task(text)[0]
+
+
+def arrived(text: str, step: int = 0, peer: int = 0) -> Arrived:
+    """The input of a task, which says in its tensor whose it is."""
+    wanted = task(text)
+    return Arrived(peer, Message(step, wanted, (torch.tensor([float(wanted.microbatch)]),)))
+
+
+class ScriptedInbox(Inbox):
+    """Gives one batch of the script whenever the worker waits; with none left, time runs out."""
+
+    def __init__(self, script: list[list[Event]]) -> None:
+        super().__init__()
+        self._script = script
+
+    def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
+        if timeout_s > 0 and self._script:
+            for event in self._script.pop(0):
+                self.put(event)
+        return super().take(0.0)
+
+
+@dataclass(slots=True)
+class World:
+    """One rank's worker between fakes that note down what it asks of them."""
+
+    rank: int = 1
+    num_ranks: int = 3
+    script: list[list[Event]] = field(default_factory=list)
+    during: dict[Task, list[Event]] = field(default_factory=dict)
+    """What arrives while a task runs."""
+    members: tuple[int, ...] | None = None
+    calls: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    fails_at: Task | None = None
+    now_ns: int = 0
+    inbox: ScriptedInbox = field(init=False)
+    agreement: StarAgreement = field(init=False)
+    worker: Worker = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inbox = ScriptedInbox(self.script)
+        members = self.members or (self.rank,)
+        self.agreement = StarAgreement(self.rank, members, self, self.records.append, self.clock)
+        self.worker = Worker(
+            range(self.num_ranks),
+            self.inbox,
+            self,
+            self.agreement,
+            self.records.append,
+            stall_s=STALL_S,
+            clock=self.clock,
+        )
+
+    def clock(self) -> int:
+        self.now_ns += TICK_NS
+        return self.now_ns
+
+    def run_step(self, shape: Shape, step: int = 0, limit: int | None = None) -> StepSummary:
+        hint = TURNS["bf"]
+        dispatcher = Dispatcher(
+            shape,
+            self.rank,
+            hint,
+            limit=limit,
+            order=order_of(hint, shape),
+            group=self.agreement.group,
+        )
+        return self.worker.run_step(step, dispatcher, self)
+
+    def causes(self) -> list[str]:
+        return [record.cause for record in self.records if isinstance(record, WaitRecord)]
+
+    # As the worker's compute.
+
+    def run(
+        self, task: Task, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        if task == self.fails_at:
+            raise ZeroDivisionError
+        values = [tensor.item() for tensor in inputs if tensor is not None]
+        self.calls.append(f"run {task} on {values}")
+        for event in self.during.get(task, ()):
+            self.inbox.put(event)
+        return (torch.tensor([100.0 * task.stage + task.microbatch]),)
+
+    # As its transport.
+
+    def send(self, peer: int, message: Message) -> None:
+        (tensor,) = message.tensors
+        assert tensor is not None
+        self.calls.append(f"send {tensor.item()} to {peer} for {message.task}")
+
+    def consumed(self, peer: int, step: int) -> None:
+        self.calls.append(f"consumed from {peer} in {step}")
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        self.calls.append(f"report {task} to {peer}")
+
+    def decide(self, peer: int, step: int, position: int, task: Task) -> None:
+        self.calls.append(f"decide {position} {task} to {peer}")
+
+    def close(self) -> None:
+        raise AssertionError("the worker does not own the transport")
+
+
+def test_a_middle_stage_takes_runs_and_passes_on() -> None:
+    world = World(script=[[arrived("1F1"), arrived("1F0")], [arrived("1B1", peer=2)]])
+    world.during[task("1B1")] = [arrived("1B0", peer=2)]
+    summary = world.run_step(Shape(3, 2))
+    assert world.calls == [
+        *("consumed from 0 in 0", "run 1F0 on [0.0]", "send 100.0 to 2 for 2F0"),
+        *("consumed from 0 in 0", "run 1F1 on [1.0]", "send 101.0 to 2 for 2F1"),
+        *("consumed from 2 in 0", "run 1B1 on [1.0]", "send 101.0 to 0 for 0B1"),
+        *("consumed from 2 in 0", "run 1B0 on [0.0]", "send 100.0 to 0 for 0B0"),
+    ]
+    assert summary.peak_held == 2
+    assert summary.busy_ns == 4 * TICK_NS
+    assert summary.start_ns < summary.end_ns
+
+
+def test_a_step_is_recorded() -> None:
+    world = World(script=[[arrived("1F0")], [arrived("1B0", peer=2)]])
+    world.run_step(Shape(3, 1))
+    assert world.causes() == ["warmup", "backward_input"]
+    spans = [record for record in world.records if isinstance(record, WaitRecord | TaskRecord)]
+    assert [type(span) for span in spans] == [WaitRecord, TaskRecord] * 2
+    assert all(before.end_ns < after.start_ns for before, after in pairwise(spans))
+    tasks = [record for record in spans if isinstance(record, TaskRecord)]
+    assert [(run.kind, run.stage, run.chunk, run.microbatch) for run in tasks] == [
+        ("F", 1, 0, 0),
+        ("B", 1, 0, 0),
+    ]
+    assert [(run.hint_position, run.ready, run.skipped, run.depth) for run in tasks] == [
+        (0, 1, 0, 1),
+        (1, 1, 0, 0),
+    ]
+    stimuli = [record for record in world.records if isinstance(record, StimulusRecord)]
+    # A wait asks anew once something has come; the last one finds the step done.
+    assert [stimulus.name for stimulus in stimuli] == [
+        *("ComputeIdle", "InputArrived", "ComputeIdle"),
+        *("ComputeIdle", "InputArrived", "ComputeIdle"),
+        "ComputeIdle",
+    ]
+    assert not any(isinstance(record, AgreementRecord) for record in world.records)
+
+
+def test_messages_of_the_next_step_wait_for_it() -> None:
+    """A neighbour may be a step ahead; even then nothing is lost or mixed up."""
+    shape = Shape(3, 1, kinds=FORWARD_ONLY)
+    early = arrived("1F0", step=1)
+    world = World(script=[[early, arrived("1F0", step=0), arrived("1F0", step=2)]])
+    for step in range(3):
+        world.run_step(shape, step)
+    assert world.calls == [
+        call
+        for step in range(3)
+        for call in (
+            f"consumed from 0 in {step}",
+            "run 1F0 on [0.0]",
+            "send 100.0 to 2 for 2F0",
+        )
+    ]
+
+
+def test_adjacent_stages_on_one_rank_hand_over_without_a_message() -> None:
+    world = World(rank=0, num_ranks=1)
+    summary = world.run_step(Shape(1, 1, num_chunks=2, placement=Placement.V))
+    assert world.calls == [
+        "run 0F0 on []",
+        "run 1F0 on [0.0]",
+        "run 1B0 on []",
+        "run 0B0 on [100.0]",
+    ]
+    assert summary.peak_held == 1
+
+
+def test_a_failure_is_raised_as_it_came() -> None:
+    error = RrfpError("rank 2 broke")
+    with pytest.raises(RrfpError) as raised:
+        World(script=[[arrived("1F0"), Failed(error)]]).run_step(Shape(3, 1))
+    assert raised.value is error
+
+
+def test_a_failure_during_a_task_ends_the_step_before_the_next_one() -> None:
+    world = World(rank=0)
+    world.during[task("0F0")] = [Failed(RrfpError("rank 1 broke"))]
+    with pytest.raises(RrfpError, match="rank 1 broke"):
+        world.run_step(Shape(3, 4))
+    assert [call for call in world.calls if call.startswith("run")] == ["run 0F0 on []"]
+
+
+def test_what_a_task_raises_comes_out_and_nothing_is_sent() -> None:
+    world = World(rank=0, fails_at=task("0F0"))
+    with pytest.raises(ZeroDivisionError):
+        world.run_step(Shape(3, 4))
+    assert world.calls == []
+
+
+@pytest.mark.parametrize(
+    ("script", "owed"),
+    [
+        ([], ["rank 0 owes the output of 0F0, which 1F0 needs", "rank 2 owes the output of 2B0"]),
+        ([[arrived("1F1")]], ["rank 0 owes the output of 0F0"]),
+        ([[arrived("1F0"), arrived("1F1")]], ["rank 2 owes the output of 2B0, which 1B0 needs"]),
+    ],
+)
+def test_a_stall_says_who_owes_what(script: list[list[Event]], owed: list[str]) -> None:
+    with pytest.raises(StallError, match="pipeline rank 1 waited 5 s in step 7") as raised:
+        World(script=[[_at_step(event, 7) for event in batch] for batch in script]).run_step(
+            Shape(3, 2), step=7
+        )
+    for sentence in owed:
+        assert sentence in str(raised.value)
+    if len(script) and len(script[0]) == 2:
+        assert "rank 0" not in str(raised.value)
+
+
+def test_a_stall_at_the_limit_names_the_gradient_and_not_the_withheld_forward() -> None:
+    world = World(script=[[arrived("1F0"), arrived("1F1")]])
+    with pytest.raises(StallError, match="rank 2 owes the output of 2B0") as raised:
+        world.run_step(Shape(3, 2), limit=1)
+    assert "1F1" not in str(raised.value)
+
+
+def test_a_stall_in_fixed_dispatch_names_what_the_order_waits_for() -> None:
+    shape = Shape(3, 2)
+    world = World(script=[[arrived("1F1")]])
+    order = gpipe(shape)
+    dispatcher = Dispatcher(shape, 1, order, dispatch=Dispatch.FIXED)
+    with pytest.raises(StallError, match="rank 0 owes the output of 0F0, which 1F0 needs"):
+        world.worker.run_step(0, dispatcher, world)
+
+
+def _at_step(event: Event, step: int) -> Event:
+    assert isinstance(event, Arrived)
+    return Arrived(event.peer, Message(step, event.message.task, event.message.tensors))
+
+
+def test_a_peer_that_leaves_owing_is_told_at_once() -> None:
+    world = World(script=[[arrived("1F0"), Left(0)]])
+    with pytest.raises(PeerLostError, match=r"rank 0 left .* for the output of 0F1, which 1F1"):
+        world.run_step(Shape(3, 2))
+    assert "run 1F0 on [0.0]" in world.calls
+
+
+def test_a_peer_that_leaves_after_its_last_message_is_let_go() -> None:
+    world = World(script=[[arrived("1F0"), Left(0)], [arrived("1B0", peer=2), Left(2)]])
+    world.run_step(Shape(3, 1))
+    assert len([call for call in world.calls if call.startswith("run")]) == 2
+
+
+# Groups: ranks 1 (leader) and 4 share every task of this stage.
+
+
+def test_a_leader_decides_when_all_members_have_the_input() -> None:
+    world = World(members=(1, 4), script=[[arrived("1F0"), arrived("1F1")]])
+    world.script += [[Reported(4, 0, task("1F1"))], [Reported(4, 0, task("1F0"))]]
+    world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
+    assert world.calls[:4] == [
+        "decide 0 1F1 to 4",
+        "consumed from 0 in 0",
+        "run 1F1 on [1.0]",
+        "send 101.0 to 2 for 2F1",
+    ]
+    assert world.calls[4] == "decide 1 1F0 to 4"
+    agreements = [record for record in world.records if isinstance(record, AgreementRecord)]
+    assert [(record.microbatch, record.position) for record in agreements] == [(1, 0), (0, 1)]
+    assert world.causes() == ["warmup", "coordination"]
+
+
+def test_a_leader_says_which_members_owe_reports() -> None:
+    world = World(members=(1, 4), script=[[arrived("1F0")]])
+    with pytest.raises(StallError, match="rank 4 owes reports of what has arrived there") as raised:
+        world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
+    assert "rank 0" not in str(raised.value)
+
+
+def test_a_follower_reports_and_runs_what_is_decided() -> None:
+    world = World(members=(4, 1), script=[[arrived("1F0"), arrived("1F1")]])
+    world.script += [[Decided(4, 0, 0, task("1F1"))], [Decided(4, 0, 1, task("1F0"))]]
+    world.run_step(Shape(3, 2, kinds=FORWARD_ONLY))
+    assert world.calls == [
+        *("report 1F0 to 4", "report 1F1 to 4"),
+        *("consumed from 0 in 0", "run 1F1 on [1.0]", "send 101.0 to 2 for 2F1"),
+        *("consumed from 0 in 0", "run 1F0 on [0.0]", "send 100.0 to 2 for 2F0"),
+    ]
+    assert world.causes() == ["warmup", "coordination"]
+
+
+def test_decisions_and_reports_of_the_next_step_wait_for_it() -> None:
+    shape = Shape(3, 1, kinds=FORWARD_ONLY)
+    # On the first stage a leader needs nobody's report, and may be a step ahead.
+    follower = World(rank=0, members=(4, 0))
+    follower.script.append([Decided(4, 0, 0, task("0F0")), Decided(4, 1, 0, task("0F0"))])
+    for step in range(2):
+        follower.run_step(shape, step)
+    ran = [call for call in follower.calls if call.startswith("run")]
+    assert ran == ["run 0F0 on []"] * 2
+
+    leader = World(members=(1, 4))
+    leader.script.append([Reported(4, 0, task("1F0")), Reported(4, 1, task("1F0")), arrived("1F0")])
+    leader.run_step(shape, 0)
+    leader.inbox.put(arrived("1F0", step=1))
+    leader.run_step(shape, 1)
+    assert [call for call in leader.calls if call.startswith("decide")] == ["decide 0 1F0 to 4"] * 2
+
+
+def test_a_follower_whose_leader_left_does_not_wait_for_it() -> None:
+    world = World(members=(4, 1), script=[[arrived("1F0"), Left(4)]])
+    with pytest.raises(PeerLostError, match=r"rank 4 left .* for the group's next decision"):
+        world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
