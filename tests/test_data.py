@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.corpus import DOCUMENT_END, ByteCorpus, Corpus, check_data, open_corpus
+from rrfp.megatron.corpus import DOCUMENT_END, ByteCorpus, Corpus, document_lengths, open_corpus
 from rrfp.megatron.data import Batches
 from rrfp.megatron.settings import TrainSettings
 
@@ -49,7 +49,7 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["d.bin", "d.idx", "d"])
 def test_a_megatron_pair_is_read_by_either_file_or_the_prefix(tmp_path: Path, name: str) -> None:
     write_pair(tmp_path / "d", [[5, 6, 7], [], [900]])
-    check_data(tmp_path / name)
+    document_lengths(tmp_path / name)
     corpus = open_corpus(tmp_path / name)
     assert documents(corpus) == [[5, 6, 7], [900]]
     assert corpus.tokens(0, 1, 3).tolist() == [6, 7]
@@ -130,7 +130,7 @@ def test_wrong_data_is_refused_in_a_sentence_before_and_in_the_ranks(
     tmp_path: Path, write: Callable[[Path], Path], words: str
 ) -> None:
     path = write(tmp_path)
-    for read in (check_data, open_corpus):
+    for read in (document_lengths, open_corpus):
         with pytest.raises(UsageError) as refused:
             read(path)
         assert words in str(refused.value)

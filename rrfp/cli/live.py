@@ -40,9 +40,9 @@ class TrainDisplay:
     def __enter__(self) -> Self:
         settings = self._settings
         self._console.print(
-            f"Training {settings.layers} layers on {settings.pp} stages x {settings.tp} tensor x "
-            f"{settings.dp} data ranks, dispatch {settings.dispatch}, "
-            f"hint {settings.resolved_hint}: {self._path.parent}",
+            f"Training {settings.layers} layers with pp {settings.pp}, tp {settings.tp}, "
+            f"dp {settings.dp}, dispatch {settings.dispatch}, hint {settings.resolved_hint}\n"
+            f"The run's directory is {self._path.parent}",
             highlight=False,
             soft_wrap=True,
         )

@@ -1,21 +1,29 @@
 """`rrfp train`: train a Megatron GPT over a pipeline and record every dispatch and wait."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import RrfpError
+from rrfp.megatron.settings import Dispatch, TrainSettings
 
 if TYPE_CHECKING:
-    from rrfp.megatron.launch import Nodes
-    from rrfp.megatron.settings import TrainSettings
     from rrfp.trace.rundir import RunDir
+
+
+_DEFAULTS = {field.name: field.default for field in fields(TrainSettings)}
 
 
 def _flag(help_text: str, *names: str, **options: Any) -> Any:
     """An option whose default is the settings' own, so that a TOML file can give it too."""
     return typer.Option(*names, help=help_text, show_default=False, **options)
+
+
+def _setting(name: str, help_text: str, **options: Any) -> Any:
+    """The same, and the help tells the default."""
+    return _flag(f"{help_text} [{_DEFAULTS[name]}].", **options)
 
 
 def train(
@@ -30,22 +38,28 @@ def train(
             "(Megatron-Core's own 1F1B)."
         ),
     ] = None,
-    pp: Annotated[int | None, _flag("Pipeline ranks [4].")] = None,
-    tp: Annotated[int | None, _flag("Tensor-parallel ranks [1].")] = None,
-    dp: Annotated[int | None, _flag("Data-parallel replicas [1].")] = None,
-    microbatches: Annotated[int | None, _flag("Microbatches a step and replica [8].")] = None,
-    micro_batch_size: Annotated[int | None, _flag("Sequences a microbatch [1].")] = None,
-    seq_length: Annotated[int | None, _flag("Tokens a sequence [256].")] = None,
-    layers: Annotated[int | None, _flag("Transformer layers, a multiple of --pp [8].")] = None,
-    hidden: Annotated[int | None, _flag("Hidden size [192].")] = None,
-    heads: Annotated[int | None, _flag("Attention heads, a multiple of --tp [6].")] = None,
-    lr: Annotated[float | None, _flag("Learning rate [0.002].")] = None,
-    steps: Annotated[int | None, _flag("Steps [40].")] = None,
+    pp: Annotated[int | None, _setting("pp", "Pipeline ranks")] = None,
+    tp: Annotated[int | None, _setting("tp", "Tensor-parallel ranks")] = None,
+    dp: Annotated[int | None, _setting("dp", "Data-parallel replicas")] = None,
+    microbatches: Annotated[
+        int | None, _setting("microbatches", "Microbatches a step and replica")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, _setting("micro_batch_size", "Sequences a microbatch")
+    ] = None,
+    seq_length: Annotated[int | None, _setting("seq_length", "Tokens a sequence")] = None,
+    layers: Annotated[
+        int | None, _setting("layers", "Transformer layers, a multiple of --pp")
+    ] = None,
+    hidden: Annotated[int | None, _setting("hidden", "Hidden size")] = None,
+    heads: Annotated[int | None, _setting("heads", "Attention heads, a multiple of --tp")] = None,
+    lr: Annotated[float | None, _setting("lr", "Learning rate")] = None,
+    steps: Annotated[int | None, _setting("steps", "Steps")] = None,
     limit: Annotated[
         int | None,
         _flag("Forwards a rank may run ahead of its backwards [32 with --dispatch ready]."),
     ] = None,
-    seed: Annotated[int | None, _flag("Seed of parameters and data [1234].")] = None,
+    seed: Annotated[int | None, _setting("seed", "Seed of parameters and data")] = None,
     data: Annotated[
         Path | None,
         _flag(
@@ -59,17 +73,18 @@ def train(
     ] = None,
     device: Annotated[str | None, _flag("cpu, the only device of this version.")] = None,
     out: Annotated[
-        Path | None, _flag("The run's directory [runs/<time>-<hint>, linked as runs/latest].")
+        Path | None,
+        _flag("The run's directory; none means runs/<time>-<hint>, linked as runs/latest."),
     ] = None,
     force: Annotated[bool | None, _flag("Replace the run in --out.", "--force")] = None,
     config: Annotated[
         Path | None, _flag("TOML file of these names; flags go first.", metavar="FILE")
     ] = None,
     no_trace: Annotated[bool | None, _flag("Record nothing.", "--no-trace")] = None,
-    nnodes: Annotated[int, typer.Option(help="Hosts of the run.")] = 1,
-    node_rank: Annotated[int, typer.Option(help="This host's number, from 0.")] = 0,
+    nnodes: Annotated[int | None, _setting("nnodes", "Hosts of the run")] = None,
+    node_rank: Annotated[int | None, _setting("node_rank", "This host's number")] = None,
     rdzv_endpoint: Annotated[
-        str | None, _flag("HOST:PORT of host 0, for several hosts.", metavar="HOST:PORT")
+        str | None, _flag("Where the hosts meet: a free port of host 0.", metavar="HOST:PORT")
     ] = None,
 ) -> None:
     """Train a Megatron GPT readiness-first and trace it.
@@ -81,29 +96,30 @@ def train(
     Example: rrfp train --hint bf --pp 4 --steps 20
     """
     given = {name: value for name, value in locals().items() if value is not None}
-    for name in ("config", "nnodes", "node_rank", "rdzv_endpoint"):
-        given.pop(name, None)
+    given.pop("config", None)
     settings = _settings(config, given)
     _check_hint(settings)
-    _run(settings, _nodes(settings, nnodes, node_rank, rdzv_endpoint))
+    _run(settings)
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> "TrainSettings":
+def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
     """What the flags and the file say, checked: nothing has been started yet."""
-    from rrfp.megatron.corpus import check_data
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.megatron.corpus import count_samples, document_lengths
 
     settings = (
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     settings.validate()
-    check_data(settings.data)
+    count_samples(
+        document_lengths(settings.data),
+        settings.seq_length,
+        variable_lengths=settings.variable_lengths,
+    )
     return settings
 
 
-def _check_hint(settings: "TrainSettings") -> None:
+def _check_hint(settings: TrainSettings) -> None:
     from rrfp.hint_files import resolve_hint
-    from rrfp.megatron.settings import Dispatch
     from rrfp.schedule.rehearsal import check_binding, order_of
     from rrfp.schedule.shape import Shape
 
@@ -113,40 +129,33 @@ def _check_hint(settings: "TrainSettings") -> None:
         check_binding(order_of(hint, shape), settings.limit)
 
 
-def _nodes(
-    settings: "TrainSettings", nnodes: int, node_rank: int, rdzv_endpoint: str | None
-) -> "Nodes":
-    from rrfp.megatron.launch import Nodes
-
-    nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
-    nodes.validate(settings.world_size)
-    if nnodes > 1 and settings.out is None:
-        raise UsageError("several hosts need --out DIR on a file system that all of them share")
-    return nodes
-
-
-def _run(settings: "TrainSettings", nodes: "Nodes") -> None:
+def _run(settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.megatron.description import write_description
     from rrfp.megatron.launch import launch
     from rrfp.trace.rundir import create_run_dir
 
-    if nodes.node_rank > 0:
+    if settings.node_rank > 0:
         assert settings.out is not None
-        launch(settings, settings.out, nodes)
+        typer.echo(
+            f"Host {settings.node_rank} of {settings.nnodes} joins host 0 at "
+            f"{settings.rdzv_endpoint}, which shows how the run goes",
+            err=True,
+        )
+        launch(settings, settings.out)
         return
     run = create_run_dir(settings.out, settings.force, settings.resolved_hint)
     write_description(run.run_json, settings, ())
     try:
         with TrainDisplay(run.metrics, settings):
-            launch(settings, run.path, nodes)
+            launch(settings, run.path)
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
         raise
     _report(run, settings)
 
 
-def _report(run: "RunDir", settings: "TrainSettings") -> None:
+def _report(run: "RunDir", settings: TrainSettings) -> None:
     """What a run that came to its end has to show, and where to look next."""
     if settings.no_trace:
         typer.echo(f"Trained {settings.steps} steps; the metrics are in {run.metrics}", err=True)

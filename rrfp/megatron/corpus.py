@@ -38,6 +38,9 @@ _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEAD = struct.Struct("<9sQBQQ")
 """Magic, version, type of the tokens, number of sequences, number of documents."""
 
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
+"""The size of a token by Megatron's number for its type; 6 and 7 are floating point."""
+
 _SCAN_TOKENS = 1 << 24
 
 
@@ -79,14 +82,6 @@ class IndexedCorpus:
         index = self._dataset.index
         self._rows = np.flatnonzero(index.sequence_lengths)
         self.lengths: Tokens = index.sequence_lengths[self._rows].astype(np.int64)
-        if not len(self._rows):
-            raise UsageError(f"{prefix}.bin holds no text; give --data something to train on")
-        ends = index.sequence_pointers[self._rows] + self.lengths * index.dtype_size
-        num_bytes = Path(f"{prefix}.bin").stat().st_size
-        if num_bytes < ends.max():
-            raise UsageError(
-                f"{prefix}.bin is cut off after {num_bytes} bytes; build the .bin/.idx pair again"
-            )
         lowest, highest = _token_range(prefix, index.dtype)
         if lowest < 0:
             raise UsageError(f"{prefix}.bin holds the token {lowest}; tokens are 0 or more")
@@ -107,20 +102,36 @@ def open_corpus(path: Path | None) -> Corpus:
         return ByteCorpus(tuple(_library_documents()))
     prefix = _indexed_prefix(path)
     if prefix is not None:
-        _check_pair(prefix)
+        _indexed_lengths(prefix)
         return IndexedCorpus(str(prefix))
     return _byte_corpus(path)
 
 
-def check_data(path: Path | None) -> None:
-    """Raise UsageError where `open_corpus` would, as far as that can be told without torch."""
-    if path is None:
-        return
-    prefix = _indexed_prefix(path)
-    if prefix is not None:
-        _check_pair(prefix)
+def document_lengths(path: Path | None) -> Tokens:
+    """The `lengths` of the corpus that `open_corpus` opens, found without torch.
+
+    Raises UsageError where `open_corpus` does, as far as that can be told without torch.
+    """
+    prefix = None if path is None else _indexed_prefix(path)
+    return open_corpus(path).lengths if prefix is None else _indexed_lengths(prefix)
+
+
+def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -> int:
+    """How many samples the documents give: windows of `seq_length` tokens and the next one, or
+    documents of at least two. Raises UsageError when there is none."""
+    num_tokens = int(lengths.sum())
+    if variable_lengths:
+        num_samples = int((lengths > 1).sum())
+        wanted = "a document of two tokens"
     else:
-        _byte_corpus(path)
+        num_samples = (num_tokens - 1) // seq_length
+        wanted = f"{seq_length + 1}, one sequence and its next token"
+    if num_samples < 1:
+        raise UsageError(
+            f"the data holds {num_tokens} tokens and needs {wanted}; give more text "
+            "or a smaller --seq-length"
+        )
+    return num_samples
 
 
 def _byte_corpus(path: Path) -> ByteCorpus:
@@ -200,30 +211,51 @@ def _indexed_prefix(path: Path) -> Path | None:
     return None
 
 
-def _check_pair(prefix: Path) -> None:
-    for suffix in (".bin", ".idx"):
-        file = prefix.with_name(prefix.name + suffix)
+def _indexed_lengths(prefix: Path) -> Tokens:
+    """The lengths of the documents of a pair. Raises UsageError when the pair is not whole."""
+    data, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    for file in (data, index):
         if not file.is_file():
             raise UsageError(f"{file} does not exist; a Megatron data set is a .bin and an .idx")
-        if not file.stat().st_size:
-            raise UsageError(f"{file} is empty; build the .bin/.idx pair again")
-    _check_index(prefix.with_name(prefix.name + ".idx"))
+    try:
+        lengths, starts, token_bytes = _read_index(index)
+    except OSError as error:
+        raise UsageError(f"cannot read the data {index}: {error.strerror}; check --data") from None
+    is_used = lengths > 0
+    if not is_used.any():
+        raise UsageError(f"{data} holds no text; give --data something to train on")
+    num_bytes = data.stat().st_size
+    if num_bytes < (starts + lengths * token_bytes)[is_used].max():
+        raise UsageError(
+            f"{data} is cut off after {num_bytes} bytes; build the .bin/.idx pair again"
+        )
+    return lengths[is_used]
 
 
-def _check_index(path: Path) -> None:
-    # Megatron's reader fails on a cut index in ways that cannot be caught whole.
+def _read_index(path: Path) -> tuple[Tokens, Tokens, int]:
+    """Each sequence's length and its place in the data, and the bytes of a token.
+
+    Megatron's own reader fails on a cut index in ways that cannot be caught whole.
+    """
     with path.open("rb") as index:
         head = index.read(_INDEX_HEAD.size)
-    if not head.startswith(_INDEX_MAGIC):
-        raise UsageError(f"{path} is not a Megatron index; build the .bin/.idx pair again")
-    num_bytes = path.stat().st_size
-    if len(head) == _INDEX_HEAD.size:
-        _, version, _, num_sequences, num_documents = _INDEX_HEAD.unpack(head)
-        if version != 1:
-            raise UsageError(f"{path} has index version {version}; this reader knows version 1")
-        # A length and a place for each sequence, a place for each document.
-        if num_bytes >= _INDEX_HEAD.size + num_sequences * (4 + 8) + num_documents * 8:
-            return
+        if not head.startswith(_INDEX_MAGIC):
+            raise UsageError(f"{path} is not a Megatron index; build the .bin/.idx pair again")
+        num_bytes = path.stat().st_size
+        if len(head) == _INDEX_HEAD.size:
+            _, version, token_type, num_sequences, num_documents = _INDEX_HEAD.unpack(head)
+            if version != 1:
+                raise UsageError(f"{path} has index version {version}; this reader knows version 1")
+            if token_type not in _TOKEN_BYTES:
+                raise UsageError(
+                    f"{path} has tokens of type {token_type}, which are no integers; build the "
+                    ".bin/.idx pair again"
+                )
+            # A length and a place for each sequence, a place for each document.
+            if num_bytes >= _INDEX_HEAD.size + num_sequences * (4 + 8) + num_documents * 8:
+                lengths = np.fromfile(index, np.int32, num_sequences).astype(np.int64)
+                starts = np.fromfile(index, np.int64, num_sequences)
+                return lengths, starts, _TOKEN_BYTES[token_type]
     raise UsageError(f"{path} is cut off after {num_bytes} bytes; build the .bin/.idx pair again")
 
 

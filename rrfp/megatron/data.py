@@ -11,8 +11,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from rrfp.errors import UsageError
-from rrfp.megatron.corpus import DOCUMENT_END, Corpus, Tokens
+from rrfp.megatron.corpus import DOCUMENT_END, Corpus, Tokens, count_samples
 from rrfp.megatron.settings import TrainSettings
 
 _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
@@ -43,18 +42,9 @@ class Batches:
         self._dp_rank = dp_rank
         self._ends: Tokens = np.cumsum(corpus.lengths)
         self._long_enough: Tokens = np.flatnonzero(corpus.lengths > 1)
-        num_tokens = int(self._ends[-1]) if len(self._ends) else 0
-        if settings.variable_lengths:
-            self._num_samples = len(self._long_enough)
-            wanted = "a document of two tokens"
-        else:
-            self._num_samples = (num_tokens - 1) // settings.seq_length
-            wanted = f"{settings.seq_length + 1}, one sequence and its next token"
-        if self._num_samples < 1:
-            raise UsageError(
-                f"the data holds {num_tokens} tokens and needs {wanted}; give more text "
-                "or a smaller --seq-length"
-            )
+        self._num_samples = count_samples(
+            corpus.lengths, settings.seq_length, variable_lengths=settings.variable_lengths
+        )
 
     def batch(self, step: int, microbatch: int) -> Batch:
         """The microbatch of that step, the same whenever and wherever it is asked for."""

@@ -17,6 +17,8 @@ class FailureReport:
     exit_code: int
     is_consequence: bool
     """Another rank's failure came first: this one only lost its peer."""
+    is_silence: bool
+    """Another rank did not answer for too long; it may still be there."""
 
     def write(self) -> None:
         """Leave the report where the elastic launcher that started this process looks for it."""
@@ -37,6 +39,11 @@ class FailureReport:
         if isinstance(message, dict) and "report" in message:
             return cls(**message["report"])
         return None
+
+
+def first_line(text: str) -> str:
+    """What a long message says first; torch's go on with where in its sources that was."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -53,7 +53,7 @@ class Metrics:
             "peak_held": peak_held.tolist(),
             "busy_fraction": busy.mean(dim=1).tolist(),
         }
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:

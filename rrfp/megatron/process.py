@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.failure import FailureReport, log_path
+from rrfp.megatron.failure import FailureReport, first_line, log_path
 from rrfp.megatron.settings import TrainSettings
 from rrfp.trace.rundir import RunDir
 
@@ -48,13 +48,17 @@ def main() -> None:
 def _fail(error: Exception) -> NoReturn:
     """Leave word of the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
-    from rrfp.runtime.protocols import PeerLostError
+    from rrfp.runtime.protocols import PeerLostError, PeerSilentError
 
-    # Torch's collectives raise RuntimeError when a peer's connection breaks.
-    is_consequence = isinstance(error, PeerLostError) or "onnection" in str(error)
-    sentence = str(error) if isinstance(error, RrfpError) else f"{type(error).__name__}: {error}"
-    exit_code = error.exit_code if isinstance(error, RrfpError) else RrfpError.exit_code
-    FailureReport(sentence, exit_code, is_consequence).write()
+    text = first_line(str(error))
+    if isinstance(error, RrfpError):
+        sentence, exit_code = text, error.exit_code
+    else:
+        sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
+    # Torch's collectives raise RuntimeError when a peer's connection breaks or the peer is silent.
+    is_silence = isinstance(error, PeerSilentError) or "Timed out" in text
+    is_lost = isinstance(error, PeerLostError) or "onnection" in text
+    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence).write()
     logging.shutdown()
     os._exit(exit_code)
 

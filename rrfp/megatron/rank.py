@@ -50,8 +50,9 @@ def train(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
         assert schedule.last_step is not None
-        metrics.write(step, result, schedule.last_step, seconds)
+        # Metrics wait for every rank: a step that stands there is in the records of all of them.
         recorder.flush(step)
+        metrics.write(step, result, schedule.last_step, seconds)
     schedule.close()
     metrics.close()
     recorder.close()

@@ -6,6 +6,7 @@ This file imports no torch: the launcher checks the settings before it starts an
 import dataclasses
 import json
 import math
+import os
 import tomllib
 import types
 import typing
@@ -20,6 +21,13 @@ from rrfp.errors import UsageError
 DEVICES = ("cpu",)
 
 _MAX_SEED = 2**32 - 1
+_MAX_PORT = 2**16 - 1
+
+_MAX_MICROBATCHES = 2**16
+"""Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+
+_MAX_RANKS_PER_CORE = 16
+"""More ranks than this on a host would start for many minutes, if there were memory for them."""
 
 
 class Dispatch(StrEnum):
@@ -72,6 +80,12 @@ class TrainSettings:
     force: bool = False
     """Overwrite an existing `out`."""
     no_trace: bool = False
+    nnodes: int = 1
+    """Hosts; every one runs the same command but for `node_rank`."""
+    node_rank: int = 0
+    """This host's number, from 0."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of host 0, where the hosts meet."""
 
     @property
     def resolved_hint(self) -> str:
@@ -127,6 +141,10 @@ class TrainSettings:
                 f"--{_flag(name)} is {getattr(self, name)}; it must be at least 1",
             )
         _require(
+            self.microbatches <= _MAX_MICROBATCHES,
+            f"--microbatches is {self.microbatches}; it must be at most {_MAX_MICROBATCHES}",
+        )
+        _require(
             math.isfinite(self.lr) and self.lr > 0,
             f"--lr is {self.lr}; it must be a finite number above 0",
         )
@@ -144,6 +162,7 @@ class TrainSettings:
             f"--dispatch megatron runs 1f1b only, not '{self.hint}'; leave --hint out",
         )
         self._validate_layout()
+        self._validate_hosts()
 
     def _validate_layout(self) -> None:
         _require(
@@ -172,6 +191,39 @@ class TrainSettings:
             "tensor-parallel ranks, as --variable-lengths needs; change --seq-length or --tp",
         )
 
+    def _validate_hosts(self) -> None:
+        _require(
+            self.world_size % self.nnodes == 0,
+            f"{self.world_size} ranks do not divide over {self.nnodes} hosts; change --nnodes",
+        )
+        num_ranks, num_cores = self.world_size // self.nnodes, os.cpu_count() or 1
+        _require(
+            num_ranks <= _MAX_RANKS_PER_CORE * num_cores,
+            f"{num_ranks} ranks on a host of {num_cores} cores are too many; change --pp, --tp or "
+            f"--dp so that there are at most {_MAX_RANKS_PER_CORE * num_cores}",
+        )
+        _require(
+            0 <= self.node_rank < self.nnodes,
+            f"--node-rank is {self.node_rank}; with --nnodes {self.nnodes} it must be in "
+            f"0..{self.nnodes - 1}",
+        )
+        if self.rdzv_endpoint is not None:
+            host, _, port = self.rdzv_endpoint.rpartition(":")
+            _require(
+                bool(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT,
+                f"--rdzv-endpoint is '{self.rdzv_endpoint}'; it must be HOST:PORT, such as "
+                f"node0:29400",
+            )
+        if self.nnodes > 1:
+            _require(
+                self.rdzv_endpoint is not None,
+                "several hosts need --rdzv-endpoint HOST:PORT, an address of host 0",
+            )
+            _require(
+                self.out is not None,
+                "several hosts need --out DIR on a file system that all of them share",
+            )
+
 
 def check_device(device: str) -> None:
     """Raise UsageError unless training can run on the device."""
@@ -191,6 +243,7 @@ _AT_LEAST_ONE = (
     "heads",
     "steps",
     "limit",
+    "nnodes",
 )
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}

@@ -1,5 +1,6 @@
 """What one rank does in a training step, under any schedule function of Megatron's signature."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -69,7 +70,7 @@ class Trainer:
         self._clock = clock
 
     def train_step(self, step: int) -> StepResult:
-        """Run one step on every rank. Raises RrfpError when the gradients are not finite."""
+        """Run one step on every rank. Raises RrfpError when loss or gradient is not finite."""
         settings, stage = self._settings, self._stage
         start_ns = self._clock()
         batches = [self._batches.batch(step, index) for index in range(settings.microbatches)]
@@ -97,6 +98,11 @@ class Trainer:
         tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
         loss, tokens = self._shared(losses, tokens)
         self._finish_phase(Phase.OPTIMIZER, start_ns, step)
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise RrfpError(
+                f"step {step} came to a loss of {loss:g} and a gradient norm of {grad_norm:g}, "
+                "which no step mends; try a smaller --lr"
+            )
         return StepResult(loss, float(grad_norm), int(tokens))
 
     def _finish_phase(self, phase: Phase, start_ns: int, step: int) -> None:

@@ -1,0 +1,254 @@
+"""What cannot work is refused before anything starts: one sentence, its exit code, nothing left."""
+
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from rrfp.cli import main as cli
+from rrfp.cli import train as train_file
+from rrfp.trace.perfetto import write_trace
+from tests.recordings import make_recording
+
+Rrfp = Callable[..., tuple[int, str]]
+
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+
+
+@pytest.fixture
+def rrfp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Rrfp:
+    """Run a command line in an empty directory: its exit code and the sentence on stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RRFP_DEBUG", raising=False)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("rrfp: ")
+        assert captured.err.count("\n") == 1
+        return code, captured.err
+
+    return run
+
+
+@pytest.fixture
+def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Have `rrfp train` refuse what it is given; the sentence."""
+
+    def start(_: object) -> NoReturn:
+        raise AssertionError("nothing refused this run")
+
+    monkeypatch.setattr(train_file, "_run", start)
+
+    def run(*arguments: str) -> str:
+        code, sentence = rrfp("train", "--out", "run", *arguments)
+        assert code == 2, sentence
+        assert not (tmp_path / "run").exists()
+        assert not (tmp_path / "runs").exists()
+        return sentence
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--layers 6", "6 layers do not divide by 4 pipeline ranks; change --layers or --pp"),
+        ("--hidden 96 --heads 6 --tp 4", "6 heads do not divide by 4 tensor-parallel ranks"),
+        ("--hidden 100 --heads 6", "a hidden size of 100 does not divide by 6 heads"),
+        ("--limit 0", "--limit is 0; it must be at least 1"),
+        ("--limit -1", "--limit is -1; it must be at least 1"),
+        ("--steps 0", "--steps is 0; it must be at least 1"),
+        ("--steps 1.5", "Invalid value for '--steps'"),
+        ("--pp four", "Invalid value for '--pp'"),
+        ("--pp -4", "--pp is -4; it must be at least 1"),
+        ("--pp 4096 --layers 4096", "4096 ranks on a host of "),
+        ("--microbatches 9999999999", "--microbatches is 9999999999; it must be at most 65536"),
+        ("--seq-length 99999999", "tokens and needs 100000000"),
+        ("--lr nan", "--lr is nan; it must be a finite number above 0"),
+        ("--seed -1", "--seed is -1; it must be in 0..4294967295"),
+        ("--hint fancy", "neither a hint (bf, fb, b-first, f-first, 1f1b, gpipe) nor the path"),
+        ("--hint no.csv", "cannot read the order file no.csv: No such file or directory"),
+        ("--dispatch soon", "'soon' is not a dispatch (ready, fixed, megatron)"),
+        ("--dispatch megatron --hint bf", "--dispatch megatron runs 1f1b only, not 'bf'"),
+        ("--dispatch fixed --hint gpipe --limit 2", "8 forwards ahead of their backwards"),
+        ("--device cuda", "--device cuda has no transport in this version; use --device cpu"),
+        ("--device tpu", "'tpu' is not a device; use --device cpu"),
+        ("--nnodes 0", "--nnodes is 0; it must be at least 1"),
+        ("--nnodes 3 --rdzv-endpoint a:1", "4 ranks do not divide over 3 hosts"),
+        ("--nnodes 2", "several hosts need --rdzv-endpoint HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint a", "--rdzv-endpoint is 'a'; it must be HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint a:b", "--rdzv-endpoint is 'a:b'; it must be HOST:PORT"),
+        ("--node-rank 1", "--node-rank is 1; with --nnodes 1 it must be in 0..0"),
+        ("--stepz 3", "No such option: --stepz"),
+    ],
+)
+def test_a_wrong_flag(refused: Callable[..., str], flags: str, words: str) -> None:
+    assert words in refused(*flags.split())
+
+
+def test_several_hosts_share_a_directory(rrfp: Rrfp) -> None:
+    code, sentence = rrfp("train", "--nnodes", "2", "--rdzv-endpoint", "node0:29400")
+    assert code == 2
+    assert "several hosts need --out DIR" in sentence
+
+
+def index(num_sequences: int, token_type: int = 4, *, length: int = 10) -> bytes:
+    """A Megatron index of one sequence that claims to have so many."""
+    head = struct.pack("<9sQBQQ", INDEX_MAGIC, 1, token_type, num_sequences, 2)
+    return head + struct.pack("<iqqq", length, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "cannot read the data data: No such file or directory; check --data"),
+        ({"data": b""}, "the data data holds no text"),
+        ({"data": b"too little"}, "the data holds 11 tokens and needs 257"),
+        ({"data.jsonl": b'{"text": "a"}\n{"text'}, "data.jsonl, line 2: not JSON"),
+        ({"data.jsonl": b'{"txt": "a"}\n'}, "data.jsonl, line 1: no string field 'text'"),
+        ({"data.bin": b"abc"}, "data.idx does not exist"),
+        ({"data.bin": b"abc", "data.idx": b"\xff" * 99}, "data.idx is not a Megatron index"),
+        ({"data.bin": bytes(40), "data.idx": index(9)}, "data.idx is cut off after 62 bytes"),
+        ({"data.bin": bytes(39), "data.idx": index(1)}, "data.bin is cut off after 39 bytes"),
+        ({"data.bin": bytes(40), "data.idx": index(1, 7)}, "tokens of type 7, which are no int"),
+        ({"data.bin": bytes(40), "data.idx": index(1, length=0)}, "data.bin holds no text"),
+        ({"data.bin": bytes(40), "data.idx": index(1)}, "the data holds 10 tokens and needs 257"),
+    ],
+)
+def test_wrong_data(
+    refused: Callable[..., str], tmp_path: Path, files: dict[str, bytes], words: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert words in refused("--data", next(iter(files), "data"))
+
+
+def test_an_empty_folder(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert "the data data holds no text" in refused("--data", "data")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_data(refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("text")
+    (tmp_path / "data").chmod(0)
+    assert "cannot read the data data: Permission denied" in refused("--data", "data")
+
+
+ORDER = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (ORDER.replace("1F1", "banana"), "order.csv, line 2: 'banana' is not a task"),
+        (ORDER.replace("1F1", "1F0"), "order.csv, line 2: 1F0 stands twice"),
+        (ORDER.replace(",0B1", ""), "order.csv, line 1: 0B1 is missing"),
+        (ORDER.replace("1F1", "0F1"), "order.csv, line 2: 0F1 is not a task of rank 1"),
+        (ORDER.replace("1F1", "1F2"), "order.csv, line 2: 1F2 is not a task of rank 1"),
+        (ORDER + "2F0\n", "order.csv has 3 lines for 2 pipeline ranks"),
+        ("", "order.csv has 0 lines for 2 pipeline ranks"),
+        ('"0F0', "order.csv, line 1: unexpected end of data"),
+        ("\udcff", "cannot read the order file order.csv: it is not UTF-8 text"),
+        (
+            "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1I1,1W1\n",
+            "order.csv splits the backward into I and W, which training cannot do yet",
+        ),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "order.csv deadlocks as a fixed order"),
+    ],
+)
+def test_a_wrong_order_file(
+    refused: Callable[..., str], tmp_path: Path, order: str, words: str
+) -> None:
+    (tmp_path / "order.csv").write_text(order, encoding="utf-8", errors="surrogateescape")
+    shape = ("--pp", "2", "--microbatches", "2", "--dispatch", "fixed")
+    assert words in refused("--hint", "order.csv", *shape)
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        (None, "cannot read the configuration run.toml: No such file or directory"),
+        (b"steps =", "run.toml is not TOML"),
+        (b"\xff", "run.toml is not TOML"),
+        (b"stepz = 2", "run.toml sets 'stepz', which is not a setting"),
+        (b"steps = '2'", "run.toml sets steps to '2'; it takes an integer"),
+        (b"steps = true", "run.toml sets steps to True; it takes an integer"),
+        (b"data = ['a']", "run.toml sets data to ['a']; it takes a path"),
+        (b"force = 1", "run.toml sets force to 1; it takes true or false"),
+        (b"steps = 0", "--steps is 0; it must be at least 1"),
+        (b"nnodes = 2", "several hosts need --rdzv-endpoint"),
+    ],
+)
+def test_a_wrong_configuration(
+    refused: Callable[..., str], tmp_path: Path, toml: bytes | None, words: str
+) -> None:
+    if toml is not None:
+        (tmp_path / "run.toml").write_bytes(toml)
+    assert words in refused("--config", "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("taken", "taken exists; choose another directory with --out, or replace the run in it"),
+        ("file", "file is a file; choose a directory with --out"),
+        ("file/run", "the run's directory file/run cannot be made (Not a directory)"),
+        ("/proc/run", "the run's directory /proc/run cannot be made"),
+    ],
+)
+def test_a_directory_that_cannot_be_the_runs(
+    rrfp: Rrfp, tmp_path: Path, out: str, words: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "file").write_text("mine")
+    code, sentence = rrfp("train", "--out", out)
+    assert code == 2
+    assert words in sentence
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not any((tmp_path / "taken").iterdir())
+
+
+READERS = (["trace", "check"], ["trace", "view", "--no-browser"], ["analyze", "bubbles"])
+
+
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_a_trace_that_cannot_be_read(rrfp: Rrfp, tmp_path: Path, reader: list[str]) -> None:
+    whole = tmp_path / "whole.pftrace"
+    write_trace(whole, make_recording(2, 2, 2))
+    content = whole.read_bytes()
+    for broken, words in {
+        content[:-3]: "the trace run.pftrace is truncated",
+        content[: len(content) // 2]: "the trace run.pftrace is truncated",
+        b"": "the trace run.pftrace is empty",
+        b"hello\n": "run.pftrace is not an uncompressed Perfetto trace",
+        bytes(range(256)) * 9: "run.pftrace is not an uncompressed Perfetto trace",
+    }.items():
+        (tmp_path / "run.pftrace").write_bytes(broken)
+        code, sentence = rrfp(*reader, "run.pftrace")
+        assert code == 1
+        assert words in sentence
+
+
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_a_run_that_is_not_there(rrfp: Rrfp, tmp_path: Path, reader: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, words in {
+        "empty": "empty has no trace.pftrace",
+        "nowhere": "there is no run or trace at nowhere",
+    }.items():
+        code, sentence = rrfp(*reader, path)
+        assert code == 1
+        assert words in sentence
+    code, sentence = rrfp(*reader)
+    assert code == 1
+    assert "there is no run yet (runs/latest is missing); 'rrfp train' makes one" in sentence
