@@ -52,6 +52,8 @@ def test_an_existing_directory_is_refused_unless_forced() -> None:
         file.write_text("old")
     run.records.mkdir()
     run.rank_records(0).write_text("old")
+    run.logs.mkdir()
+    run.rank_log(7).write_text("old")
     with pytest.raises(UsageError, match=r"out exists; .*--force"):
         create_run_dir(Path("out"), False, "bf")
     create_run_dir(Path("out"), True, "bf")

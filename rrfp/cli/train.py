@@ -1,5 +1,7 @@
 """`rrfp train`: train a Megatron GPT over a pipeline and record every dispatch and wait."""
 
+import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,7 +135,7 @@ def _run(settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.megatron.description import write_description
     from rrfp.megatron.launch import launch
-    from rrfp.trace.rundir import create_run_dir
+    from rrfp.trace.rundir import RunDir, create_run_dir
 
     if settings.node_rank > 0:
         assert settings.out is not None
@@ -142,13 +144,13 @@ def _run(settings: TrainSettings) -> None:
             f"{settings.rdzv_endpoint}, which shows how the run goes",
             err=True,
         )
-        launch(settings, settings.out)
+        launch(settings, RunDir(settings.out))
         return
     run = create_run_dir(settings.out, settings.force, settings.resolved_hint)
     write_description(run.run_json, settings, ())
     try:
         with TrainDisplay(run.metrics, settings):
-            launch(settings, run.path)
+            launch(settings, run)
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
         raise
@@ -169,10 +171,12 @@ def _report(run: "RunDir", settings: TrainSettings) -> None:
 
     trace = encode_run(run.path)
     Console().print(bubble_table(bubbles(read_trace(trace))))
+    # As it was called itself, where the virtual environment is not activated.
+    rrfp = "rrfp" if shutil.which("rrfp") else sys.argv[0]
     where = "" if settings.out is None else f" {run.path}"
     typer.echo(f"The trace is {trace}", err=True)
-    typer.echo(f"Next: rrfp trace view{where}", err=True)
-    typer.echo(f"      rrfp analyze bubbles{where} --steps 1:", err=True)
+    typer.echo(f"Next: {rrfp} trace view{where}", err=True)
+    typer.echo(f"      {rrfp} analyze bubbles{where} --format json", err=True)
 
 
 def _encode_what_is_there(run: "RunDir") -> None:

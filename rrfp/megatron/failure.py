@@ -1,4 +1,4 @@
-"""How a rank's failure reaches the launcher: its log, and a report in elastic's error file."""
+"""How a rank's failure reaches the launcher: a report in elastic's error file."""
 
 import json
 import os
@@ -44,8 +44,3 @@ class FailureReport:
 def first_line(text: str) -> str:
     """What a long message says first; torch's go on with where in its sources that was."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
-
-
-def log_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's own output goes."""
-    return run_dir / "logs" / f"rank-{rank}.log"

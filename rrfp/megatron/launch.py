@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -17,9 +16,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.failure import FailureReport, first_line, log_path
+from rrfp.megatron.failure import FailureReport, first_line
 from rrfp.megatron.meeting import meet
 from rrfp.megatron.settings import TrainSettings
+from rrfp.trace.rundir import RunDir
 
 _SHUTDOWN_S = 5
 _MEETING_S = 300.0
@@ -28,16 +28,19 @@ _MEETING_S = 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(settings: TrainSettings, run_dir: Path) -> None:
+def launch(settings: TrainSettings, run: RunDir) -> None:
     """Run this host's ranks to their end.
 
     Raises RrfpError naming the rank that failed first (UsageError when it refused its settings),
     and KeyboardInterrupt on Ctrl-C; no rank is left then. Must run on the main thread.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if settings.nnodes == 1:
+        # gloo would ask for the address of the host's name, which not every machine can tell.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Host 0 serves the store for as long as it is kept.
     store = meet(settings, _MEETING_S) if settings.nnodes > 1 else None
-    command = (sys.executable, "-m", "rrfp.megatron.process", str(run_dir), settings.to_json())
+    command = (sys.executable, "-m", "rrfp.megatron.process", str(run.path), settings.to_json())
     with tempfile.TemporaryDirectory(prefix="rrfp-errors-") as error_dir, _elastic_manners():
         config = LaunchConfig(
             min_nodes=settings.nnodes,
@@ -52,7 +55,7 @@ def launch(settings: TrainSettings, run_dir: Path) -> None:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            raise _first_failure(error.failures, run_dir, settings.nnodes) from None
+            raise _first_failure(error.failures, run, settings.nnodes) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -93,7 +96,7 @@ def _rendezvous(settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-def _first_failure(failures: dict[int, ProcessFailure], run_dir: Path, num_hosts: int) -> RrfpError:
+def _first_failure(failures: dict[int, ProcessFailure], run: RunDir, num_hosts: int) -> RrfpError:
     """The failure that the others follow from, as an error."""
     reports = {
         rank: FailureReport.read(failure.error_file_data) for rank, failure in failures.items()
@@ -107,7 +110,7 @@ def _first_failure(failures: dict[int, ProcessFailure], run_dir: Path, num_hosts
         return 0 if was_killed else 2 if is_consequence else 1, failure.timestamp
 
     rank = min(failures, key=precedence)
-    failure, report, log = failures[rank], reports[rank], log_path(run_dir, rank)
+    failure, report, log = failures[rank], reports[rank], run.rank_log(rank)
     if failure.exitcode == -signal.SIGKILL:
         for other in filter(None, reports.values()):
             if other.is_silence:

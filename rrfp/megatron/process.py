@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.failure import FailureReport, first_line, log_path
+from rrfp.megatron.failure import FailureReport, first_line
 from rrfp.megatron.settings import TrainSettings
 from rrfp.trace.rundir import RunDir
 
@@ -23,8 +23,8 @@ _PARENT_CHECK_S = 1.0
 
 def main() -> None:
     """Train one rank of the run named on the command line."""
-    run_dir, settings = Path(sys.argv[1]), TrainSettings.from_json(sys.argv[2])
-    _write_output_to(log_path(run_dir, int(os.environ["RANK"])))
+    run, settings = RunDir(Path(sys.argv[1])), TrainSettings.from_json(sys.argv[2])
+    _write_output_to(run.rank_log(int(os.environ["RANK"])))
     # Ctrl-C ends a rank at once, also inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
@@ -37,7 +37,7 @@ def main() -> None:
 
         with parallel_groups(settings) as layout:
             try:
-                train(RunDir(run_dir), settings, layout)
+                train(run, settings, layout)
             except Exception as error:
                 # Leaving the groups could wait for ranks that wait for this one.
                 _fail(error)

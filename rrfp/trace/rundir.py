@@ -40,6 +40,15 @@ class RunDir:
         """What the ranks spill while they train; merged into the trace, then removed."""
         return self.path / "records"
 
+    @property
+    def logs(self) -> Path:
+        """What the ranks' processes print."""
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank-{rank}.log"
+
     def rank_records(self, rank: int) -> Path:
         """The spill file of one rank."""
         return self.records / f"rank-{rank}.jsonl"
@@ -100,8 +109,9 @@ def _create_at(out: Path, force: bool) -> RunDir:
             ) from None
         for file in (run.run_json, run.metrics, run.trace):
             file.unlink(missing_ok=True)
-        if run.records.exists():
-            shutil.rmtree(run.records)
+        for directory in (run.records, run.logs):
+            if directory.exists():
+                shutil.rmtree(directory)
     return run
 
 
