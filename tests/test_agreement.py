@@ -46,9 +46,6 @@ class Links:
     def consumed(self, peer: int, step: int) -> None:
         raise AssertionError("an agreement consumes no message")
 
-    def close(self) -> None:
-        raise AssertionError("an agreement does not own the transport")
-
 
 def agreement(
     rank: int, members: list[int], record: Callable[[Record], None] = lambda _: None

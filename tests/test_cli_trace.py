@@ -149,7 +149,11 @@ def test_check_tells_a_whole_trace_from_a_damaged_one(
 ) -> None:
     code, out, err = _rrfp(capsys, monkeypatch, "trace", "check")
     assert (code, err) == (0, "")
-    assert "is whole" in out
+    # Every rank of that recording states 900 ns a step; the steps of the last rank are shortest.
+    recording = make_recording(4, 6, 5)
+    steps_ns = [p.end_ns - p.start_ns for p in recording.ranks[3].phases if p.phase == "schedule"]
+    cost = f"at most {5 * 900 / sum(steps_ns):.2%} of a rank's time in its steps"
+    assert out == f"runs/latest/trace.pftrace is whole; recording it took {cost}\n"
     damaged = make_recording(3, 4, 2)
     del damaged.ranks[1].receives[0]
     write_trace(run / "trace.pftrace", damaged)
@@ -158,13 +162,33 @@ def test_check_tells_a_whole_trace_from_a_damaged_one(
     assert "lost: 1 message sent and never received" in out
 
 
+def test_check_of_a_run_that_stated_no_cost(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = make_recording(2, 2, 1)
+    for records in recording.ranks:
+        records.costs.clear()
+    write_trace(run / "trace.pftrace", recording)
+    code, out, _ = _rrfp(capsys, monkeypatch, "trace", "check")
+    assert (code, out) == (0, "runs/latest/trace.pftrace is whole\n")
+
+
+def _view(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """Start `rrfp trace view`, without a display or browser unless the variables name one."""
+    chosen = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rrfp", "trace", "view", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | variables,
+    )
+
+
 def test_view_serves_until_ctrl_c(run: Path) -> None:
-    command = [sys.executable, "-m", "rrfp", "trace", "view", str(run), "--no-browser"]
-    root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with _view(str(run), "--no-browser") as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().split()[-1]
@@ -180,3 +204,43 @@ def test_view_serves_until_ctrl_c(run: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> str:
+    """A command for $BROWSER that does not return before the server has answered it."""
+    script = tmp_path / "browser.py"
+    script.write_text(
+        "import sys, urllib.request\n"
+        "with urllib.request.urlopen(sys.argv[1] + 'trace.pftrace', timeout=10) as response:\n"
+        "    print('the browser got', len(response.read()), flush=True)\n"
+    )
+    return f"{sys.executable} {script} %s"
+
+
+def test_view_answers_a_browser_that_it_waits_for(run: Path, browser: str) -> None:
+    with _view(BROWSER=browser) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3)]
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert lines[2] == f"the browser got {(run / 'trace.pftrace').stat().st_size}\n"
+    assert process.returncode == 130
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there a display has a variable")
+def test_view_opens_no_browser_where_there_is_no_display(run: Path) -> None:
+    with _view(str(run)) as process:
+        try:
+            assert process.stderr is not None
+            told = [process.stderr.readline() for _ in range(2)]
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert told[0] == "No display for a browser here; open the address in one yourself.\n"
+    assert told[1] == "Ctrl-C ends it.\n"
+    assert process.returncode == 130

@@ -1,3 +1,4 @@
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,30 @@ def test_a_megatron_pair_is_read_by_either_file_or_the_prefix(tmp_path: Path, na
     assert corpus.vocab_size == 901
 
 
-def write_pair(prefix: Path, sequences: list[list[int]]) -> None:
+def test_a_document_of_a_pair_is_what_its_index_says(tmp_path: Path) -> None:
+    write_pair(tmp_path / "d", [[5, 6, 7], [8, 9], []], lengths=[[2, 0, 1], [0, 2], [0]])
+    corpus = open_corpus(tmp_path / "d")
+    assert documents(corpus) == [[5, 6, 7], [8, 9]]
+    assert corpus.tokens(0, 1, 3).tolist() == [6, 7]
+    assert corpus.tokens(1, 1, 2).tolist() == [9]
+    assert document_lengths(tmp_path / "d").tolist() == [3, 2]
+
+
+def test_padding_is_a_token_of_a_small_vocabulary(tmp_path: Path) -> None:
+    write_pair(tmp_path / "d", [[1, 2, 1, 2, 1], [2, 1]])
+    corpus = open_corpus(tmp_path / "d")
+    settings = TrainSettings(seq_length=8, micro_batch_size=2, variable_lengths=True)
+    batch = Batches(corpus, settings, 0).batch(0, 0)
+    assert batch["loss_mask"].sum(1).tolist() in ([4, 1], [1, 4])
+    for tokens in (batch["tokens"], batch["labels"]):
+        assert tokens.shape == (2, 4)
+        assert 0 <= tokens.min() <= tokens.max() < corpus.vocab_size == 3
+
+
+def write_pair(
+    prefix: Path, texts: list[list[int]], lengths: list[list[int]] | None = None
+) -> None:
+    """Documents of these tokens, each cut into sequences of these lengths."""
     from rrfp.megatron.host import prepare_host
 
     prepare_host("cpu")
@@ -66,8 +90,8 @@ def write_pair(prefix: Path, sequences: list[list[int]]) -> None:
         # The builder converts tensors in a way that numpy 2 deprecates.
         warnings.simplefilter("ignore", DeprecationWarning)
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
-        for sequence in sequences:
-            builder.add_document(torch.tensor(sequence, dtype=torch.int32), [len(sequence)])
+        for text, cuts in zip(texts, lengths or [[len(text)] for text in texts], strict=True):
+            builder.add_document(torch.tensor(text, dtype=torch.int32), cuts)
         builder.finalize(f"{prefix}.idx")
 
 
@@ -129,21 +153,55 @@ def write_folder_with_bin(folder: Path) -> Path:
 def test_wrong_data_is_refused_in_a_sentence_before_and_in_the_ranks(
     tmp_path: Path, write: Callable[[Path], Path], words: str
 ) -> None:
-    path = write(tmp_path)
+    assert_refused(write(tmp_path), words)
+
+
+@pytest.mark.parametrize("num_bytes", [20, 45])
+def test_a_truncated_index_is_refused(tmp_path: Path, num_bytes: int) -> None:
+    write_pair(tmp_path / "d", [[5, 6, 7]])
+    index = tmp_path / "d.idx"
+    index.write_bytes(index.read_bytes()[:num_bytes])
+    assert_refused(tmp_path / "d", f"idx is cut off after {num_bytes} bytes")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 13, 16])
+def test_a_bin_of_another_size_than_its_index_says_is_refused(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    write_pair(tmp_path / "d", [[5, 6, 7]])
+    data = tmp_path / "d.bin"
+    data.write_bytes((data.read_bytes() + bytes(4))[:num_bytes])
+    assert_refused(tmp_path / "d", f"bin has {num_bytes} bytes where its .idx promises 12")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "places", "bounds", "words"),
+    [
+        ([2, 1], [0, 9], [0, 2], "sequences end to end"),
+        ([4, -1], [0, 16], [0, 2], "sequences end to end"),
+        ([2, 1], [0, 8], [], "to which document"),
+        ([2, 1], [0, 8], [0], "to which document"),
+        ([2, 1], [0, 8], [0, 3, 2], "to which document"),
+        ([2, 1], [0, 8], [1, 2], "to which document"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_refused(
+    tmp_path: Path, lengths: list[int], places: list[int], bounds: list[int], words: str
+) -> None:
+    np.array([5, 6, 7], np.int32).tofile(tmp_path / "d.bin")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, len(lengths), len(bounds))
+    tables = (np.array(lengths, np.int32), np.array(places), np.array(bounds, np.int64))
+    (tmp_path / "d.idx").write_bytes(head + b"".join(table.tobytes() for table in tables))
+    assert_refused(tmp_path / "d", words)
+
+
+def assert_refused(path: Path, words: str) -> None:
+    """In one sentence, in the launcher as in the ranks."""
     for read in (document_lengths, open_corpus):
         with pytest.raises(UsageError) as refused:
             read(path)
         assert words in str(refused.value)
         assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(("suffix", "num_bytes"), [("idx", 20), ("idx", 45), ("bin", 8)])
-def test_a_truncated_pair_is_refused(tmp_path: Path, suffix: str, num_bytes: int) -> None:
-    write_pair(tmp_path / "d", [[5, 6, 7]])
-    file = tmp_path / f"d.{suffix}"
-    file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(UsageError, match=f"{suffix} is cut off after {num_bytes} bytes"):
-        open_corpus(tmp_path / "d.bin")
 
 
 def test_negative_tokens_are_refused(tmp_path: Path) -> None:

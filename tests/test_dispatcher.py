@@ -491,13 +491,13 @@ def test_unfinished_tells_what_is_ready_and_how_many_arrivals_lack() -> None:
         arrive(dispatcher, "1F0", member=member)
     arrive(dispatcher, "1F1", member=2)
     assert dispatcher.unfinished() == [
-        (task("1F0"), True, 0),
-        (task("1F1"), False, 2),
-        (task("1B0"), False, 3),
-        (task("1B1"), False, 3),
+        (task("1F0"), 0),
+        (task("1F1"), 2),
+        (task("1B0"), 3),
+        (task("1B1"), 3),
     ]
     assert ask(dispatcher) == "1F0"
-    assert dispatcher.unfinished()[0] == (task("1F1"), False, 2)
+    assert dispatcher.unfinished()[0] == (task("1F1"), 2)
 
 
 # Split backwards and chunks.

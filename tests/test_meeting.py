@@ -1,6 +1,5 @@
 """Hosts that meet, that do not come, and that were asked for different things."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,15 +8,11 @@ import pytest
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.meeting import meet
 from rrfp.megatron.settings import TrainSettings
+from tests.trained import free_port
 
 
 def settings(port: int, node_rank: int, **values: Any) -> TrainSettings:
     return TrainSettings(nnodes=2, node_rank=node_rank, rdzv_endpoint=f"127.0.0.1:{port}", **values)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_hosts_meet_in_any_order() -> None:

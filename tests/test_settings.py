@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.megatron.settings import Dispatch, TrainSettings
+from rrfp.megatron.settings import DispatchMode, TrainSettings
 
 
 def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
@@ -46,15 +46,15 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("hint", "dispatch", "resolved"),
     [
-        (None, Dispatch.READY, "bf"),
-        (None, Dispatch.FIXED, "bf"),
-        (None, Dispatch.MEGATRON, "1f1b"),
-        ("1f1b", Dispatch.MEGATRON, "1f1b"),
-        ("gpipe", Dispatch.READY, "gpipe"),
+        (None, DispatchMode.READY, "bf"),
+        (None, DispatchMode.FIXED, "bf"),
+        (None, DispatchMode.MEGATRON, "1f1b"),
+        ("1f1b", DispatchMode.MEGATRON, "1f1b"),
+        ("gpipe", DispatchMode.READY, "gpipe"),
     ],
 )
 def test_the_dispatch_chooses_a_hint_when_none_is_given(
-    hint: str | None, dispatch: Dispatch, resolved: str
+    hint: str | None, dispatch: DispatchMode, resolved: str
 ) -> None:
     assert TrainSettings(hint=hint, dispatch=dispatch).resolved_hint == resolved
 

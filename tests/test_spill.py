@@ -1,7 +1,10 @@
 """A rank's spill file: what was written is read back, and only a torn last line is forgiven."""
 
+import fcntl
 import json
+import os
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -87,3 +90,19 @@ def test_a_file_is_known_to_be_written_until_it_is_closed(tmp_path: Path) -> Non
     assert is_being_written(path)
     writer.close()
     assert not is_being_written(path)
+
+
+def test_locks_are_taken_on_files_open_for_reading_and_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS asks for that."""
+    modes = []
+
+    def flock(file: IO[Any], operation: int) -> None:
+        modes.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "rank-0.jsonl"
+    SpillWriter(path, INFO).close()
+    is_being_written(path)
+    assert modes == [os.O_RDWR, os.O_RDWR]

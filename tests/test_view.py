@@ -71,21 +71,61 @@ def test_only_the_loopback_address_is_served(public: TraceServer) -> None:
     assert public.server_address[0] == "127.0.0.1"
 
 
-def test_the_trace_is_served_to_the_public_ui_only(public: TraceServer) -> None:
-    response, body = _ask(public, "/trace.pftrace", Origin=PUBLIC_UI)
-    assert (response.status, body) == (200, CONTENT)
-    assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
-    for origin in ("https://example.com", f"{PUBLIC_UI}.example.com", "null"):
-        response, _ = _ask(public, "/trace.pftrace", Origin=origin)
-        assert "Access-Control-Allow-Origin" not in response.headers
+def test_the_public_ui_may_read_the_trace(public: TraceServer, local: TraceServer) -> None:
+    for server in (public, local):
+        response, body = _ask(server, "/trace.pftrace", Origin=PUBLIC_UI)
+        assert (response.status, body) == (200, CONTENT)
+        assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
+        response, _ = _ask(server, "/trace.pftrace", "OPTIONS", Origin=PUBLIC_UI)
+        assert response.status == 204
+        assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
+        assert response.headers["Access-Control-Allow-Private-Network"] == "true"
 
 
-def test_the_public_ui_may_ask_first(public: TraceServer) -> None:
-    response, _ = _ask(public, "/trace.pftrace", "OPTIONS", Origin=PUBLIC_UI)
-    assert response.status == 204
-    assert response.headers["Access-Control-Allow-Private-Network"] == "true"
-    response, _ = _ask(public, "/trace.pftrace", "OPTIONS", Origin="https://example.com")
-    assert response.status == 404
+@pytest.mark.parametrize("path", ["/", "/index.html", "/v1/bundle.js", "/run.json"])
+def test_the_public_ui_may_read_nothing_else(
+    public: TraceServer, local: TraceServer, path: str
+) -> None:
+    for server in (public, local):
+        for method in ("GET", "HEAD", "OPTIONS", "POST"):
+            response, body = _ask(server, path, method, Origin=PUBLIC_UI)
+            assert (response.status, body) == (403, b"")
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "https://example.com",
+        f"{PUBLIC_UI}.example.com",
+        "http://ui.perfetto.dev",
+        "http://127.0.0.1:1",
+        "http://127.0.0.1.example.com",
+        "null",
+        "",
+    ],
+)
+def test_another_site_is_refused(public: TraceServer, local: TraceServer, origin: str) -> None:
+    for server in (public, local):
+        for path in ("/trace.pftrace", "/index.html", "/"):
+            for method in ("GET", "HEAD", "OPTIONS", "POST"):
+                response, body = _ask(server, path, method, Origin=origin)
+                assert (response.status, body) == (403, b"")
+                assert "Access-Control-Allow-Origin" not in response.headers
+
+
+def test_the_pages_served_here_may_ask(local: TraceServer) -> None:
+    asking = [
+        {"Origin": f"http://127.0.0.1:{local.port}"},
+        {"Origin": f"http://localhost:{local.port}"},
+        # Through a tunnel the browser sees another port.
+        {"Origin": "http://localhost:8000", "Host": "localhost:8000"},
+    ]
+    for headers in asking:
+        for path in ("/trace.pftrace", "/index.html"):
+            response, _ = _ask(local, path, **headers)
+            assert response.status == 200
+            assert "Access-Control-Allow-Origin" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -96,6 +136,7 @@ def test_the_public_ui_may_ask_first(public: TraceServer) -> None:
         "/../run/run.json",
         "/%2e%2e/run/run.json",
         "//trace.pftrace/../run.json",
+        "//[",
         "/v1/../../run/run.json",
         "/trace_processor",
         "/v1",
@@ -138,7 +179,7 @@ def test_another_host_name_is_refused(public: TraceServer, local: TraceServer) -
 def test_the_local_ui_is_served(
     local: TraceServer, path: str, content_type: str, content: bytes
 ) -> None:
-    response, body = _ask(local, path, Origin=PUBLIC_UI)
+    response, body = _ask(local, path)
     assert (response.status, body) == (200, content)
     assert response.headers["Content-Type"] == content_type
     assert "Access-Control-Allow-Origin" not in response.headers

@@ -138,9 +138,6 @@ class World:
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
         self.calls.append(f"decide {position} {task} to {peer}")
 
-    def close(self) -> None:
-        raise AssertionError("the worker does not own the transport")
-
 
 def test_a_middle_stage_takes_runs_and_passes_on() -> None:
     world = World(script=[[arrived("1F1"), arrived("1F0")], [arrived("1B1", peer=2)]])

@@ -2,10 +2,14 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,11 +38,13 @@ class Training:
 
     def __init__(self, run: Path, *flags: str) -> None:
         self.run = run
+        # A file, because it is read while the run goes on.
+        self._stderr = tempfile.NamedTemporaryFile(prefix="rrfp-stderr-")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "rrfp", "train", "--out", str(run), *TINY, *flags],
             env=_environment(),
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._stderr,
             text=True,
             start_new_session=True,
         )
@@ -57,28 +63,104 @@ class Training:
         for pid in processes_of(self.run):
             os.kill(pid, signal.SIGKILL)
         self.process.communicate()
+        self._stderr.close()
+
+    def await_that(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until something holds, while the run goes on."""
+        deadline_s = time.monotonic() + START_S
+        while not holds():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline_s, f"no {what} in {START_S:g} s"
+            time.sleep(0.02)
 
     def await_steps(self, num_steps: int) -> None:
         """Wait until so many steps stand in the metrics."""
-        deadline_s = time.monotonic() + START_S
-        while len(read_metrics(self.run)) < num_steps:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline_s, f"no {num_steps} steps in {START_S:g} s"
-            time.sleep(0.05)
+        self.await_that(lambda: self.num_steps >= num_steps, f"{num_steps} steps")
 
-    def await_ranks(self, num_ranks: int) -> list[int]:
-        """Wait until so many ranks have been started, and give their pids, by rank."""
-        deadline_s = time.monotonic() + START_S
-        while len(pids := processes_of(self.run, "rrfp.megatron.process")) < num_ranks:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline_s, f"no {num_ranks} ranks in {START_S:g} s"
-            time.sleep(0.05)
-        return sorted(pids)
+    def await_start(self, rank: int) -> int:
+        """Wait until that rank has begun to start, and give its pid."""
+        # The first thing that a rank does is to open its log.
+        log = self.run / "logs" / f"rank-{rank}.log"
+        self.await_that(log.exists, f"log of rank {rank}")
+        pids = processes_of(self.run, "rrfp.megatron.process")
+        (pid,) = (pid for pid in pids if _environment_of(pid)["RANK"] == str(rank))
+        return pid
+
+    def stop_amid_tasks(self, rank: int) -> int:
+        """Stop a rank (SIGSTOP) in the middle of a step's tasks, and give its pid.
+
+        Its processor time tells, which passes only while it works: it has used between a quarter
+        and three quarters of what it uses in a step, so it is in none of the collectives that end
+        a step, however busy the machine is.
+        """
+        self.await_steps(1)
+        pid = pid_of(self.run, rank)
+        num_steps, _, used_s = self._await_step(pid)
+        while True:
+            last_num_steps, last_used_s = num_steps, used_s
+            num_steps, least_s, used_s = self._await_step(pid)
+            step_s = (used_s - last_used_s) / (num_steps - last_num_steps)
+            while _processor_s(pid) < used_s + step_s / 4:
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            while _stat(pid)[0] != "T":
+                time.sleep(0.01)
+            if self.num_steps == num_steps and _processor_s(pid) < least_s + step_s * 3 / 4:
+                return pid
+            os.kill(pid, signal.SIGCONT)
+
+    def _await_step(self, pid: int) -> tuple[int, float, float]:
+        """Wait for one step more: how many there are, and the processor time that the process had
+        used at the least, and at the most, when that step ended."""
+        num_steps = self.num_steps
+        least_s = most_s = _processor_s(pid)
+
+        def is_there() -> bool:
+            nonlocal least_s, most_s
+            least_s, most_s = most_s, _processor_s(pid)
+            return self.num_steps > num_steps
+
+        self.await_that(is_there, f"step after {num_steps}")
+        return self.num_steps, least_s, most_s
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps stand in the metrics."""
+        return len(read_metrics(self.run))
+
+    def said(self) -> str:
+        """What stands on stderr by now."""
+        return Path(self._stderr.name).read_text()
 
     def ended(self, timeout_s: float = START_S) -> tuple[int, str, str]:
         """Wait for the end: exit code, stdout and stderr."""
-        out, err = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, err
+        out, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, self.said()
+
+
+def free_port() -> int:
+    """A port that nobody listens at.
+
+    Below those that the system gives out by itself, so that no connection or server of another
+    test takes it before it is used.
+    """
+    given_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    for port in random.sample(range(max(1024, int(given_out[0]) - 20000), int(given_out[0])), 100):
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("a hundred ports were all taken")
+
+
+def is_listening(port: int) -> bool:
+    """Whether somebody listens at that port of this host."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def processes_of(run: Path, *words: str) -> list[int]:
@@ -116,6 +198,22 @@ def pid_of(run: Path, rank: int) -> int:
     """The process of a rank, as run.json tells it."""
     ranks = json.loads((run / "run.json").read_text())["ranks"]
     return int(next(entry["pid"] for entry in ranks if entry["rank"] == rank))
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    return dict(variable.split("=", 1) for variable in variables if "=" in variable)
+
+
+def _processor_s(pid: int) -> float:
+    """The processor time that a process has used."""
+    user, system = _stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of proc(5)'s stat that follow the name, from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _refuse(constant: str) -> None:

@@ -1,6 +1,9 @@
 """`rrfp trace`: look at a run's trace, and check that it is whole."""
 
+import os
 import socket
+import sys
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -48,22 +51,47 @@ def view(
                 err=True,
             )
         if not no_browser:
-            webbrowser.open(server.address)
+            _open_browser(server.address)
         typer.echo("Ctrl-C ends it.", err=True)
         server.serve_forever()
 
 
 @app.command(epilog="Example: rrfp trace check runs/latest")
 def check(path: RunPath = None) -> None:
-    """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is."""
-    from rrfp.trace.check import check_trace
+    """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is.
+
+    For a whole trace it also states what recording cost.
+    """
+    from rrfp.trace.check import check_contents
+    from rrfp.trace.cost import recording_fraction
+    from rrfp.trace.perfetto_reader import read_contents
     from rrfp.trace.rundir import resolve_trace
 
     trace = resolve_trace(path)
-    problems = check_trace(trace)
+    contents = read_contents(trace)
+    problems = check_contents(contents)
     for problem in problems:
         print(problem)
     if problems:
         typer.echo(f"{trace}: {len(problems)} problem(s)", err=True)
         raise typer.Exit(1)
-    print(f"{trace} is whole")
+    fraction = recording_fraction(contents.recording)
+    cost = (
+        ""
+        if fraction is None
+        else f"; recording it took at most {fraction:.2%} of a rank's time in its steps"
+    )
+    print(f"{trace} is whole{cost}")
+
+
+def _open_browser(address: str) -> None:
+    """Open a graphical browser, or say that there can be none: one in text would take the terminal.
+
+    It is started beside the server, for some browsers are waited for until they end.
+    """
+    # BROWSER is the user's own choice, such as the helper of an editor that works remotely.
+    chosen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    if sys.platform == "linux" and not chosen:
+        typer.echo("No display for a browser here; open the address in one yourself.", err=True)
+        return
+    threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.settings import Dispatch, TrainSettings
+from rrfp.megatron.dispatching import DEFAULT_LIMIT
+from rrfp.megatron.settings import DispatchMode, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.trace.rundir import RunDir
@@ -59,7 +60,7 @@ def train(
     steps: Annotated[int | None, _setting("steps", "Steps")] = None,
     limit: Annotated[
         int | None,
-        _flag("Forwards a rank may run ahead of its backwards [32 with --dispatch ready]."),
+        _flag(f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready]."),
     ] = None,
     seed: Annotated[int | None, _setting("seed", "Seed of parameters and data")] = None,
     data: Annotated[
@@ -127,7 +128,8 @@ def _check_hint(settings: TrainSettings) -> None:
 
     shape = Shape(settings.pp, settings.microbatches)
     hint = resolve_hint(settings.resolved_hint, shape)
-    if settings.dispatch == Dispatch.FIXED:
+    # Megatron's own schedule binds as much as a fixed order does.
+    if settings.dispatch != DispatchMode.READY:
         check_binding(order_of(hint, shape), settings.limit)
 
 
@@ -171,12 +173,11 @@ def _report(run: "RunDir", settings: TrainSettings) -> None:
 
     trace = encode_run(run.path)
     Console().print(bubble_table(bubbles(read_trace(trace))))
-    # As it was called itself, where the virtual environment is not activated.
-    rrfp = "rrfp" if shutil.which("rrfp") else sys.argv[0]
+    rrfp = _program()
     where = "" if settings.out is None else f" {run.path}"
     typer.echo(f"The trace is {trace}", err=True)
     typer.echo(f"Next: {rrfp} trace view{where}", err=True)
-    typer.echo(f"      {rrfp} analyze bubbles{where} --format json", err=True)
+    typer.echo(f"      {rrfp} analyze bubbles{where} --steps 1:", err=True)
 
 
 def _encode_what_is_there(run: "RunDir") -> None:
@@ -191,3 +192,13 @@ def _encode_what_is_there(run: "RunDir") -> None:
         typer.echo(f"No trace could be made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
+
+
+def _program() -> str:
+    """How the user can call this program again; its directory may not be on the PATH."""
+    called = Path(sys.argv[0])
+    if called.name != "rrfp":
+        return f"{sys.executable} -m rrfp"
+    found = shutil.which("rrfp")
+    is_found = found is not None and Path(found).resolve() == called.resolve()
+    return "rrfp" if is_found else str(called)

@@ -12,7 +12,7 @@ import struct
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,23 +73,27 @@ class ByteCorpus:
 
 
 class IndexedCorpus:
-    """A Megatron .bin/.idx pair, memory-mapped by Megatron-Core's own reader."""
+    """A Megatron .bin/.idx pair, memory-mapped by Megatron-Core's own reader.
 
-    def __init__(self, prefix: str) -> None:
+    A document is what the index says: one sequence or several. Opening it reads every token once,
+    for the vocabulary.
+    """
+
+    def __init__(self, prefix: Path) -> None:
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        self._dataset: Any = IndexedDataset(prefix)
-        index = self._dataset.index
-        self._rows = np.flatnonzero(index.sequence_lengths)
-        self.lengths: Tokens = index.sequence_lengths[self._rows].astype(np.int64)
-        lowest, highest = _token_range(prefix, index.dtype)
+        self._first_sequences, self.lengths = _indexed_documents(prefix)
+        self._dataset: Any = IndexedDataset(str(prefix))
+        data = _with_suffix(prefix, ".bin")
+        lowest, highest = _token_range(data, self._dataset.index.dtype)
         if lowest < 0:
-            raise UsageError(f"{prefix}.bin holds the token {lowest}; tokens are 0 or more")
+            raise UsageError(f"{data} holds the token {lowest}; tokens are 0 or more")
         self.vocab_size = highest + 1
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
-        row = int(self._rows[document])
-        tokens: Tokens = self._dataset.get(row, start, stop - start).astype(np.int64)
+        # Sequences lie end to end, so that a read from the first one goes on into the next.
+        first = int(self._first_sequences[document])
+        tokens: Tokens = self._dataset.get(first, start, stop - start).astype(np.int64)
         return tokens
 
 
@@ -101,10 +105,7 @@ def open_corpus(path: Path | None) -> Corpus:
     if path is None:
         return ByteCorpus(tuple(_library_documents()))
     prefix = _indexed_prefix(path)
-    if prefix is not None:
-        _indexed_lengths(prefix)
-        return IndexedCorpus(str(prefix))
-    return _byte_corpus(path)
+    return _byte_corpus(path) if prefix is None else IndexedCorpus(prefix)
 
 
 def document_lengths(path: Path | None) -> Tokens:
@@ -113,7 +114,7 @@ def document_lengths(path: Path | None) -> Tokens:
     Raises UsageError where `open_corpus` does, as far as that can be told without torch.
     """
     prefix = None if path is None else _indexed_prefix(path)
-    return open_corpus(path).lengths if prefix is None else _indexed_lengths(prefix)
+    return open_corpus(path).lengths if prefix is None else _indexed_documents(prefix).lengths
 
 
 def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -> int:
@@ -206,34 +207,44 @@ def _indexed_prefix(path: Path) -> Path | None:
     or the prefix itself, as Megatron's own options do)."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
-    if not path.exists() and path.with_name(path.name + ".bin").exists():
+    if not path.exists() and _with_suffix(path, ".bin").exists():
         return path
     return None
 
 
-def _indexed_lengths(prefix: Path) -> Tokens:
-    """The lengths of the documents of a pair. Raises UsageError when the pair is not whole."""
-    data, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+class _Documents(NamedTuple):
+    """The documents of a pair that hold text."""
+
+    first_sequences: Tokens
+    """Each document's first sequence; the others follow it."""
+    lengths: Tokens
+    """The number of tokens of each document, over all of its sequences."""
+
+
+def _indexed_documents(prefix: Path) -> _Documents:
+    """The documents of a pair. Raises UsageError when the pair is not whole."""
+    data, index = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
     for file in (data, index):
         if not file.is_file():
             raise UsageError(f"{file} does not exist; a Megatron data set is a .bin and an .idx")
     try:
-        lengths, starts, token_bytes = _read_index(index)
+        documents, token_bytes = _read_index(index)
     except OSError as error:
         raise UsageError(f"cannot read the data {index}: {error.strerror}; check --data") from None
-    is_used = lengths > 0
-    if not is_used.any():
+    promised_bytes = int(documents.lengths.sum()) * token_bytes
+    if promised_bytes == 0:
         raise UsageError(f"{data} holds no text; give --data something to train on")
     num_bytes = data.stat().st_size
-    if num_bytes < (starts + lengths * token_bytes)[is_used].max():
+    if num_bytes != promised_bytes:
         raise UsageError(
-            f"{data} is cut off after {num_bytes} bytes; build the .bin/.idx pair again"
+            f"{data} has {num_bytes} bytes where its .idx promises {promised_bytes}; build the "
+            ".bin/.idx pair again"
         )
-    return lengths[is_used]
+    return documents
 
 
-def _read_index(path: Path) -> tuple[Tokens, Tokens, int]:
-    """Each sequence's length and its place in the data, and the bytes of a token.
+def _read_index(path: Path) -> tuple[_Documents, int]:
+    """The documents that hold text, and the bytes of a token.
 
     Megatron's own reader fails on a cut index in ways that cannot be caught whole.
     """
@@ -251,15 +262,52 @@ def _read_index(path: Path) -> tuple[Tokens, Tokens, int]:
                     f"{path} has tokens of type {token_type}, which are no integers; build the "
                     ".bin/.idx pair again"
                 )
-            # A length and a place for each sequence, a place for each document.
+            # A length and a place for each sequence, a first sequence for each document and the end
+            # of the last one.
             if num_bytes >= _INDEX_HEAD.size + num_sequences * (4 + 8) + num_documents * 8:
-                lengths = np.fromfile(index, np.int32, num_sequences).astype(np.int64)
+                lengths = np.fromfile(index, np.int32, num_sequences)
                 starts = np.fromfile(index, np.int64, num_sequences)
-                return lengths, starts, _TOKEN_BYTES[token_type]
+                bounds = np.fromfile(index, np.int64, num_documents)
+                token_bytes = _TOKEN_BYTES[token_type]
+                return _group(path, lengths, starts, bounds, token_bytes), token_bytes
     raise UsageError(f"{path} is cut off after {num_bytes} bytes; build the .bin/.idx pair again")
 
 
-def _token_range(prefix: str, dtype: npt.DTypeLike) -> tuple[int, int]:
-    tokens = np.memmap(f"{prefix}.bin", dtype, mode="r")
-    parts = [tokens[start : start + _SCAN_TOKENS] for start in range(0, len(tokens), _SCAN_TOKENS)]
-    return min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+def _group(
+    path: Path,
+    lengths: npt.NDArray[np.int32],
+    starts_bytes: Tokens,
+    bounds: Tokens,
+    token_bytes: int,
+) -> _Documents:
+    """Join the sequences between two bounds to a document."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if (lengths < 0).any() or not np.array_equal(starts_bytes, offsets[:-1] * token_bytes):
+        raise UsageError(
+            f"{path} does not have its sequences end to end; build the .bin/.idx pair again"
+        )
+    is_grouped = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(lengths)
+    if not is_grouped or (bounds[1:] < bounds[:-1]).any():
+        raise UsageError(
+            f"{path} does not say to which document each of its {len(lengths)} sequences belongs; "
+            "build the .bin/.idx pair again"
+        )
+    num_tokens = np.diff(offsets[bounds])
+    holds_text = num_tokens > 0
+    return _Documents(bounds[:-1][holds_text], num_tokens[holds_text])
+
+
+def _with_suffix(prefix: Path, suffix: str) -> Path:
+    """Not `Path.with_suffix`: a prefix may hold a point."""
+    return prefix.with_name(prefix.name + suffix)
+
+
+def _token_range(data: Path, dtype: npt.DTypeLike) -> tuple[int, int]:
+    """The lowest token and the highest."""
+    tokens = np.memmap(data, dtype, mode="r")
+    lowest = highest = 0
+    for start in range(0, len(tokens), _SCAN_TOKENS):
+        part = tokens[start : start + _SCAN_TOKENS]
+        lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
+    return lowest, highest

@@ -11,7 +11,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from rrfp.megatron.corpus import DOCUMENT_END, Corpus, Tokens, count_samples
+from rrfp.megatron.corpus import Corpus, Tokens, count_samples
 from rrfp.megatron.settings import TrainSettings
 
 _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
@@ -104,7 +104,8 @@ def _epoch_walk(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
-    padded = np.full((len(rows), length + 1), DOCUMENT_END, np.int64)
+    # The padding is token 0, which every vocabulary has.
+    padded = np.zeros((len(rows), length + 1), np.int64)
     counts = np.zeros((len(rows), length), np.float32)
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from rrfp.megatron.settings import TrainSettings
 from rrfp.trace.records import RankInfo
+from rrfp.trace.whole_file import open_whole
 
 _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
 
 
 def write_description(path: Path, settings: TrainSettings, ranks: Sequence[RankInfo]) -> None:
     """Write every setting, the versions, the world's size and who the ranks are, once they are
-    known (`ranks` is empty until then)."""
+    known (`ranks` is empty until then). Who reads the file meanwhile finds it whole."""
     described = {
         "settings": settings.described(),
         "versions": {
@@ -35,4 +36,5 @@ def write_description(path: Path, settings: TrainSettings, ranks: Sequence[RankI
             for info in ranks
         ],
     }
-    path.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    with open_whole(path) as file:
+        file.write(f"{json.dumps(described, indent=2)}\n".encode())

@@ -15,7 +15,8 @@ class DispatchSettings:
     """A hint's name or the path of an order file."""
     dispatch: Dispatch = Dispatch.READY
     limit: int | None = None
-    """D at which forwards are withheld. None: 32 under `ready` dispatch, unchecked in `fixed`."""
+    """D at which forwards are withheld. None: `DEFAULT_LIMIT` under `ready` dispatch,
+    unchecked in `fixed`."""
     connect_s: float = 60.0
     """How long the ranks may take to meet at their first step."""
     stall_s: float = 600.0

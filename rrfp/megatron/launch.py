@@ -39,7 +39,7 @@ def launch(settings: TrainSettings, run: RunDir) -> None:
         # gloo would ask for the address of the host's name, which not every machine can tell.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Host 0 serves the store for as long as it is kept.
-    store = meet(settings, _MEETING_S) if settings.nnodes > 1 else None
+    _store = meet(settings, _MEETING_S) if settings.nnodes > 1 else None
     command = (sys.executable, "-m", "rrfp.megatron.process", str(run.path), settings.to_json())
     with tempfile.TemporaryDirectory(prefix="rrfp-errors-") as error_dir, _elastic_manners():
         config = LaunchConfig(
@@ -65,7 +65,6 @@ def launch(settings: TrainSettings, run: RunDir) -> None:
                 f"the elastic launcher failed ({first_line(str(error))}); see whether the other "
                 "hosts still run"
             ) from None
-    del store
 
 
 @contextmanager

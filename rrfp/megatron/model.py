@@ -38,7 +38,6 @@ class GptStage:
     config: Any
     """The TransformerConfig that Megatron's schedules read."""
     optimizer: Any
-    vocab_size: int
 
 
 def build_gpt(settings: TrainSettings, layout: Layout, num_tokens: int) -> GptStage:
@@ -81,7 +80,7 @@ def build_gpt(settings: TrainSettings, layout: Layout, num_tokens: int) -> GptSt
     config.no_sync_func = module.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    return GptStage(module, config, optimizer, vocab_size)
+    return GptStage(module, config, optimizer)
 
 
 def _transformer_config(settings: TrainSettings) -> Any:

@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        return self.rank_at(self.pp_rank)
+        return (self.pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -39,21 +39,6 @@ class Layout:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
-
-    @property
-    def pp_ranks(self) -> tuple[int, ...]:
-        """The ranks of this process' pipeline, in stage order."""
-        return tuple(self.rank_at(pp_rank) for pp_rank in range(self.pp))
-
-    @property
-    def tp_ranks(self) -> tuple[int, ...]:
-        """The ranks of this process' tensor-parallel group."""
-        first = self.rank - self.tp_rank
-        return tuple(range(first, first + self.tp))
-
-    def rank_at(self, pp_rank: int) -> int:
-        """The rank at another place of this process' pipeline."""
-        return (pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
 
 
 @contextmanager

@@ -55,9 +55,11 @@ def _fail(error: Exception) -> NoReturn:
         sentence, exit_code = text, error.exit_code
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
-    # Torch's collectives raise RuntimeError when a peer's connection breaks or the peer is silent.
-    is_silence = isinstance(error, PeerSilentError) or "Timed out" in text
-    is_lost = isinstance(error, PeerLostError) or "onnection" in text
+    # Torch's collectives raise a bare RuntimeError when a peer's connection breaks, or the peer is
+    # silent, and say which only in words.
+    is_torchs = isinstance(error, RuntimeError)
+    is_silence = isinstance(error, PeerSilentError) or (is_torchs and "timed out" in text.lower())
+    is_lost = isinstance(error, PeerLostError) or (is_torchs and "connection" in text.lower())
     FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence).write()
     logging.shutdown()
     os._exit(exit_code)

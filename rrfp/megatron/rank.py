@@ -17,13 +17,15 @@ from rrfp.megatron.metrics import Metrics
 from rrfp.megatron.model import build_gpt
 from rrfp.megatron.native import NativeSchedule
 from rrfp.megatron.parallel import Layout
-from rrfp.megatron.settings import Dispatch, TrainSettings
+from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.training import Trainer
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import clock_offset, host_identity
-from rrfp.schedule.dispatcher import Dispatch as TaskDispatch
+from rrfp.runtime.rendezvous import clock_offset, exchange_hosts
+from rrfp.schedule.dispatcher import Dispatch
 from rrfp.trace.records import RankInfo, Record
 from rrfp.trace.rundir import RunDir
+
+_MEETING_S = 60.0
 
 
 def train(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
@@ -60,10 +62,10 @@ def train(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 def _introduce(layout: Layout) -> list[RankInfo]:
     """Who all ranks are, by rank, each with its clock's offset to rank 0's host."""
-    hosts: list[str] = [""] * layout.world_size
-    dist.all_gather_object(hosts, host_identity())
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    offset = clock_offset(store, "rrfp/clock", layout.rank, hosts)
+    rank, world_size = layout.rank, layout.world_size
+    hosts = exchange_hosts(store, "rrfp/hosts", rank, world_size, timeout_s=_MEETING_S)
+    offset = clock_offset(store, "rrfp/clock", rank, hosts, timeout_s=_MEETING_S)
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -84,9 +86,7 @@ def schedule_of(
     settings: TrainSettings, pp_rank: int, record: Callable[[Record], None]
 ) -> NativeSchedule | ForwardBackward:
     """The function that runs this run's steps: Megatron's own, or ours."""
-    if settings.dispatch == Dispatch.MEGATRON:
+    if settings.dispatch == DispatchMode.MEGATRON:
         return NativeSchedule(pp_rank, record)
-    dispatch = DispatchSettings(
-        settings.resolved_hint, TaskDispatch(settings.dispatch), settings.limit
-    )
+    dispatch = DispatchSettings(settings.resolved_hint, Dispatch(settings.dispatch), settings.limit)
     return get_forward_backward_func(settings=dispatch, record=record)

@@ -30,7 +30,7 @@ _MAX_RANKS_PER_CORE = 16
 """More ranks than this on a host would start for many minutes, if there were memory for them."""
 
 
-class Dispatch(StrEnum):
+class DispatchMode(StrEnum):
     """Who decides what a rank runs next."""
 
     READY = "ready"
@@ -47,7 +47,7 @@ class TrainSettings:
 
     hint: str | None = None
     """A hint's name or an order file; None chooses by the dispatch (`resolved_hint`)."""
-    dispatch: str = Dispatch.READY
+    dispatch: str = DispatchMode.READY
     pp: int = 4
     """Pipeline ranks."""
     tp: int = 1
@@ -68,7 +68,7 @@ class TrainSettings:
     steps: int = 60
     limit: int | None = None
     """D (forwards minus backwards run on a rank) at which `ready` dispatch withholds forwards; None
-    is 32. A `fixed` order is checked against it when it is given."""
+    is `DEFAULT_LIMIT`. A binding order is checked against it when it is given."""
     seed: int = 1234
     data: Path | None = None
     """Text file, folder, JSONL or Megatron .bin/.idx; None trains on Python's standard library."""
@@ -92,7 +92,7 @@ class TrainSettings:
         """The hint asked for, or the default of the dispatch."""
         if self.hint is not None:
             return self.hint
-        return "1f1b" if self.dispatch == Dispatch.MEGATRON else "bf"
+        return "1f1b" if self.dispatch == DispatchMode.MEGATRON else "bf"
 
     @property
     def world_size(self) -> int:
@@ -152,13 +152,13 @@ class TrainSettings:
             0 <= self.seed <= _MAX_SEED, f"--seed is {self.seed}; it must be in 0..{_MAX_SEED}"
         )
         check_device(self.device)
-        dispatches = tuple(Dispatch)
+        dispatches = tuple(DispatchMode)
         _require(
             self.dispatch in dispatches,
             f"'{self.dispatch}' is not a dispatch ({', '.join(dispatches)})",
         )
         _require(
-            self.dispatch != Dispatch.MEGATRON or self.resolved_hint == "1f1b",
+            self.dispatch != DispatchMode.MEGATRON or self.resolved_hint == "1f1b",
             f"--dispatch megatron runs 1f1b only, not '{self.hint}'; leave --hint out",
         )
         self._validate_layout()

@@ -17,7 +17,7 @@ from rrfp.trace.records import AgreementRecord, Record
 
 
 class StarAgreement:
-    """One rank's side of its group's agreement; alone, it has nothing to agree on."""
+    """One rank's side of its group's agreement (`rrfp.runtime.protocols.Agreement`)."""
 
     def __init__(
         self,

@@ -45,17 +45,17 @@ _MAX_BUFFERS_PER_WRITE = 64
 class LinkOptions:
     """What the ends of all links of a rank have in common."""
 
-    heartbeat_s: float = 1.0
+    heartbeat_s: float
     """An end that has written nothing for so long writes a heartbeat."""
-    silence_s: float = 20.0
+    silence_s: float
     """A peer that was not heard for so long is lost."""
-    close_s: float = 5.0
+    close_s: float
     """How long closing may take to write what is queued and to hear the peer's farewell."""
-    max_message_bytes: int = 4 * 2**30
+    max_message_bytes: int
     """The largest message; the same on all ranks."""
-    clock: Clock = monotonic
-    record: Callable[[Record], None] | None = None
+    record: Callable[[Record], None] | None
     """Called on the links' threads with each send and receive; must be safe for that."""
+    clock: Clock = monotonic
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from rrfp.errors import RrfpError
+from rrfp.schedule.dispatcher import Group, InputArrived
 from rrfp.schedule.tasks import Task
 
 Clock = Callable[[], int]
@@ -114,7 +115,8 @@ class Transport(Protocol):
     """Moves messages between ranks without ever making the compute thread wait.
 
     Links are directed and first-in-first-out. `send` queues and returns; a peer that cannot be
-    reached is told through the inbox as `Failed`, never by an exception on another thread.
+    reached is told through the inbox as `Failed`, never by an exception on another thread. Opening
+    and closing is its owner's affair.
     """
 
     def send(self, peer: int, message: Message) -> None: ...
@@ -128,8 +130,35 @@ class Transport(Protocol):
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
         """Tell the member `peer` the next task of the agreed sequence (`Decided` there)."""
 
-    def close(self) -> None:
-        """Say farewell on every link and stop every thread; never waits longer than its bound."""
+
+class Agreement(Protocol):
+    """One rank's side of its group's agreement on the sequence of tasks; called by the compute
+    thread. A rank without a group has `group` None and nothing to agree on."""
+
+    group: Group | None
+
+    def start_step(self) -> None: ...
+
+    def report(self, step: int, task: Task) -> None:
+        """The input of a task is here."""
+
+    def reported(self, event: Reported) -> InputArrived:
+        """What a member's report is to the dispatcher."""
+        ...
+
+    def decided(self, event: Decided) -> None:
+        """A decision is here; decisions come in the sequence in which they are run."""
+
+    def next(self) -> Task | None:
+        """The next agreed task that this rank has not run, where another rank decides."""
+        ...
+
+    def dispatched(self, step: int, task: Task) -> None:
+        """This rank starts a task."""
+
+    def owed(self) -> dict[int, str]:
+        """By rank, what an unfinished step still needs of the group's other members."""
+        ...
 
 
 class Compute(Protocol):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.protocols import (
+    Agreement,
     Arrived,
     Clock,
     Compute,
@@ -66,7 +66,7 @@ class Worker:
         pp_ranks: Sequence[int],
         inbox: Inbox,
         transport: Transport,
-        agreement: StarAgreement,
+        agreement: Agreement,
         record: Callable[[Record], None],
         *,
         stall_s: float,
@@ -193,7 +193,7 @@ class Worker:
     def _owed(self, dispatcher: Dispatcher) -> dict[int, str]:
         """By rank, what is still to come from it in this step."""
         owed = self._agreement.owed()
-        for task, _, num_missing in dispatcher.unfinished():
+        for task, num_missing in dispatcher.unfinished():
             sender = dispatcher.shape.sender(task)
             # What is in the inputs is here, and lacks another member of the group only.
             if num_missing and sender is not None and task not in self._inputs:

@@ -242,10 +242,10 @@ class Dispatcher:
         choice = self._choice()
         return self._wait(now_ns) if choice is None else self._run(now_ns, choice)
 
-    def unfinished(self) -> list[tuple[Task, bool, int]]:
-        """Every task not yet dispatched: itself, whether it is ready, arrivals it still lacks."""
+    def unfinished(self) -> list[tuple[Task, int]]:
+        """Every task not yet dispatched, and how many arrivals it still lacks."""
         return [
-            (task, lacked == 0, missing.bit_count())
+            (task, missing.bit_count())
             for task, lacked, missing in zip(
                 self._tasks, self._lacks, self._arrivals_missing, strict=True
             )
@@ -257,7 +257,7 @@ class Dispatcher:
     def _index(self, task: Task) -> int:
         block = 0 if task.kind is F else 1 if task.kind is B else 2
         shape = self.shape
-        chunk = task.stage // shape.num_ranks
+        chunk = shape.chunk_of(task.stage)
         return (block * shape.num_chunks + chunk) * shape.num_microbatches + task.microbatch
 
     def _number(self, task: Task) -> int | None:
@@ -326,7 +326,7 @@ class Dispatcher:
     def _round(self) -> tuple[Kind, ...]:
         """The kinds in the order in which a round asks them; W only when neither has a task."""
         first = self._hint.first if isinstance(self._hint, Turns) else F
-        second = B if first is F else F
+        second = self._hint.second if isinstance(self._hint, Turns) else B
         return tuple(kind for kind in (first, second, W) if kind in self.shape.kinds)
 
     def _turns_after(self, kind: Kind) -> tuple[Kind, ...]:
@@ -384,7 +384,7 @@ class Dispatcher:
         self._hand_over(task)
         run = RunTask(
             task,
-            task.stage // self.shape.num_ranks,
+            self.shape.chunk_of(task.stage),
             position,
             ready,
             skipped,

@@ -7,26 +7,17 @@ reported as what it is, and no further check looks at it.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
-from rrfp.trace.perfetto_reader import TraceContents, read_contents
+from rrfp.trace.perfetto_reader import TraceContents
 from rrfp.trace.records import Phase, RankRecords, ReceiveRecord, Recording, SendRecord, TaskRecord
 
 _NUM_EXAMPLES = 3
 
 
-def check_trace(path: Path) -> list[str]:
-    """The problems of a trace, one sentence each; empty for a whole one.
-
-    Raises RrfpError when the file cannot be read as a trace of a run at all.
-    """
-    return check_contents(read_contents(path))
-
-
 def check_contents(contents: TraceContents) -> list[str]:
-    """The problems of a trace that was read; `check_trace` says more."""
+    """The problems of a trace that was read, one sentence each; empty for a whole one."""
     recording = contents.recording
     torn = _torn_steps(recording)
     ranks = {records.info.rank for records in recording.ranks}
@@ -153,8 +144,8 @@ def _check_messages(
         task = tasks.get((key.destination, key_of(receive)))
         if task is None:
             unconsumed.append(told)
-        elif task.start_ns < receive.start_ns:
-            too_soon.append(f"{told}: {task.start_ns - receive.start_ns} ns")
+        elif task.start_ns < receive.end_ns:
+            too_soon.append(f"{told}: {task.start_ns - receive.end_ns} ns")
         if send and task and flow_lengths[key.flow_id] != 3:
             arrows.append(told)
     for pattern, told_of in (

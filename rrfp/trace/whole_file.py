@@ -1,0 +1,22 @@
+"""A file that is written whole or not at all: who reads it meanwhile finds the one before."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def open_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the place of `path` when the block ends.
+
+    When the block raises, `path` stays as it was. May raise OSError.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
