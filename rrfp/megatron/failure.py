@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rrfp.trace.whole_file import open_whole
+
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
@@ -30,7 +32,10 @@ class FailureReport:
             "extraInfo": {"timestamp": int(time.time())},
             "report": asdict(self),
         }
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+        # Whole or not at all: the launcher ends this process when another one has failed too, and
+        # stumbles over half a file.
+        with open_whole(Path(path)) as file:
+            file.write(json.dumps({"message": message}).encode())
 
     @classmethod
     def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
