@@ -22,9 +22,4 @@ def resolve_hint(text: str, shape: Shape) -> Hint:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read the order file {text}: {reason}") from None
-    order = parse_order(content, shape, text)
-    if order.shape.splits_backward:
-        raise UsageError(
-            f"{text} splits the backward into I and W, which training cannot do yet; use B"
-        )
-    return order
+    return parse_order(content, shape, text)

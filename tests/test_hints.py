@@ -1,42 +1,82 @@
+"""The hints by their names."""
+
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints import HINT_NAMES, ORDERS, TURNS, Turns, hint_named
-from rrfp.schedule.shape import Shape
+from rrfp.schedule.hints import (
+    HINT_NAMES,
+    TURNS,
+    Turns,
+    hint_named,
+    kinds_of,
+    splits_backward,
+)
+from rrfp.schedule.order import Order
+from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind
 
-SHAPE = Shape(2, 3)
+SHAPES = {
+    "zb-v": Shape(2, 4, 2, Placement.V),
+    "interleaved": Shape(2, 4, 2),
+}
+SPLIT = {"bfw", "bfw-deep", "zb-h1", "zb-v"}
 
 
-def test_every_name_gives_the_hint_of_that_name() -> None:
-    assert HINT_NAMES == ("bf", "fb", "b-first", "f-first", "1f1b", "gpipe")
-    assert [hint_named(name, SHAPE).name for name in HINT_NAMES] == list(HINT_NAMES)
+def test_the_names_are_those_of_the_command_line() -> None:
+    assert HINT_NAMES == (
+        "bf",
+        "fb",
+        "b-first",
+        "f-first",
+        "bfw",
+        "bf-deep",
+        "bfw-deep",
+        "1f1b",
+        "gpipe",
+        "zb-h1",
+        "zb-v",
+        "interleaved",
+    )
+
+
+@pytest.mark.parametrize("name", HINT_NAMES)
+def test_every_name_gives_the_hint_of_that_name(name: str) -> None:
+    hint = hint_named(name, SHAPES.get(name, Shape(2, 3)))
+    assert hint.name == name
+    assert splits_backward(hint) == (name in SPLIT)
+    assert kinds_of(hint) == (SPLIT_BACKWARD if name in SPLIT else WHOLE_BACKWARD)
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "second", "in_rounds"),
+    ("name", "first", "second", "in_rounds", "deep"),
     [
-        ("bf", Kind.B, Kind.F, True),
-        ("fb", Kind.F, Kind.B, True),
-        ("b-first", Kind.B, Kind.F, False),
-        ("f-first", Kind.F, Kind.B, False),
+        ("bf", Kind.B, Kind.F, True, False),
+        ("fb", Kind.F, Kind.B, True, False),
+        ("b-first", Kind.B, Kind.F, False, False),
+        ("f-first", Kind.F, Kind.B, False, False),
+        ("bfw", Kind.B, Kind.F, True, False),
+        ("bf-deep", Kind.B, Kind.F, True, True),
+        ("bfw-deep", Kind.B, Kind.F, True, True),
     ],
 )
 def test_turns_are_those_of_the_method(
-    name: str, first: Kind, second: Kind, in_rounds: bool
+    name: str, first: Kind, second: Kind, in_rounds: bool, deep: bool
 ) -> None:
     hint = TURNS[name]
-    assert (hint.first, hint.second, hint.in_rounds) == (first, second, in_rounds)
+    assert (hint.first, hint.second, hint.in_rounds, hint.deep) == (first, second, in_rounds, deep)
 
 
-def test_an_order_is_made_for_the_shape() -> None:
-    for name in ORDERS:
-        hint = hint_named(name, SHAPE)
-        assert not isinstance(hint, Turns)
-        assert hint.shape == SHAPE
+@pytest.mark.parametrize("name", ORDERS)
+def test_an_order_is_made_for_the_shape_whatever_its_kinds(name: str) -> None:
+    shape = SHAPES.get(name, Shape(2, 3))
+    hint = hint_named(name, shape)
+    assert not isinstance(hint, Turns)
+    assert isinstance(hint, Order)
+    assert (hint.shape.num_ranks, hint.shape.num_chunks) == (shape.num_ranks, shape.num_chunks)
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(UsageError) as refusal:
-        hint_named("zigzag", SHAPE)
+        hint_named("zigzag", Shape(2, 3))
     assert str(refusal.value).startswith("'zigzag' is neither a hint (bf, fb, b-first, f-first, ")

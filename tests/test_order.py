@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -6,60 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints import ORDERS, hint_named
-from rrfp.schedule.order import (
-    Order,
-    format_order,
-    gpipe,
-    one_forward_one_backward,
-    parse_order,
-)
-from rrfp.schedule.rehearsal import order_of
+from rrfp.schedule.order import Order, format_order, parse_order
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind
-from tests.test_dispatcher import random_order
+from tests.cases import SEEDS, random_order
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 SHAPE = Shape(2, 2)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "bf", "f-first"])
-def test_golden_orders(name: str, golden: Callable[[str, str], None]) -> None:
-    shape = Shape(4, 8)
-    golden(f"{name}-4x8.csv", format_order(order_of(hint_named(name, shape), shape)))
-
-
-@pytest.mark.parametrize("name", list(ORDERS))
-@given(num_ranks=st.integers(1, 8), num_microbatches=st.integers(1, 32))
-def test_an_order_has_every_task_once(name: str, num_ranks: int, num_microbatches: int) -> None:
-    shape = Shape(num_ranks, num_microbatches)
-    order = ORDERS[name](shape)
-    assert order.shape == shape
-    for rank, row in enumerate(order.rows):
-        assert sorted(row) == sorted(shape.tasks_of(rank))
-
-
-@given(num_ranks=st.integers(1, 8), num_microbatches=st.integers(1, 32))
-def test_1f1b_keeps_as_many_in_flight_as_ranks_follow(
-    num_ranks: int, num_microbatches: int
-) -> None:
-    order = one_forward_one_backward(Shape(num_ranks, num_microbatches))
-    peaks = [order.peak_depth(rank) for rank in range(num_ranks)]
-    assert peaks == [min(num_ranks - rank, num_microbatches) for rank in range(num_ranks)]
-
-
-@given(num_ranks=st.integers(1, 8), num_microbatches=st.integers(1, 32))
-def test_gpipe_keeps_everything_in_flight(num_ranks: int, num_microbatches: int) -> None:
-    order = gpipe(Shape(num_ranks, num_microbatches))
-    assert {order.peak_depth(rank) for rank in range(num_ranks)} == {num_microbatches}
-
-
-@pytest.mark.parametrize("name", list(ORDERS))
-def test_a_step_without_backward_runs_its_forwards(name: str) -> None:
-    shape = Shape(3, 4, kinds=FORWARD_ONLY)
-    order = ORDERS[name](shape)
-    assert order.shape == shape
-    assert order.rows == tuple(tuple(shape.tasks_of(rank)) for rank in range(3))
 
 
 def test_the_forwards_of_an_order_keep_their_sequence() -> None:
@@ -68,24 +20,13 @@ def test_the_forwards_of_an_order_keep_their_sequence() -> None:
     assert format_order(order) == "0F1,0F0\n"
 
 
-@pytest.mark.parametrize("name", list(ORDERS))
-def test_orders_for_one_chunk_refuse_several(name: str) -> None:
-    with pytest.raises(UsageError, match=f"order {name} is for one chunk a rank, not 2"):
-        ORDERS[name](Shape(2, 2, num_chunks=2))
-
-
-def test_1f1b_refuses_weight_gradients_of_their_own() -> None:
-    with pytest.raises(UsageError, match="order 1f1b has no weight gradients"):
-        one_forward_one_backward(Shape(2, 2, kinds=SPLIT_BACKWARD))
-
-
 @st.composite
 def orders(draw: st.DrawFn) -> Order:
     num_chunks = draw(st.integers(1, 3))
     placement = draw(st.sampled_from(list(Placement) if num_chunks == 2 else [Placement.LOOP]))
     kinds = draw(st.sampled_from([WHOLE_BACKWARD, SPLIT_BACKWARD]))
     shape = Shape(draw(st.integers(1, 5)), draw(st.integers(1, 6)), num_chunks, placement, kinds)
-    return random_order(shape, draw(st.integers(0, 2**32)), valid=False)
+    return random_order(shape, draw(SEEDS), valid=False)
 
 
 @given(orders())
@@ -113,6 +54,19 @@ def test_letters_tell_a_split_backward() -> None:
     assert [task.kind for task in order.rows[0]] == [Kind.F, Kind.B, Kind.W]
 
 
+def test_a_whole_backward_among_split_ones_is_both_of_its_tasks() -> None:
+    order = parse_order("0F0,0B0,0F1,0I1,0W1\n1F0,1F1,1B1,1B0\n", SHAPE, "mine")
+    assert order.shape.kinds == SPLIT_BACKWARD
+    assert format_order(order) == "0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1F1,1I1,1W1,1I0,1W0\n"
+
+
+def test_peaks_count_until_the_backward_and_until_the_activation_is_free() -> None:
+    whole = parse_order("0F0,0F1,0B0,0F2,0B1,0B2\n", Shape(1, 3), "mine")
+    assert (whole.peak_depth(0), whole.peak_held(0)) == (2, 2)
+    split = parse_order("0F0,0I0,0F1,0I1,0W0,0F2,0I2,0W1,0W2\n", Shape(1, 3), "mine")
+    assert (split.peak_depth(0), split.peak_held(0)) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -127,8 +81,12 @@ def test_letters_tell_a_split_backward() -> None:
         (GOOD.replace("0B1", "00B0"), "mine, line 1: 00B0 stands twice"),
         (GOOD.replace(",1B1", ""), "mine, line 2: 1B1 is missing"),
         ("\n" + GOOD.splitlines()[1], "mine, line 1: 0F0 is missing"),
-        (GOOD.replace("0B0", "0I0"), "mine, line 1: 0B1 is a whole backward in an order that "
-         "splits others"),
+        (GOOD.replace("0B0", "0I0"), "mine, line 1: 0W0 is missing"),
+        (GOOD.replace("0B0", "0B0,0I0"), "mine, line 1: 0B0 and 0I0 stand together; the backward "
+         "of a microbatch on a stage is B, or I and W"),
+        (GOOD.replace("1B1", "1W1,1B1"), "mine, line 2: 1W1 and 1B1 stand together"),
+        (GOOD.replace("0B0", "0I0,0W0,0W0"), "mine, line 1: 0W0 stands twice"),
+        (GOOD.replace("0B0", "0I0,0W0,0B1"), "mine, line 1: 0B1 stands twice"),
         (GOOD.replace("B", "I"), "mine, line 1: 0W0 is missing"),
         ('"0F0,0F1,0B0,0B1\n', "mine, line 1: unexpected end of data; write plain CSV"),
         (GOOD.replace("0F0", "0" * 200_000), "mine, line 1: field larger than field limit"),

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -7,13 +6,14 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatch, Dispatcher
-from rrfp.schedule.hints import HINT_NAMES, ORDERS, TURNS, hint_named
+from rrfp.schedule.hints import TURNS, kinds_of
 from rrfp.schedule.order import Order, format_order, parse_order
-from rrfp.schedule.rehearsal import check_binding, order_of
-from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
+from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.rehearsal import Blocked, check_binding, order_of, rehearse
+from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
+from tests.cases import SEEDS, random_case, random_order
 from tests.invariants import check_step
-from tests.test_dispatcher import Case, cases, random_order
 from tests.virtual_time import Duration, History, Node, play
 
 
@@ -36,7 +36,12 @@ def play_fixed(order: Order, duration: Duration) -> History:
     )
 
 
-@pytest.mark.parametrize("name", list(ORDERS))
+def rows_of(history: History) -> tuple[tuple[Task, ...], ...]:
+    ranks = range(history.shape.num_ranks)
+    return tuple(tuple(history.nodes[Node(rank, 0)].tasks) for rank in ranks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 @given(
     num_ranks=st.integers(1, 8),
     num_microbatches=st.integers(1, 32),
@@ -53,45 +58,36 @@ def test_without_jitter_1f1b_and_gpipe_take_their_closed_form(
     assert history.makespan_ns == num_slots * (forward_ns + backward_ns)
 
 
-@given(cases())
-def test_the_rehearsal_is_the_step_in_which_every_task_takes_one_unit(case: Case) -> None:
+@given(SEEDS)
+def test_the_rehearsal_is_the_step_in_which_every_task_takes_one_unit(seed: int) -> None:
+    case = random_case(seed, dispatch=Dispatch.READY, max_members=1)
     hint = TURNS["fb"] if isinstance(case.hint, Order) else case.hint
-    shape = case.shape
+    order = order_of(hint, case.shape)
+    shape = order.shape
     history = play(
         shape,
         [[Dispatcher(shape, rank, hint)] for rank in range(shape.num_ranks)],
         lambda _node, _task: 1,
     )
-    assert order_of(hint, shape).rows == tuple(
-        tuple(history.nodes[Node(rank, 0)].tasks) for rank in range(shape.num_ranks)
-    )
+    assert order.rows == rows_of(history)
+    # Bound to the order that it gives, the same step takes the same time.
+    assert rehearse(order).num_units == history.makespan_ns
 
 
-@given(cases())
-def test_the_order_of_a_round_based_hint_can_be_bound_to(case: Case) -> None:
-    hint = TURNS["bf"] if isinstance(case.hint, Order) else case.hint
-    order = order_of(hint, case.shape)
-    assert order.name == hint.name
+@pytest.mark.parametrize("name", list(TURNS))
+@given(SEEDS)
+def test_the_order_of_a_round_based_hint_can_be_bound_to(name: str, seed: int) -> None:
+    shape = random_case(seed).shape
+    order = order_of(TURNS[name], shape)
+    assert (order.name, order.shape.kinds) == (name, kinds_of(TURNS[name]))
     for rank, row in enumerate(order.rows):
-        assert sorted(row) == sorted(case.shape.tasks_of(rank))
+        assert sorted(row) == sorted(order.shape.tasks_of(rank))
     check_binding(order)
 
 
 def test_an_order_gives_itself() -> None:
     order = random_order(Shape(2, 3), 0, valid=False)
     assert order_of(order, order.shape) is order
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    # 1f1b has no weight gradients of their own.
-    [*product(HINT_NAMES, [FORWARD_ONLY]), *product([*TURNS, "gpipe"], [SPLIT_BACKWARD])],
-)
-def test_other_steps_have_orders_too(name: str, kinds: tuple[Kind, ...]) -> None:
-    shape = Shape(3, 4, kinds=kinds)
-    order = order_of(hint_named(name, shape), shape)
-    assert order.shape == shape
-    check_binding(order)
 
 
 def test_bf_is_1f1b_on_the_last_rank_and_runs_ahead_on_the_others() -> None:
@@ -112,22 +108,47 @@ def test_an_order_that_deadlocks_is_refused_with_the_place() -> None:
     )
 
 
+def test_a_deadlock_tells_what_each_rank_lacks() -> None:
+    order = parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", Shape(2, 2), "mine")
+    rehearsal = rehearse(order)
+    first_f, second_f = Task(0, Kind.F, 0), Task(1, Kind.F, 0)
+    assert rehearsal.timeline == ((first_f, None), (None, second_f))
+    assert rehearsal.blocked == (
+        Blocked(0, Task(0, Kind.B, 0), (Task(1, Kind.B, 0),)),
+        Blocked(1, Task(1, Kind.F, 1), (Task(0, Kind.F, 1),)),
+    )
+
+
 def test_a_deadlock_of_a_split_backward_is_told_in_its_own_letters() -> None:
     order = parse_order("0F0,0W0,0I0\n", Shape(1, 1), "mine")
     with pytest.raises(UsageError, match="rank 0 at 0W0"):
         check_binding(order)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 6))
+@given(SEEDS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 50))
 def test_an_order_is_refused_exactly_when_it_stalls(
-    seed: int, num_ranks: int, num_microbatches: int
+    seed: int, num_ranks: int, num_microbatches: int, backward_ns: int
 ) -> None:
-    order = nearly_valid_order(Shape(num_ranks, num_microbatches), seed)
-    if play_fixed(order, costs(1, 2)).is_whole:
+    shape = Shape(num_ranks, num_microbatches, kinds=SPLIT_BACKWARD)
+    order = nearly_valid_order(shape, seed)
+    history = play_fixed(order, costs(10, backward_ns))
+    rehearsal = rehearse(order)
+    if history.is_whole:
+        assert rehearsal.blocked == ()
         check_binding(order)
-    else:
-        with pytest.raises(UsageError, match="deadlocks as a fixed order"):
-            check_binding(order)
+        return
+    with pytest.raises(UsageError, match="deadlocks as a fixed order"):
+        check_binding(order)
+    # It stands where it does whatever the tasks take, and each rank lacks what never ran.
+    ran = {task for row in rows_of(history) for task in row}
+    assert {b.rank: b.task for b in rehearsal.blocked} == {
+        rank: row[len(done)]
+        for rank, (row, done) in enumerate(zip(order.rows, rows_of(history), strict=True))
+        if len(done) < len(row)
+    }
+    for blocked in rehearsal.blocked:
+        assert blocked.lacks
+        assert ran.isdisjoint(blocked.lacks)
 
 
 def nearly_valid_order(shape: Shape, seed: int) -> Order:
@@ -146,7 +167,18 @@ def test_a_binding_order_above_the_limit_is_refused() -> None:
         check_binding(order, limit=3)
     assert str(refusal.value) == (
         "order 1f1b runs 4 forwards ahead of their backwards on rank 0, above the limit of 3; "
-        "raise --limit or use --dispatch ready"
+        "raise --limit to 4 or use --dispatch ready"
+    )
+
+
+def test_a_binding_order_above_the_hold_is_refused() -> None:
+    order = ORDERS["zb-v"](Shape(3, 8, 2, Placement.V))
+    check_binding(order, hold=6)
+    with pytest.raises(UsageError) as refusal:
+        check_binding(order, hold=5)
+    assert str(refusal.value) == (
+        "order zb-v keeps 3 microbatches on rank 0, above the hold of 2.5; raise --hold to 3 or "
+        "use --dispatch ready"
     )
 
 

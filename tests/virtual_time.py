@@ -1,4 +1,4 @@
-"""Pipelines in virtual time: one dispatcher a rank, a heap of events, no clock and no thread.
+"""Pipelines in virtual time: one dispatcher a member of a rank, a heap of events, no clock.
 
 All events of one instant are taken in before any decision of that instant. Messages keep their
 sequence on a directed link and may overtake each other between links.
@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from rrfp.schedule.dispatcher import (
     ComputeIdle,
+    DecideAhead,
     InputArrived,
     Instruction,
     RunTask,
@@ -24,9 +25,12 @@ from rrfp.schedule.dispatcher import (
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 
+Sets = Sequence[Sequence[int]]
+"""The members of a rank, each in exactly one set."""
+
 
 class Node(NamedTuple):
-    """One member of one pipeline rank's group; member 0 leads."""
+    """One member of one pipeline rank: the rank of that number in one of several pipelines."""
 
     rank: int
     member: int
@@ -63,6 +67,7 @@ class History:
     """What happened in one step."""
 
     shape: Shape
+    groups: Sequence[Sets]
     nodes: dict[Node, NodeHistory]
 
     @property
@@ -78,45 +83,66 @@ Duration = Callable[[Node, Task], int]
 """Nanoseconds, at least 1, that a task takes on a node."""
 Latency = Callable[[Node, Node], int]
 """Nanoseconds, at least 0, that the next message between two nodes takes."""
+Ahead = Callable[[Node], int | None]
+"""Nanoseconds after a task's start at which a node that decides does so for the next task; None:
+once the task has ended."""
 
 
-def play(
-    shape: Shape,
-    deciders: Sequence[Sequence[Decider]],
-    duration: Duration,
-    latency: Latency = lambda _sender, _receiver: 0,
-) -> History:
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything about a step that no dispatcher decides."""
+
+    duration: Duration
+    latency: Latency = lambda _sender, _receiver: 0
+    ahead: Ahead = lambda _node: None
+    groups: Sequence[Sets] | None = None
+    """By rank, the members that run one order; the first of a group leads. Without it all do."""
+    collectives: Sequence[Sets] | None = None
+    """By stage, the members that share a collective inside each task, which ends when the last of
+    them, having begun the same one, has spent its time on it. Without it every member is alone."""
+
+
+def play(shape: Shape, deciders: Sequence[Sequence[Decider]], world: World | Duration) -> History:
     """Run one step with `deciders[rank][member]` until nothing happens any more.
 
     Member i of a rank receives from member i of the neighbouring ranks; followers report what
-    arrived to their leader, and run what it decides.
+    arrived to their leader, and run what it decides. A duration is a world with nothing else.
     """
-    return _Step(shape, deciders, duration, latency).play()
+    return _Step(shape, deciders, world if isinstance(world, World) else World(world)).play()
 
 
 class _Step:
-    def __init__(
-        self,
-        shape: Shape,
-        deciders: Sequence[Sequence[Decider]],
-        duration: Duration,
-        latency: Latency,
-    ) -> None:
+    def __init__(self, shape: Shape, deciders: Sequence[Sequence[Decider]], world: World) -> None:
+        members = range(len(deciders[0]))
+        groups = world.groups or [[members]] * shape.num_ranks
+        collectives = world.collectives or [[[each] for each in members]] * shape.num_stages
         self._shape = shape
+        self._world = world
         self._deciders = {
             Node(rank, member): decider
-            for rank, members in enumerate(deciders)
-            for member, decider in enumerate(members)
+            for rank, of_rank in enumerate(deciders)
+            for member, decider in enumerate(of_rank)
         }
-        self._members = range(len(deciders[0]))
-        self._duration = duration
-        self._latency = latency
-        self._history = History(shape, {node: NodeHistory() for node in self._deciders})
+        self._group = {
+            Node(rank, member): [Node(rank, each) for each in group]
+            for rank, of_rank in enumerate(groups)
+            for group in of_rank
+            for member in group
+        }
+        self._sharers = {
+            (stage, member): tuple(sharers)
+            for stage, of_stage in enumerate(collectives)
+            for sharers in of_stage
+            for member in sharers
+        }
+        self._history = History(shape, groups, {node: NodeHistory() for node in self._deciders})
         self._heap: list[tuple[int, int, int, Callable[[int], None]]] = []
         self._num_events = 0
         self._link_free_at: dict[tuple[Node, Node], int] = {}
-        self._busy: set[Node] = set()
         self._to_ask: set[Node] = set()
+        self._running: dict[Node, RunTask] = {}
+        self._kept: dict[Node, RunTask] = {}
+        self._begun: dict[tuple[Task, tuple[int, ...]], list[tuple[Node, int, RunTask]]] = {}
         self._decisions: dict[Node, deque[Task]] = {node: deque() for node in self._deciders}
 
     def play(self) -> History:
@@ -132,64 +158,92 @@ class _Step:
         heappush(self._heap, (time, priority, self._num_events, happen))
 
     def _ask_at(self, now: int, node: Node) -> None:
-        if node not in self._to_ask:
+        if node not in self._to_ask and node not in self._running:
             self._to_ask.add(node)
-            self._at(now, 1, lambda now: self._ask(now, node))
+            self._at(now, 1, partial(self._ask, node))
 
     def _send(self, now: int, sender: Node, receiver: Node, arrive: Callable[[int], None]) -> None:
         link = (sender, receiver)
-        arrival = max(now + self._latency(sender, receiver), self._link_free_at.get(link, 0))
+        arrival = now + self._world.latency(sender, receiver)
+        arrival = max(arrival, self._link_free_at.get(link, 0))
         self._link_free_at[link] = arrival
         self._at(arrival, 0, arrive)
 
-    def _take_in(self, now: int, node: Node, stimulus: InputArrived) -> None:
-        assert self._deciders[node].handle(now, stimulus) == ()
+    # Arrivals.
+
+    def _input(self, node: Node, task: Task, now: int) -> None:
+        self._history.nodes[node].arrivals.append((now, task))
+        self._take_in(node, InputArrived(task), now)
+        leader, *followers = self._group[node]
+        if node in followers:
+            report = InputArrived(task, 1 + followers.index(node))
+            self._send(now, node, leader, partial(self._take_in, leader, report))
+
+    def _take_in(self, node: Node, arrival: InputArrived, now: int) -> None:
+        assert self._deciders[node].handle(now, arrival) == ()
         self._ask_at(now, node)
 
-    def _input(self, now: int, node: Node, task: Task) -> None:
-        self._history.nodes[node].arrivals.append((now, task))
-        self._take_in(now, node, InputArrived(task))
-        if node.member > 0:
-            leader, report = Node(node.rank, 0), InputArrived(task, node.member)
-            self._send(now, node, leader, lambda now: self._take_in(now, leader, report))
-
-    def _decision(self, now: int, node: Node, task: Task) -> None:
+    def _decision(self, node: Node, task: Task, now: int) -> None:
         self._decisions[node].append(task)
         self._ask_at(now, node)
 
-    def _ask(self, now: int, node: Node) -> None:
+    # Decisions.
+
+    def _ask(self, node: Node, now: int) -> None:
         self._to_ask.discard(node)
-        if node in self._busy:
+        if node in self._kept:
+            self._start(now, node, self._kept.pop(node))
             return
         decisions = self._decisions[node]
         stimulus = TaskAgreed(decisions.popleft()) if decisions else ComputeIdle()
-        history = self._history.nodes[node]
         for instruction in self._deciders[node].handle(now, stimulus):
             match instruction:
                 case RunTask():
+                    self._tell_followers(now, node, instruction.task)
                     self._start(now, node, instruction)
                 case Waited():
-                    history.waits.append(instruction)
+                    self._history.nodes[node].waits.append(instruction)
                 case StepDone():
-                    history.is_done = True
+                    self._history.nodes[node].is_done = True
+
+    def _ask_ahead(self, node: Node, running: RunTask, now: int) -> None:
+        if self._running.get(node) is not running:
+            return  # it has ended, and the next decision was made then
+        for instruction in self._deciders[node].handle(now, DecideAhead()):
+            assert isinstance(instruction, RunTask)
+            self._tell_followers(now, node, instruction.task)
+            self._kept[node] = instruction
+
+    def _tell_followers(self, now: int, node: Node, task: Task) -> None:
+        leader, *followers = self._group[node]
+        if node == leader:
+            for follower in followers:
+                self._send(now, node, follower, partial(self._decision, follower, task))
+
+    # Tasks.
 
     def _start(self, now: int, node: Node, run: RunTask) -> None:
-        self._busy.add(node)
-        end = now + self._duration(node, run.task)
-        self._history.nodes[node].ran.append(Ran(now, end, run))
-        self._at(end, 0, lambda now: self._finish(now, node, run.task))
-        if node.member == 0:
-            for member in self._members[1:]:
-                follower = Node(node.rank, member)
-                decided = partial(self._decision, node=follower, task=run.task)
-                self._send(now, node, follower, decided)
+        self._running[node] = run
+        ahead = self._world.ahead(node) if node == self._group[node][0] else None
+        if ahead is not None:
+            self._at(now + ahead, 1, partial(self._ask_ahead, node, run))
+        # Whoever begins another task than its sharers waits for them for ever.
+        sharers = self._sharers.get((run.task.stage, node.member), (node.member,))
+        begun = self._begun.setdefault((run.task, sharers), [])
+        begun.append((node, now, run))
+        if len(begun) == len(sharers):
+            duration = self._world.duration
+            end = max(start + duration(each, run.task) for each, start, _ in begun)
+            for each, start, its_run in begun:
+                self._history.nodes[each].ran.append(Ran(start, end, its_run))
+                self._at(end, 0, partial(self._finish, each, run.task))
 
-    def _finish(self, now: int, node: Node, task: Task) -> None:
-        self._busy.discard(node)
+    def _finish(self, node: Node, task: Task, now: int) -> None:
+        del self._running[node]
         self._ask_at(now, node)
         consumer = self._shape.receiver(task)
         if consumer is None:
             return
         receiver = Node(self._shape.rank_of(consumer.stage), node.member)
         if receiver.rank != node.rank:
-            self._send(now, node, receiver, lambda now: self._input(now, receiver, consumer))
+            self._send(now, node, receiver, partial(self._input, receiver, consumer))

@@ -3,22 +3,33 @@
 Theory of operation. A dispatcher serves one pipeline rank for one step. State enters by `handle`
 as a stimulus and leaves as instructions; nothing else changes it, and it reads no clock.
 
-- Every task lacks a number of things: the local task before it, and one arrival (of each member
-  of the rank's group) where a neighbouring stage sends its input. A task that lacks nothing is
-  *ready*. Local prerequisites count from their dispatch on, for a rank runs one task at a time;
-  that is also what lets a group decide ahead of completion (paper section 4.2).
-- `ready` dispatch: ready tasks wait in one heap a kind, keyed by the hint. When the compute
-  thread is idle, the hint says which kind goes first; a forward is withheld while D, the
-  chunk-forwards minus the chunk-backwards run in this step, is at the limit (paper App. C).
+- Every task lacks a number of things: tasks before it on this rank, and one arrival (at each member
+  of the rank's group) where a neighbouring rank sends its input. A task that lacks nothing is
+  *ready*. Everything counts from the dispatch on, not from completion: the tasks before it, D, what
+  is held, and the hint's round; for a rank runs its tasks one at a time, in the sequence of their
+  dispatch. That is what lets a group decide for its next task while one runs (`DecideAhead`).
+- `ready` dispatch: ready tasks wait in heaps keyed by the hint, which also says which kind goes
+  first. Two bounds may withhold them, one at a time:
+  `limit` on D, the chunk-forwards minus the chunk-backwards run in this step (paper App. C). Where
+  D has reached it, one chunk a rank runs backwards only; several chunks *drain*: microbatches are
+  finished one by one in index order, each in the order F0..F(C-1), B(C-1)..B0, and waited for. The
+  smallest unfinished microbatch of the whole pipeline can always go on, so no limit deadlocks.
+  `hold` on the slots in use, the activations kept from F until W (until B where it is whole). A
+  forward of chunk c may start only while fewer than hold - (C - 1 - c) slots are in use: deeper
+  chunks have slots reserved. Slots used by chunks up to c then never exceed hold - (C - 1 - c), so
+  the successor of the deepest stage that holds an activation is permitted, and no hold from C
+  slots on deadlocks. A plain cap would: shallow chunks fill it and nothing can come back.
 - `fixed` dispatch: the hint's order is binding; the next task of the row runs or is waited for.
 - Group: the ranks that share a collective inside a task run the same sequence. The leader counts
-  every member's arrivals, so that what it finds ready is the intersection of the members' ready
-  sets, and decides; the others run what they are told (`TaskAgreed`).
+  every member's arrivals and decides; the others run what they are told (`TaskAgreed`). It runs
+  the best of what is ready at every member, or, by the paper's rule, what each member would pick
+  by itself if all of them pick the same.
 
 An idle interval has one cause. When the cause changes in mid-idle the interval is split.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -33,6 +44,13 @@ from rrfp.schedule.tasks import Kind, Task
 
 F, B, W = Kind.F, Kind.B, Kind.W
 
+_KINDS = (F, B, W)
+_F, _B, _W = range(3)
+"""Kinds by their place in `_KINDS`, for lists: an enum's hash is a call."""
+
+Turn = tuple[int, ...]
+"""Kinds that compete by the hint's keys."""
+
 
 class Dispatch(StrEnum):
     """What the hint is to the dispatcher."""
@@ -41,6 +59,24 @@ class Dispatch(StrEnum):
     """It ranks what is ready."""
     FIXED = "fixed"
     """Its order is binding."""
+
+
+class WeightGradients(StrEnum):
+    """When an order, used as a hint, runs the weight gradients that are split off the backward."""
+
+    IDLE = "idle"
+    """When neither a forward nor a backward may run; the order ranks them among themselves."""
+    RANKED = "ranked"
+    """By their places in the order, like any other task."""
+
+
+class AgreementRule(StrEnum):
+    """What a group runs, given what is ready at each of its members."""
+
+    INTERSECTION = "intersection"
+    """The best of the tasks that are ready at all of them."""
+    UNANIMOUS = "unanimous"
+    """What each member would pick by itself, if all pick the same (paper section 4.2)."""
 
 
 class InputArrived(NamedTuple):
@@ -55,13 +91,17 @@ class ComputeIdle(NamedTuple):
     """Stimulus: the compute thread is free, and everything that has arrived was handed in."""
 
 
+class DecideAhead(NamedTuple):
+    """Stimulus: a task is running; decide for the next one already, if something is ready."""
+
+
 class TaskAgreed(NamedTuple):
     """Stimulus: the compute thread is free, and the group's leader has decided for this task."""
 
     task: Task
 
 
-Stimulus = InputArrived | ComputeIdle | TaskAgreed
+Stimulus = InputArrived | ComputeIdle | DecideAhead | TaskAgreed
 
 
 class RunTask(NamedTuple):
@@ -80,7 +120,7 @@ class RunTask(NamedTuple):
     held: int
     """Activations held once this task has run, in chunks."""
     ready_forwards: int
-    """Of those; withheld forwards are not ready."""
+    """Of those; what a bound withholds is not ready."""
     ready_backwards: int
 
 
@@ -111,6 +151,7 @@ class Group:
 
     num_members: int
     leads: bool
+    rule: AgreementRule = AgreementRule.INTERSECTION
 
 
 class DispatchError(RrfpError):
@@ -131,6 +172,13 @@ class _OrderProgress:
         """The number of the first unfinished task."""
         return self._numbers[self._first]
 
+    def unfinished(self) -> Iterator[int]:
+        """The numbers of the unfinished tasks, in the order's sequence."""
+        ahead = set(self._taken_ahead)
+        for position in range(self._first, len(self._numbers)):
+            if position not in ahead:
+                yield self._numbers[position]
+
     def take(self, number: int) -> tuple[int, int]:
         """Finish a task: its position, and how many unfinished tasks stand before it."""
         position = self._position[number]
@@ -148,6 +196,19 @@ class _OrderProgress:
         return position, 0
 
 
+class _ReadySet:
+    """What is ready, best first, in the eyes of some members of the group (a bit each in `mask`).
+
+    Entries are the hint's key and the task's number in one integer. An entry stays when its task
+    is dispatched, and is dropped when it comes to the top.
+    """
+
+    def __init__(self, mask: int, num_chunks: int) -> None:
+        self.mask = mask
+        # A heap a chunk for the forwards, which bounds withhold by chunk; one for the other kinds.
+        self.heaps: tuple[list[list[int]], ...] = ([[] for _ in range(num_chunks)], [[]], [[]])
+
+
 class Dispatcher:
     """Decides what one pipeline rank runs next in one step."""
 
@@ -159,15 +220,18 @@ class Dispatcher:
         *,
         dispatch: Dispatch = Dispatch.READY,
         limit: int | None = None,
+        hold: int | None = None,
+        w: WeightGradients = WeightGradients.IDLE,
         order: Order | None = None,
         group: Group | None = None,
     ) -> None:
         """Start a step of `shape` on pipeline rank `rank`.
 
-        `limit` is the D at which forwards are withheld (`ready` dispatch, one chunk a rank, steps
-        with a backward). `order` is the order that the hint gives (`order_of`); positions and
+        `limit` bounds D and `hold` the slots in use (activations of one chunk each); they bind
+        `ready` dispatch in steps with a backward, and exclude each other. `w` applies to a hint
+        that is an order. `order` is the order that the hint gives (`order_of`); positions and
         deviations are counted against it, and `fixed` dispatch needs it. Raises UsageError for a
-        limit below 1.
+        limit below 1 or a hold below one slot a chunk, and for both.
         """
         if isinstance(hint, Order):
             order = hint
@@ -175,20 +239,28 @@ class Dispatcher:
             raise ValueError("fixed dispatch needs the order that its hint gives")
         if order is not None and order.shape != shape:
             raise ValueError(f"order {order.name} is for {order.shape}, not for {shape}")
+        if limit is not None and hold is not None:
+            raise UsageError(
+                f"a limit of {limit} and a hold of {hold} exclude each other; choose one of the two"
+            )
         if limit is not None and limit < 1:
             raise UsageError(f"the limit is {limit}; it must be at least 1")
-        if limit is not None and shape.num_chunks > 1:
+        if hold is not None and hold < shape.num_chunks:
             raise UsageError(
-                f"the limit is defined for one chunk a rank, not {shape.num_chunks}; leave it out"
+                f"a hold of {hold} slots cannot carry a microbatch through {shape.num_chunks} "
+                "chunks; it must be at least one slot a chunk"
             )
+        is_bound = B in shape.kinds and dispatch is Dispatch.READY
         self.shape = shape
         self.rank = rank
         self.depth = 0
         self.held = 0
         self.peak_held = 0
         self._hint = hint
+        self._w = w
         self._fixed = dispatch is Dispatch.FIXED
-        self._limit = limit if B in shape.kinds and not self._fixed else None
+        self._limit = limit if is_bound else None
+        self._hold = hold if is_bound else None
         self._follows = group is not None and not group.leads
         self._ranks = not self._fixed and not self._follows
         self._order = (
@@ -196,112 +268,160 @@ class Dispatcher:
             if order is None
             else _OrderProgress([self._index(task) for task in order.rows[rank]])
         )
-        self._frees_held = W if shape.splits_backward else B
+        self._frees_held = _W if shape.splits_backward else _B
 
         # The lists below are indexed by a task's number: by kind, then chunk, then microbatch.
+        num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
         self._tasks = list(shape.tasks_of(rank))
+        self._num_of_a_kind = num_chunks * num_microbatches
         self._num_left = len(self._tasks)
         num_members = group.num_members if group is not None and group.leads else 1
-        # The members at which a task's input is still to arrive, one bit each.
-        self._arrivals_missing = [
-            (1 << num_members) - 1 if self._comes_from_elsewhere(task) else 0
-            for task in self._tasks
-        ]
-        self._lacks_here = [len(shape.prerequisites(task)) for task in self._tasks]
-        self._lacks = [
-            lacked + max(0, missing.bit_count() - 1)
-            for lacked, missing in zip(self._lacks_here, self._arrivals_missing, strict=True)
-        ]
+        everybody = (1 << num_members) - 1
+        self._everybody = everybody
+        # Tasks of this rank that are to be dispatched before it; below 0 once it was dispatched.
+        self._lacks: list[int] = []
+        # The members at which its input is still to arrive, one bit each.
+        self._missing: list[int] = []
+        # Whether a task's output stays on this rank, by kind and chunk.
+        self._hands_over: list[bool] = []
+        for first in self._tasks[::num_microbatches]:
+            ranks = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
+            comes = any(other != rank for other in ranks)
+            self._lacks += [ranks.count(rank)] * num_microbatches
+            self._missing += [everybody if comes else 0] * num_microbatches
+            receiver = shape.receiver(first)
+            self._hands_over.append(receiver is not None and shape.rank_of(receiver.stage) == rank)
         self._key = self._keys()
 
-        self._heaps: dict[Kind, list[int]] = {kind: [] for kind in shape.kinds}
-        self._num_ready = dict.fromkeys(Kind, 0)
-        self._num_here = dict.fromkeys(Kind, 0)
-        self._in_turn = isinstance(hint, Turns)
-        self._top_of_round = self._turns = self._round()
+        is_unanimous = group is not None and group.rule is AgreementRule.UNANIMOUS
+        masks = [1 << member for member in range(num_members)] if is_unanimous else [everybody]
+        self._ready_sets = [_ReadySet(mask, num_chunks) for mask in masks]
+        # How many tasks are ready in the group, and by this rank's own inputs; by kind and chunk.
+        self._num_ready = [[0] * num_chunks for _ in _KINDS]
+        self._num_here = [[0] * num_chunks for _ in _KINDS]
+        # How many forwards and backwards of each microbatch were dispatched.
+        self._progress = [0] * num_microbatches
+        self._smallest_unfinished = 0
+        self._drains = False
+        self._first_open_chunk = 0
+        self._top_of_round = self._round()
+        self._turns = self._top_of_round
         self._waiting: tuple[Cause, int] | None = None
         for number, lacked in enumerate(self._lacks):
             if lacked == 0:
-                self._num_here[self._tasks[number].kind] += 1
-                self._becomes_ready(number)
+                self._lacks_nothing_local(number)
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         """Take in one stimulus and say what follows from it.
 
         An arrival only changes the books: hand in all that has arrived, then `ComputeIdle`, which
         answers with `RunTask`, `Wait` or `StepDone`, a `Waited` before it where a wait ends.
-        Raises DispatchError for a stimulus that cannot be.
+        `DecideAhead` answers with the `RunTask` that comes next, or with nothing. Raises
+        DispatchError for a stimulus that cannot be.
         """
         if type(stimulus) is InputArrived:
             self._take_in(stimulus)
             return ()
         if type(stimulus) is TaskAgreed:
             return self._run(now_ns, self._agreed(stimulus.task))
-        if self._num_left == 0:
-            return (StepDone(),)
-        choice = self._choice()
-        return self._wait(now_ns) if choice is None else self._run(now_ns, choice)
+        choice = None if self._num_left == 0 else self._choice()
+        if choice is not None:
+            return self._run(now_ns, choice)
+        if type(stimulus) is DecideAhead:
+            return ()
+        return (StepDone(),) if self._num_left == 0 else self._wait(now_ns)
 
     def unfinished(self) -> list[tuple[Task, int]]:
         """Every task not yet dispatched, and how many arrivals it still lacks."""
         return [
             (task, missing.bit_count())
-            for task, lacked, missing in zip(
-                self._tasks, self._lacks, self._arrivals_missing, strict=True
-            )
+            for task, lacked, missing in zip(self._tasks, self._lacks, self._missing, strict=True)
             if lacked >= 0
         ]
+
+    def ready_tasks(self) -> list[Task]:
+        """The tasks not yet dispatched whose every input is on this rank, withheld ones too."""
+        return [task for number, task in enumerate(self._tasks) if self._is_here(number)]
+
+    def best_waiting(self) -> tuple[Task, list[Task]] | None:
+        """The hint's best task that lacks an input on this rank, and the tasks whose output it
+        lacks, if there is one."""
+        for number in self._by_hint():
+            if self._lacks[number] >= 0 and not self._is_here(number):
+                task = self._tasks[number]
+                return task, [
+                    needed
+                    for needed in self.shape.prerequisites(task)
+                    if self._owes(needed, number)
+                ]
+        return None
 
     # Books: what each task still lacks.
 
     def _index(self, task: Task) -> int:
-        block = 0 if task.kind is F else 1 if task.kind is B else 2
+        kind = _F if task.kind is F else _B if task.kind is B else _W
         shape = self.shape
         chunk = shape.chunk_of(task.stage)
-        return (block * shape.num_chunks + chunk) * shape.num_microbatches + task.microbatch
+        return (kind * shape.num_chunks + chunk) * shape.num_microbatches + task.microbatch
 
     def _number(self, task: Task) -> int | None:
         return self._index(task) if self.shape.holds(self.rank, task) else None
 
-    def _comes_from_elsewhere(self, task: Task) -> bool:
-        sender = self.shape.sender(task)
-        return sender is not None and self.shape.rank_of(sender.stage) != self.rank
+    def _kind_and_chunk(self, number: int) -> tuple[int, int]:
+        return divmod(number // self.shape.num_microbatches, self.shape.num_chunks)
 
     def _take_in(self, arrival: InputArrived) -> None:
         number = self._number(arrival.task)
         bit = 1 << arrival.member
-        if number is None or not self._arrivals_missing[number] & bit:
+        if number is None or not self._missing[number] & bit:
             raise DispatchError(
                 f"the input of {arrival.task} arrived on member {arrival.member} of pipeline "
                 f"rank {self.rank}, which does not lack it; a message was sent twice or to the "
                 "wrong rank"
             )
-        self._arrivals_missing[number] ^= bit
-        if arrival.member == 0:
-            self._one_less_here(number)
-        self._one_less(number)
-
-    def _one_less_here(self, number: int) -> None:
-        self._lacks_here[number] -= 1
-        if self._lacks_here[number] == 0:
-            self._num_here[self._tasks[number].kind] += 1
+        self._missing[number] ^= bit
+        if self._lacks[number] == 0:
+            self._is_ready_at(number, bit)
 
     def _one_less(self, number: int) -> None:
         self._lacks[number] -= 1
         if self._lacks[number] == 0:
-            self._becomes_ready(number)
+            self._lacks_nothing_local(number)
 
-    def _becomes_ready(self, number: int) -> None:
-        kind = self._tasks[number].kind
-        self._num_ready[kind] += 1
+    def _lacks_nothing_local(self, number: int) -> None:
+        self._is_ready_at(number, self._everybody & ~self._missing[number])
+
+    def _is_ready_at(self, number: int, members: int) -> None:
+        """A task has become ready at these members (bits)."""
+        kind, chunk = self._kind_and_chunk(number)
+        missing = self._missing[number]
+        if members & 1:
+            self._num_here[kind][chunk] += 1
+        if missing == 0:
+            self._num_ready[kind][chunk] += 1
         if self._ranks:
-            heappush(self._heaps[kind], self._key[number] * len(self._tasks) + number)
+            entry = self._key[number] * len(self._tasks) + number
+            for ready in self._ready_sets:
+                if members & ready.mask and not missing & ready.mask:
+                    heappush(ready.heaps[kind][chunk if kind == _F else 0], entry)
+
+    def _is_here(self, number: int) -> bool:
+        return self._lacks[number] == 0 and not self._missing[number] & 1
+
+    def _owes(self, needed: Task, number: int) -> bool:
+        """Whether a prerequisite of a task has not been dispatched, or not arrived, here."""
+        if self.shape.rank_of(needed.stage) == self.rank:
+            return self._lacks[self._index(needed)] >= 0
+        return bool(self._missing[number] & 1)
+
+    def _by_hint(self) -> Iterator[int]:
+        return iter(range(len(self._tasks))) if self._order is None else self._order.unfinished()
 
     # Decision.
 
     def _agreed(self, task: Task) -> int:
         number = self._number(task)
-        if not self._follows or number is None or self._lacks[number] != 0:
+        if not self._follows or number is None or not self._is_here(number):
             raise DispatchError(
                 f"the group agreed on {task}, which pipeline rank {self.rank} cannot run now; "
                 "its leader's books and these differ"
@@ -315,29 +435,28 @@ class Dispatcher:
             for position, task in enumerate(self._hint.rows[self.rank]):
                 keys[self._index(task)] = position
             return keys
-        shape = self.shape
+        num_chunks, num_microbatches = self.shape.num_chunks, self.shape.num_microbatches
         keys = []
-        for task in self._tasks:
-            chunk = shape.chunk_of(task.stage)
-            preference = chunk if task.kind is F else shape.num_chunks - 1 - chunk
-            keys.append(preference * shape.num_microbatches + task.microbatch)
+        for kind in range(len(self.shape.kinds)):
+            prefers_shallow = kind == _F and not self._hint.deep
+            for chunk in range(num_chunks):
+                preference = chunk if prefers_shallow else num_chunks - 1 - chunk
+                start = preference * num_microbatches
+                keys += range(start, start + num_microbatches)
         return keys
 
-    def _round(self) -> tuple[Kind, ...]:
-        """The kinds in the order in which a round asks them; W only when neither has a task."""
-        first = self._hint.first if isinstance(self._hint, Turns) else F
-        second = self._hint.second if isinstance(self._hint, Turns) else B
-        return tuple(kind for kind in (first, second, W) if kind in self.shape.kinds)
+    def _round(self) -> tuple[Turn, ...]:
+        """What is asked, in turn; the kinds of one turn compete by their keys."""
+        if isinstance(self._hint, Order):
+            return ((_F, _B, _W),) if self._w is WeightGradients.RANKED else ((_F, _B), (_W,))
+        return ((_F,), (_B,), (_W,)) if self._hint.first is F else ((_B,), (_F,), (_W,))
 
-    def _turns_after(self, kind: Kind) -> tuple[Kind, ...]:
+    def _turns_after(self, kind: int) -> tuple[Turn, ...]:
         """The other half of the round after its first, else the top of a new one."""
         top = self._top_of_round
-        if isinstance(self._hint, Turns) and self._hint.in_rounds and kind is top[0]:
-            return (*top[1:2], top[0], *top[2:])
+        if isinstance(self._hint, Turns) and self._hint.in_rounds and kind == top[0][0]:
+            return (top[1], top[0], top[2])
         return top
-
-    def _withholds_forwards(self) -> bool:
-        return self._limit is not None and self.depth >= self._limit
 
     def _choice(self) -> int | None:
         """The number of the best task that may run, if there is one and this rank decides."""
@@ -346,52 +465,108 @@ class Dispatcher:
         if self._fixed:
             assert self._order is not None
             number = self._order.best
-            return number if self._lacks[number] == 0 else None
-        best = None
-        for kind in self._turns:
-            heap = self._heaps[kind]
-            if not heap or (kind is F and self._withholds_forwards()):
-                continue
-            if self._in_turn:
-                return heap[0] % len(self._tasks)
-            if best is None or (kind is not W and heap[0] < best):
-                best = heap[0]
-        return None if best is None else best % len(self._tasks)
+            return number if self._is_ready(number, self._everybody) else None
+        choice = self._best(self._ready_sets[0])
+        for ready in self._ready_sets[1:]:
+            if self._best(ready) != choice:
+                return None
+        return choice
+
+    def _is_ready(self, number: int, mask: int) -> bool:
+        return self._lacks[number] == 0 and not self._missing[number] & mask
+
+    def _best(self, ready: _ReadySet) -> int | None:
+        """The number of the best task in this set that no bound withholds."""
+        turns = self._turns
+        if self._drains:
+            number = self._next_to_drain()
+            if self._is_ready(number, ready.mask):
+                return number
+            turns = ((_W,),)
+        lacks, num_tasks = self._lacks, len(self._tasks)
+        for turn in turns:
+            best = None
+            for kind in turn:
+                heaps = ready.heaps[kind]
+                for heap in heaps[self._first_open_chunk :] if kind == _F else heaps:
+                    while heap and lacks[heap[0] % num_tasks] < 0:
+                        heappop(heap)
+                    if heap and (best is None or heap[0] < best):
+                        best = heap[0]
+            if best is not None:
+                return best % num_tasks
+        return None
+
+    # Bounds.
+
+    def _apply_bounds(self) -> None:
+        """Work out what D, or the slots in use, withhold from now on: forwards of the chunks below
+        the first open one, and while this rank drains all but one microbatch."""
+        num_chunks = self.shape.num_chunks
+        if self._hold is not None:
+            self._first_open_chunk = max(0, num_chunks - (self._hold - self.held))
+        elif self._limit is not None:
+            is_at_limit = self.depth >= self._limit
+            self._first_open_chunk = num_chunks if is_at_limit else 0
+            self._drains = is_at_limit and num_chunks > 1
+
+    def _next_to_drain(self) -> int:
+        """The next task of the smallest unfinished microbatch; its tasks run in this order anyway,
+        as each needs the one before it."""
+        num_chunks, num_microbatches = self.shape.num_chunks, self.shape.num_microbatches
+        while self._progress[self._smallest_unfinished] == 2 * num_chunks:
+            self._smallest_unfinished += 1
+        progress = self._progress[self._smallest_unfinished]
+        # Numbers go by kind, chunk and microbatch; backwards run from the deepest chunk.
+        place = progress if progress < num_chunks else 3 * num_chunks - 1 - progress
+        return place * num_microbatches + self._smallest_unfinished
+
+    def _permitted(self, counts: list[list[int]], mask: int) -> tuple[int, int, int]:
+        """How many forwards, backwards and weight gradients of `counts` no bound withholds; the
+        counts are those of the members in `mask`."""
+        forwards, backwards, weight_gradients = counts
+        if self._drains:
+            number = self._next_to_drain()
+            drains = int(self._is_ready(number, mask))
+            is_forward = number < self._num_of_a_kind
+            return drains * is_forward, drains * (not is_forward), sum(weight_gradients)
+        if self._first_open_chunk:
+            forwards = forwards[self._first_open_chunk :]
+        return sum(forwards), sum(backwards), sum(weight_gradients)
+
+    # Dispatch.
 
     def _run(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
-        task = self._tasks[number]
-        kind = task.kind
-        num_ready = self._num_ready
-        ready_forwards = 0 if self._withholds_forwards() else num_ready[F]
-        ready_backwards = num_ready[B]
-        ready = ready_forwards + ready_backwards + num_ready[W]
+        kind, chunk = self._kind_and_chunk(number)
+        forwards, backwards, weight_gradients = self._permitted(self._num_ready, self._everybody)
         self._lacks[number] = -1
         self._num_left -= 1
-        num_ready[kind] -= 1
-        self._num_here[kind] -= 1
-        if self._ranks:
-            heappop(self._heaps[kind])
-            self._turns = self._turns_after(kind)
-        if kind is F:
+        self._num_ready[kind][chunk] -= 1
+        self._num_here[kind][chunk] -= 1
+        self._turns = self._turns_after(kind)
+        if kind != _W:
+            self._progress[number % self.shape.num_microbatches] += 1
+        if kind == _F:
             self.depth += 1
             self.held += 1
             self.peak_held = max(self.peak_held, self.held)
-        elif kind is B:
+        elif kind == _B:
             self.depth -= 1
-        if kind is self._frees_held:
+        if kind == self._frees_held:
             self.held -= 1
+        self._apply_bounds()
         position, skipped = (-1, -1) if self._order is None else self._order.take(number)
-        self._hand_over(task)
+        self._hand_over(number, kind, chunk)
         run = RunTask(
-            task,
-            self.shape.chunk_of(task.stage),
+            self._tasks[number],
+            chunk,
             position,
-            ready,
+            forwards + backwards + weight_gradients,
             skipped,
             self.depth,
             self.held,
-            ready_forwards,
-            ready_backwards,
+            forwards,
+            backwards,
         )
         if self._waiting is None:
             return (run,)
@@ -399,22 +574,14 @@ class Dispatcher:
         self._waiting = None
         return (Waited(cause, since_ns, now_ns), run)
 
-    def _hand_over(self, task: Task) -> None:
-        """Count this task, from its dispatch on, to what waits for it on this rank."""
-        stage, kind, microbatch = task
-        if kind is F and B in self.shape.kinds:
-            self._one_less_everywhere(Task(stage, B, microbatch))
-        elif kind is B and self.shape.splits_backward:
-            self._one_less_everywhere(Task(stage, W, microbatch))
-        receiver = self.shape.receiver(task)
-        # On the last stage B takes over from F of its own stage, which is counted above.
-        if receiver is not None and self.shape.rank_of(receiver.stage) == self.rank:
-            self._one_less_everywhere(receiver)
-
-    def _one_less_everywhere(self, task: Task) -> None:
-        number = self._index(task)
-        self._one_less_here(number)
-        self._one_less(number)
+    def _hand_over(self, number: int, kind: int, chunk: int) -> None:
+        """Count this task, from its dispatch on, to what waits for it on this rank: the next kind
+        of its own stage, and the same kind of the next stage where that is here too."""
+        if kind + 1 < len(self.shape.kinds):
+            self._one_less(number + self._num_of_a_kind)
+        if self._hands_over[kind * self.shape.num_chunks + chunk]:
+            num_microbatches = self.shape.num_microbatches
+            self._one_less(number + (num_microbatches if kind == _F else -num_microbatches))
 
     # Waiting.
 
@@ -433,29 +600,22 @@ class Dispatcher:
     def _cause(self) -> Cause:
         if self._num_left == len(self._tasks):
             return Cause.WARMUP
-        here = sum(self._num_here.values())
+        is_any_here = any(map(sum, self._num_here))
         if self._fixed:
             assert self._order is not None
-            if self._lacks_here[self._order.best] == 0:
+            if self._is_here(self._order.best):
                 return Cause.COORDINATION
-            if here:
+            if is_any_here:
                 return Cause.ORDER
-        else:
-            # Nothing may run by the group's books; what is ready here alone waits for the group.
-            withheld = self._num_here[F] if self._withholds_forwards() else 0
-            if here > withheld:
+        elif is_any_here:
+            # Nothing may run by the group's books; what may run by this rank's waits for the group.
+            if any(self._permitted(self._num_here, 1)):
                 return Cause.COORDINATION
-            if withheld:
-                return Cause.LIMIT
+            return Cause.LIMIT if self._hold is None else Cause.HOLD
         return Cause.FORWARD_INPUT if self._best_lacks_forward() else Cause.BACKWARD_INPUT
 
     def _best_lacks_forward(self) -> bool:
         """Whether the hint's best unfinished task waits, itself or through its F, for an
         activation. Without an order, the oldest unfinished task stands for it."""
-        number = (
-            next(number for number, lacked in enumerate(self._lacks) if lacked >= 0)
-            if self._order is None
-            else self._order.best
-        )
-        best = self._tasks[number]
+        best = self._tasks[next(number for number in self._by_hint() if self._lacks[number] >= 0)]
         return best.kind is F or self._lacks[self._index(best._replace(kind=F))] >= 0

@@ -2,71 +2,153 @@
 
 It gives the order that a round-based hint makes "when all times are equal", which is where a task's
 `hint_position` is counted and what `fixed` dispatch binds to; and it finds out whether a binding
-order can run at all.
+order can run at all, and where it stands if not: that depends on no task's duration, for what a
+rank waits for is either still to come in every timing or in none.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import ComputeIdle, Dispatch, Dispatcher, InputArrived, RunTask
-from rrfp.schedule.hints import Hint
+from rrfp.schedule.hints import Hint, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task, format_task
 
+Timeline = tuple[tuple[Task | None, ...], ...]
+"""What each rank ran in each unit of time, None where it was idle; as long for every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """Where a rank stands in a deadlock."""
+
+    rank: int
+    task: Task
+    """The next of its row."""
+    lacks: tuple[Task, ...]
+    """The tasks that must run before it and never will; on this rank, they stand behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """A binding order run in lockstep, to its end or to where it deadlocks."""
+
+    order: Order
+    timeline: Timeline
+
+    @property
+    def blocked(self) -> tuple[Blocked, ...]:
+        """The ranks that could not finish, none if the order can run."""
+        ran = set(chain.from_iterable(self.timeline))
+        firsts_left = [
+            (rank, next((task for task in row if task not in ran), None))
+            for rank, row in enumerate(self.order.rows)
+        ]
+        return tuple(
+            Blocked(
+                rank,
+                task,
+                tuple(t for t in self.order.shape.prerequisites(task) if t not in ran),
+            )
+            for rank, task in firsts_left
+            if task is not None
+        )
+
+    @property
+    def num_units(self) -> int:
+        """Units of time from the first task to the end of the last."""
+        return len(self.timeline[0])
+
+    @property
+    def num_idle(self) -> int:
+        """Units of time in which a rank ran nothing, over all ranks."""
+        return sum(row.count(None) for row in self.timeline)
+
 
 def order_of(hint: Hint, shape: Shape) -> Order:
-    """The order that a hint gives when all times are equal; an order gives itself."""
+    """The order that a hint gives when all times are equal; an order gives itself.
+
+    Its backward is split as the hint says; the kinds of `shape` do not count.
+    """
     if isinstance(hint, Order):
         return hint
-    rows, _ = _rehearse([Dispatcher(shape, rank, hint) for rank in range(shape.num_ranks)])
+    shape = replace(shape, kinds=kinds_of(hint))
+    timeline = _play([Dispatcher(shape, rank, hint) for rank in range(shape.num_ranks)])
+    rows = tuple(tuple(task for task in row if task is not None) for row in timeline)
     return Order(hint.name, shape, rows)
 
 
-def check_binding(order: Order, limit: int | None = None) -> None:
-    """Raise UsageError when an order, run as fixed dispatch, deadlocks or its D passes a limit."""
+def rehearse(order: Order) -> Rehearsal:
+    """Run an order in lockstep as `fixed` dispatch does."""
     shape = order.shape
-    rows, is_whole = _rehearse(
-        [Dispatcher(shape, rank, order, dispatch=Dispatch.FIXED) for rank in range(shape.num_ranks)]
-    )
-    if not is_whole:
-        blocked = ", ".join(
-            f"rank {rank} at {format_task(row[len(done)], split=shape.splits_backward)}"
-            for rank, (row, done) in enumerate(zip(order.rows, rows, strict=True))
-            if len(done) < len(row)
-        )
+    dispatchers = [
+        Dispatcher(shape, rank, order, dispatch=Dispatch.FIXED) for rank in range(shape.num_ranks)
+    ]
+    return Rehearsal(order, _play(dispatchers))
+
+
+def check_binding(order: Order, limit: int | None = None, hold: int | None = None) -> None:
+    """Raise UsageError when an order, run as fixed dispatch, deadlocks or passes a bound.
+
+    `limit` bounds D; `hold` the activations kept, in slots of one chunk and one microbatch.
+    """
+    blocked = rehearse(order).blocked
+    if blocked:
+        raise UsageError(deadlock_sentence(order, blocked))
+    ranks = range(order.shape.num_ranks)
+    rank = max(ranks, key=order.peak_depth)
+    depth = order.peak_depth(rank)
+    if limit is not None and depth > limit:
         raise UsageError(
-            f"order {order.name} deadlocks as a fixed order, with {blocked}; "
-            "reorder the lines or use it with --dispatch ready"
+            f"order {order.name} runs {depth} forwards ahead of their backwards on rank {rank}, "
+            f"above the limit of {limit}; raise --limit to {depth} or use --dispatch ready"
         )
-    for rank in range(shape.num_ranks):
-        peak = order.peak_depth(rank)
-        if limit is not None and peak > limit:
-            raise UsageError(
-                f"order {order.name} runs {peak} forwards ahead of their backwards on rank {rank}, "
-                f"above the limit of {limit}; raise --limit or use --dispatch ready"
-            )
+    rank = max(ranks, key=order.peak_held)
+    held = order.peak_held(rank)
+    if hold is not None and held > hold:
+        num_chunks = order.shape.num_chunks
+        raise UsageError(
+            f"order {order.name} keeps {held / num_chunks:g} microbatches on rank {rank}, above "
+            f"the hold of {hold / num_chunks:g}; raise --hold to {-(-held // num_chunks)} or use "
+            "--dispatch ready"
+        )
 
 
-def _rehearse(dispatchers: list[Dispatcher]) -> tuple[tuple[tuple[Task, ...], ...], bool]:
-    """What each rank ran, in its sequence, and whether that was the whole step."""
+def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
+    """That an order deadlocks, where each rank stands, and what to do."""
+    split = order.shape.splits_backward
+    places = ", ".join(f"rank {b.rank} at {format_task(b.task, split=split)}" for b in blocked)
+    return (
+        f"order {order.name} deadlocks as a fixed order, with {places}; "
+        "reorder the lines or use it with --dispatch ready"
+    )
+
+
+def _play(dispatchers: list[Dispatcher]) -> Timeline:
+    """Every unit of time until nothing starts any more."""
     shape = dispatchers[0].shape
-    rows: list[list[Task]] = [[] for _ in dispatchers]
-    now = 0
+    units: list[list[Task | None]] = []
     while True:
         # All that finished by this instant has been handed in below; now every rank decides.
-        started = []
-        for dispatcher, row in zip(dispatchers, rows, strict=True):
-            for instruction in dispatcher.handle(now, ComputeIdle()):
-                if isinstance(instruction, RunTask):
-                    row.append(instruction.task)
-                    started.append(instruction.task)
-        if not started:
-            is_whole = all(len(row) == shape.num_tasks_of_a_rank for row in rows)
-            return tuple(tuple(row) for row in rows), is_whole
-        now += 1
-        for task in started:
+        unit = [_decide(dispatcher, len(units)) for dispatcher in dispatchers]
+        if not any(unit):
+            return tuple(zip(*units, strict=True)) or ((),) * len(dispatchers)
+        units.append(unit)
+        for task in filter(None, unit):
             receiver = shape.receiver(task)
             if receiver is None:
                 continue
             rank = shape.rank_of(receiver.stage)
             if rank != shape.rank_of(task.stage):
-                dispatchers[rank].handle(now, InputArrived(receiver))
+                dispatchers[rank].handle(len(units), InputArrived(receiver))
+
+
+def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
+    """What a rank starts at an instant, if anything."""
+    for instruction in dispatcher.handle(now, ComputeIdle()):
+        if isinstance(instruction, RunTask):
+            return instruction.task
+    return None

@@ -1,0 +1,268 @@
+"""Random steps, each drawn whole from one seed: what is asked of the dispatchers, and the world
+that they are asked in."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import exp, log
+from typing import TypeVar
+
+from hypothesis import strategies as st
+
+from rrfp.schedule.dispatcher import (
+    AgreementRule,
+    Dispatch,
+    Dispatcher,
+    Group,
+    WeightGradients,
+)
+from rrfp.schedule.hints import TURNS, Hint, hint_named, kinds_of
+from rrfp.schedule.order import Order
+from rrfp.schedule.rehearsal import order_of
+from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.tasks import Kind, Task
+from tests.naive_dispatcher import Checked, NaiveDispatcher
+from tests.virtual_time import Decider, History, Node, Sets, World, play
+
+MAX_RANKS, MAX_CHUNKS, MAX_MICROBATCHES, MAX_MEMBERS = 8, 4, 32, 4
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+D = TypeVar("D", bound=Decider)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random step of `num_members` coupled pipelines."""
+
+    seed: int
+    shape: Shape
+    hint: Hint
+    dispatch: Dispatch
+    limit: int | None
+    hold: int | None
+    w: WeightGradients
+    rule: AgreementRule
+    num_members: int
+    collectives: tuple[Sets, ...]
+    """By stage, the members that share a collective inside its tasks."""
+
+    @property
+    def binds(self) -> bool:
+        return self.dispatch is Dispatch.READY and Kind.B in self.shape.kinds
+
+    @property
+    def bound_on_depth(self) -> int | None:
+        """The limit, where it withholds anything."""
+        return self.limit if self.binds else None
+
+    @property
+    def bound_on_held(self) -> int | None:
+        """The hold in slots, where it withholds anything."""
+        return self.hold if self.binds else None
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The members that agree, the same on every rank: who shares one collective anywhere."""
+        return connected(self.num_members, self.collectives)
+
+    @property
+    def order(self) -> Order:
+        """What the hint gives when all times are equal."""
+        order = order_of(self.hint, self.shape)
+        return order if order.shape == self.shape else order.forwards()
+
+    def deciders(self, make: Callable[..., D], order: Order | None = None) -> list[list[D]]:
+        """By rank and member. `make` takes what `Dispatcher` takes."""
+        group_of = {
+            member: Group(len(group), leads=member == group[0], rule=self.rule)
+            for group in self.groups
+            for member in group
+            if len(group) > 1
+        }
+        return [
+            [
+                make(
+                    self.shape,
+                    rank,
+                    self.hint,
+                    dispatch=self.dispatch,
+                    limit=self.limit,
+                    hold=self.hold,
+                    w=self.w,
+                    order=order,
+                    group=group_of.get(member),
+                )
+                for member in range(self.num_members)
+            ]
+            for rank in range(self.shape.num_ranks)
+        ]
+
+    def dispatchers(self) -> list[list[Dispatcher]]:
+        """Without an order to count positions in, unless it is what binds."""
+        return self.deciders(Dispatcher, self.order if self.dispatch is Dispatch.FIXED else None)
+
+    def checked_dispatchers(self) -> list[list[Checked]]:
+        """Dispatchers that are held against their specification as they go."""
+        order = self.order
+        return [
+            [Checked(*pair) for pair in zip(*of_rank, strict=True)]
+            for of_rank in zip(
+                self.deciders(Dispatcher, order),
+                self.deciders(NaiveDispatcher, order),
+                strict=True,
+            )
+        ]
+
+    def play(self, deciders: Sequence[Sequence[Decider]]) -> History:
+        return play(self.shape, deciders, self.world())
+
+    def world(self) -> World:
+        """Lognormal times; latencies that differ by member, so that members see arrivals in
+        different orders; decisions ahead of the running task's end, or none."""
+        rng = random.Random(self.seed)
+        sigma = rng.choice([0.0, 0.5, 2.0])
+        jitter_ns = rng.choice([0, 10, 200])
+        skews_ns = [rng.choice([0, jitter_ns]) for _ in range(self.num_members)]
+        decides_ahead = rng.random() < 0.5
+
+        def duration(_node: Node, _task: Task) -> int:
+            return 1 + int(20 * rng.lognormvariate(0.0, sigma))
+
+        def latency(_sender: Node, receiver: Node) -> int:
+            return int((jitter_ns + skews_ns[receiver.member]) * rng.random())
+
+        def ahead(_node: Node) -> int | None:
+            return int(30 * rng.random()) if decides_ahead else None
+
+        return World(
+            duration,
+            latency,
+            ahead,
+            [self.groups] * self.shape.num_ranks,
+            self.collectives,
+        )
+
+
+def connected(num_members: int, partitions: Sequence[Sets]) -> list[list[int]]:
+    """The members that are together in a set of any partition, directly or through others."""
+    component_of = {member: [member] for member in range(num_members)}
+    for partition in partitions:
+        for first, *others in partition:
+            for other in others:
+                if component_of[other] is not component_of[first]:
+                    merged = sorted(component_of[first] + component_of[other])
+                    component_of.update(dict.fromkeys(merged, merged))
+    return [component for member, component in component_of.items() if component[0] == member]
+
+
+def random_case(
+    seed: int,
+    *,
+    max_members: int = MAX_MEMBERS,
+    num_chunks: int | None = None,
+    dispatch: Dispatch | None = None,
+    is_largest: bool = False,
+) -> Case:
+    """A step of any kind, small ones more often than large ones; what is given is not drawn."""
+    rng = random.Random(seed)
+
+    def size(largest: int) -> int:
+        return largest if is_largest else _log_uniform(rng, largest)
+
+    num_chunks = num_chunks or size(MAX_CHUNKS)
+    placement = rng.choice(list(Placement)) if num_chunks == 2 else Placement.LOOP
+    shape = Shape(size(MAX_RANKS), size(MAX_MICROBATCHES), num_chunks, placement)
+    dispatch = dispatch or (Dispatch.FIXED if rng.random() < 0.2 else Dispatch.READY)
+    hint, shape = _random_hint(rng, shape, dispatch)
+    bound = rng.choice(["limit", "hold", "none"])
+    largest_bound = 2 * num_chunks * shape.num_ranks
+    limit = _log_uniform(rng, largest_bound) if bound == "limit" else None
+    hold = num_chunks - 1 + _log_uniform(rng, largest_bound) if bound == "hold" else None
+    num_members = size(max_members)
+    return Case(
+        seed,
+        shape,
+        hint,
+        dispatch,
+        limit,
+        hold,
+        rng.choice(list(WeightGradients)),
+        rng.choice(list(AgreementRule)),
+        num_members,
+        _random_collectives(rng, num_members, shape.num_stages),
+    )
+
+
+def cases(*, max_members: int = MAX_MEMBERS) -> st.SearchStrategy[Case]:
+    return SEEDS.map(partial(random_case, max_members=max_members))
+
+
+def _log_uniform(rng: random.Random, largest: int) -> int:
+    return min(largest, int(exp(rng.uniform(0, log(largest + 1)))))
+
+
+def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[Hint, Shape]:
+    names = [*TURNS, "gpipe", "random", "random", "random"]
+    if shape.num_chunks == 1:
+        names += ["1f1b", "zb-h1"]
+    elif shape.placement is Placement.V:
+        names += ["zb-v"]
+    elif shape.num_microbatches % shape.num_ranks == 0:
+        names += ["interleaved"]
+    name = rng.choice(names)
+    hint: Hint
+    if name == "random":
+        shape = replace(shape, kinds=rng.choice([WHOLE_BACKWARD, SPLIT_BACKWARD]))
+        hint = random_order(shape, rng.randrange(2**32), valid=dispatch is Dispatch.FIXED)
+    else:
+        hint = hint_named(name, shape)
+        shape = replace(shape, kinds=kinds_of(hint))
+    if rng.random() < 0.1:
+        hint = hint.forwards() if isinstance(hint, Order) else hint
+        shape = replace(shape, kinds=FORWARD_ONLY)
+    return hint, shape
+
+
+def _random_collectives(rng: random.Random, num_members: int, num_stages: int) -> tuple[Sets, ...]:
+    """Replicas of one size, whose members share every task; and on some stages, or none, pairs of
+    replicas or all of them are coupled as well."""
+    size = rng.choice([size for size in (1, 2, 4) if num_members % size == 0] + [num_members])
+    coupled_size = rng.choice([min(2 * size, num_members), num_members])
+    share_of_coupled_stages = rng.choice([0.0, 0.3, 1.0])
+    return tuple(
+        _blocks(num_members, coupled_size if rng.random() < share_of_coupled_stages else size)
+        for _ in range(num_stages)
+    )
+
+
+def _blocks(num_members: int, size: int) -> Sets:
+    return [range(first, min(first + size, num_members)) for first in range(0, num_members, size)]
+
+
+def random_order(shape: Shape, seed: int, *, valid: bool) -> Order:
+    """Any permutation of each row, or rows cut from one sequence that could run task by task."""
+    rng = random.Random(seed)
+    tasks = [task for rank in range(shape.num_ranks) for task in shape.tasks_of(rank)]
+    rng.shuffle(tasks)
+    if valid:
+        tasks = list(_prerequisites_first(shape, tasks))
+    rows: list[list[Task]] = [[] for _ in range(shape.num_ranks)]
+    for task in tasks:
+        rows[shape.rank_of(task.stage)].append(task)
+    return Order("random", shape, tuple(map(tuple, rows)))
+
+
+def _prerequisites_first(shape: Shape, tasks: list[Task]) -> Iterator[Task]:
+    out: set[Task] = set()
+
+    def with_prerequisites(task: Task) -> Iterator[Task]:
+        if task not in out:
+            for needed in shape.prerequisites(task):
+                yield from with_prerequisites(needed)
+            out.add(task)
+            yield task
+
+    for each in tasks:
+        yield from with_prerequisites(each)

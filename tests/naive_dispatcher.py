@@ -1,0 +1,260 @@
+"""The dispatcher's specification, executable: naive, scanning everything at every question.
+
+State is what has run and what has arrived at each member; all else is computed from these. Written
+from the method's definitions, not from the dispatcher, for two uses: `Checked` holds a dispatcher
+against it at every stimulus, and a subclass that breaks one rule is a wrong policy on purpose.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.dispatcher import (
+    AgreementRule,
+    ComputeIdle,
+    DecideAhead,
+    Dispatch,
+    Group,
+    InputArrived,
+    Instruction,
+    RunTask,
+    StepDone,
+    Stimulus,
+    TaskAgreed,
+    Wait,
+    Waited,
+    WeightGradients,
+)
+from rrfp.schedule.hints import Hint, Turns
+from rrfp.schedule.order import Order
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from tests.virtual_time import Decider
+
+F, B, W = Kind.F, Kind.B, Kind.W
+
+
+class NaiveDispatcher:
+    """Takes what a `Dispatcher` takes and answers what it must answer."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        rank: int,
+        hint: Hint,
+        *,
+        dispatch: Dispatch = Dispatch.READY,
+        limit: int | None = None,
+        hold: int | None = None,
+        w: WeightGradients = WeightGradients.IDLE,
+        order: Order | None = None,
+        group: Group | None = None,
+    ) -> None:
+        order = hint if isinstance(hint, Order) else order
+        binds = dispatch is Dispatch.READY and B in shape.kinds
+        self.shape = shape
+        self.hint = hint
+        self.limit = limit if binds else None
+        self.hold = hold if binds else None
+        self.w = w
+        self.group = group if group is not None else Group(1, leads=True)
+        self.row = [] if order is None else list(order.rows[rank])
+        self.is_fixed = dispatch is Dispatch.FIXED
+        self.unfinished = list(shape.tasks_of(rank))
+        self.done: set[Task] = set()
+        self.num_done: Counter[Kind] = Counter()
+        self.arrived: list[set[Task]] = [
+            set() for _ in range(self.group.num_members if self.group.leads else 1)
+        ]
+        self.round_is_half_done = False
+        self.waiting: Waited | None = None
+        mine = set(self.unfinished)
+        self.local_inputs = {
+            task: [needed for needed in shape.prerequisites(task) if needed in mine]
+            for task in self.unfinished
+        }
+        self.awaits_message = {
+            task
+            for task in self.unfinished
+            if len(self.local_inputs[task]) < len(shape.prerequisites(task))
+        }
+
+    def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
+        match stimulus:
+            case InputArrived(task, member):
+                self.arrived[member].add(task)
+                return ()
+            case TaskAgreed(task):
+                return (*self.end_wait(now_ns), self.run(task))
+            case DecideAhead():
+                choice = self.choice() if self.unfinished else None
+                return () if choice is None else (self.run(choice),)
+            case ComputeIdle():
+                if not self.unfinished:
+                    return (StepDone(),)
+                choice = self.choice()
+                if choice is not None:
+                    return (*self.end_wait(now_ns), self.run(choice))
+                return self.wait(now_ns)
+
+    # What is ready, and what may run.
+
+    def here(self, arrived: set[Task]) -> list[Task]:
+        """The unfinished tasks of which every input is here, given what has arrived."""
+        return [
+            task
+            for task in self.unfinished
+            if (task in arrived or task not in self.awaits_message)
+            and self.done.issuperset(self.local_inputs[task])
+        ]
+
+    def permitted(self, arrived: set[Task]) -> list[Task]:
+        """Those that no bound withholds."""
+        here = self.here(arrived)
+        if self.drains():
+            next_one = self.next_of_smallest_microbatch()
+            return [task for task in here if task.kind is W or task == next_one]
+        return [task for task in here if self.permits(task)]
+
+    def permits(self, task: Task) -> bool:
+        if self.hold is not None and task.kind is F:
+            slots_for_deeper_chunks = self.shape.num_chunks - 1 - self.shape.chunk_of(task.stage)
+            return self.held() < self.hold - slots_for_deeper_chunks
+        return task.kind is not F or not self.is_at_limit()
+
+    def is_at_limit(self) -> bool:
+        return self.limit is not None and self.depth() >= self.limit
+
+    def drains(self) -> bool:
+        return self.is_at_limit() and self.shape.num_chunks > 1
+
+    def depth(self) -> int:
+        return self.num_done[F] - self.num_done[B]
+
+    def held(self) -> int:
+        return self.num_done[F] - self.num_done[W if self.shape.splits_backward else B]
+
+    def next_of_smallest_microbatch(self) -> Task:
+        """Of the smallest microbatch that has an F or B left, the first in F0 F1 .. B1 B0."""
+
+        def place(task: Task) -> tuple[int, bool, int]:
+            chunk = self.shape.chunk_of(task.stage)
+            return (task.microbatch, task.kind is B, chunk if task.kind is F else -chunk)
+
+        return min((task for task in self.unfinished if task.kind is not W), key=place)
+
+    # What runs.
+
+    def choice(self) -> Task | None:
+        if not self.group.leads:
+            return None
+        if self.group.rule is AgreementRule.INTERSECTION:
+            return self.first_pick(set.intersection(*self.arrived))
+        first_picks = {self.first_pick(arrived) for arrived in self.arrived}
+        return first_picks.pop() if len(first_picks) == 1 else None
+
+    def first_pick(self, arrived: set[Task]) -> Task | None:
+        candidates = self.permitted(arrived)
+        if self.is_fixed:
+            return self.best_unfinished() if self.best_unfinished() in candidates else None
+        if isinstance(self.hint, Turns):
+            for kind in self.kinds_by_turn(self.hint):
+                of_kind = [task for task in candidates if task.kind is kind]
+                if of_kind:
+                    return min(of_kind, key=self.preference)
+            return None
+        return min(candidates, key=self.place, default=None)
+
+    def kinds_by_turn(self, turns: Turns) -> Iterable[Kind]:
+        first, second = (F, B) if turns.first is F else (B, F)
+        return (second, first, W) if self.round_is_half_done else (first, second, W)
+
+    def preference(self, task: Task) -> tuple[int, int]:
+        """Within a kind: forwards the shallowest chunk, unless deep; the others the deepest."""
+        assert isinstance(self.hint, Turns)
+        chunk = self.shape.chunk_of(task.stage)
+        shallow = task.kind is F and not self.hint.deep
+        return (chunk if shallow else -chunk, task.microbatch)
+
+    def place(self, task: Task) -> tuple[bool, int]:
+        """In an order: as written, but weight gradients last when they are for idle time, or
+        while microbatches are finished one by one."""
+        is_last = task.kind is W and (self.w is WeightGradients.IDLE or self.drains())
+        return (is_last, self.row.index(task))
+
+    def run(self, task: Task) -> RunTask:
+        # A follower counts what is ready on it alone, a leader what is ready everywhere.
+        kinds = [each.kind for each in self.permitted(set.intersection(*self.arrived))]
+        position = skipped = -1
+        if self.row:
+            position = self.row.index(task)
+            skipped = sum(each not in self.done for each in self.row[:position])
+        self.unfinished.remove(task)
+        self.done.add(task)
+        self.num_done[task.kind] += 1
+        turns = self.hint
+        self.round_is_half_done = (
+            isinstance(turns, Turns) and turns.in_rounds and task.kind is turns.first
+        )
+        return RunTask(
+            task,
+            self.shape.chunk_of(task.stage),
+            position,
+            len(kinds),
+            skipped,
+            self.depth(),
+            self.held(),
+            kinds.count(F),
+            kinds.count(B),
+        )
+
+    # Waits.
+
+    def wait(self, now_ns: int) -> tuple[Instruction, ...]:
+        self.round_is_half_done = False
+        cause = self.cause()
+        if self.waiting is not None and self.waiting.cause is cause:
+            return (Wait(cause),)
+        ended = self.end_wait(now_ns)
+        self.waiting = Waited(cause, now_ns, now_ns)
+        return (*ended, Wait(cause))
+
+    def end_wait(self, now_ns: int) -> tuple[Instruction, ...]:
+        ended = () if self.waiting is None else (self.waiting._replace(end_ns=now_ns),)
+        self.waiting = None
+        return ended
+
+    def cause(self) -> Cause:
+        if not self.done:
+            return Cause.WARMUP
+        here = self.here(self.arrived[0])
+        if self.is_fixed:
+            if self.best_unfinished() in here:
+                return Cause.COORDINATION
+            if here:
+                return Cause.ORDER
+        elif self.permitted(self.arrived[0]):
+            return Cause.COORDINATION
+        elif here:
+            return Cause.LIMIT if self.hold is None else Cause.HOLD
+        best = self.best_unfinished()
+        forward = Task(best.stage, F, best.microbatch)
+        return Cause.BACKWARD_INPUT if forward in self.done else Cause.FORWARD_INPUT
+
+    def best_unfinished(self) -> Task:
+        """The first task left in the order that the hint gives, or the oldest without one."""
+        return next(task for task in self.row or self.unfinished if task not in self.done)
+
+
+class Checked:
+    """A dispatcher that is held against its specification at every stimulus."""
+
+    def __init__(self, dispatcher: Decider, specification: Decider) -> None:
+        self._dispatcher = dispatcher
+        self._specification = specification
+
+    def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
+        answer = self._dispatcher.handle(now_ns, stimulus)
+        expected = self._specification.handle(now_ns, stimulus)
+        assert answer == expected, f"{stimulus} at {now_ns}: {answer}, not {expected}"
+        return answer
