@@ -22,7 +22,10 @@ from rrfp.schedule.dispatcher import (
 from rrfp.schedule.hints import TURNS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace.records import AgreementRecord, Record
+from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord
+from tests.rank_rig import Place, Work, open_rig
+from tests.ranks import run_ranks
+from tests.replay import replayed
 
 F0, F1 = Task(1, Kind.F, 0), Task(1, Kind.F, 1)
 
@@ -184,3 +187,42 @@ def test_a_group_runs_one_sequence_whatever_arrives_when(
     sequences = [member.run for member in members.values()]
     assert all(sequence == sequences[0] for sequence in sequences)
     assert sorted(sequences[0]) == sorted(shape.tasks_of(1))
+
+
+# On real ranks, with decisions ahead and random delays.
+
+SHAPE = Shape(2, 6)
+NUM_STEPS = 3
+
+
+def run_steps() -> tuple[list[TaskRecord], list[StimulusRecord]]:
+    with open_rig(2, 2, delays_s=0.004) as rig:
+        for step in range(NUM_STEPS):
+            rig.run_step(step, SHAPE, Work())
+    return (
+        [record for record in rig.records if isinstance(record, TaskRecord)],
+        [record for record in rig.records if isinstance(record, StimulusRecord)],
+    )
+
+
+def test_members_run_one_sequence_and_each_can_be_replayed() -> None:
+    ranks = run_ranks(4, run_steps, timeout_s=110)
+    sequences = [
+        [
+            [Task(run.stage, Kind(run.kind), run.microbatch) for run in tasks if run.step == step]
+            for step in range(NUM_STEPS)
+        ]
+        for tasks, _ in ranks
+    ]
+    assert sequences[0] == sequences[1]
+    assert sequences[2] == sequences[3]
+    for rank, (_, stimuli) in enumerate(ranks):
+        place = Place(rank, 2, 2)
+        is_leader = place.member == 0
+        assert any(stimulus.name == "DecideAhead" for stimulus in stimuli) is is_leader
+        for step in range(NUM_STEPS):
+            dispatcher = Dispatcher(
+                SHAPE, place.pp_rank, TURNS["bf"], group=Group(2, leads=is_leader)
+            )
+            of_step = [stimulus for stimulus in stimuli if stimulus.step == step]
+            assert replayed(of_step, dispatcher) == sequences[rank][step]

@@ -22,6 +22,7 @@ from torch.distributed import HashStore, TCPStore
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.connecting import Listener, dial
+from rrfp.runtime.delays import Delays
 from rrfp.runtime.handshake import HandshakeError, accept_handshake, dial_handshake
 from rrfp.runtime.protocols import (
     Arrived,
@@ -167,6 +168,40 @@ def test_large_messages_cross_both_ways_at_once(allow_unix: bool) -> None:
                 assert isinstance(event, Arrived)
                 assert event.message.task == task(index)
                 assert same_bits(event.message.tensors[0], big)
+
+
+def test_delays_come_before_messages_and_keep_their_order() -> None:
+    longest_s, num_messages = 0.02, 30
+    with pair(delays=Delays(7, 0, longest_s)) as made:
+        began_s = time.monotonic()
+        for index in range(num_messages):
+            made.transports[0].send(1, Message(0, task(index), ()))
+        assert time.monotonic() - began_s < longest_s, "the sending thread sleeps, not this one"
+        events = take(made.inboxes[1], num_messages)
+        # A fifth of what is expected; a seed's draws are always the same.
+        assert time.monotonic() - began_s > num_messages * longest_s / 2 / 5
+    arrived = [event.message.task for event in events if isinstance(event, Arrived)]
+    assert arrived == [task(index) for index in range(num_messages)]
+
+
+def test_delays_follow_seed_rank_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+
+    def first_three(delays: Delays, name: str) -> list[float]:
+        slept.clear()
+        delay = delays.stream(name)
+        for _ in range(3):
+            delay()
+        return list(slept)
+
+    drawn = [
+        first_three(Delays(seed, rank, 0.5), name)
+        for seed, rank, name in [(1, 0, "a"), (2, 0, "a"), (1, 1, "a"), (1, 0, "b")]
+    ]
+    assert len({tuple(delays) for delays in drawn}) == 4
+    assert all(0 <= delay <= 0.5 for delays in drawn for delay in delays)
+    assert first_three(Delays(1, 0, 0.5), "a") == drawn[0]
 
 
 def test_what_travels_is_what_was_there_when_it_was_sent() -> None:

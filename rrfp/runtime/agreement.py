@@ -1,9 +1,9 @@
 """One order inside a group: the ranks that share a collective inside a task run the same sequence.
 
 A star over the transport's links. Every member reports to the leader which inputs have arrived;
-the leader's dispatcher counts the reports, so that it decides on the intersection of the ready
-sets (which dominates the paper's unanimous first picks, section 4.2), and sends each decision with
-its position in the step's sequence. Members run the sequence by position.
+the leader's dispatcher counts the reports, decides by the group's rule (the intersection of the
+ready sets, or the paper's unanimous first picks, section 4.2), and sends each decision with its
+position in the step's sequence. Members run the sequence by position.
 """
 
 from collections import deque
@@ -66,7 +66,7 @@ class StarAgreement:
         return {self._leader: "the group's next decision"}
 
     def dispatched(self, step: int, task: Task) -> None:
-        """This rank starts a task: the leader tells its followers, a follower ticks it off."""
+        """A task has its place: the leader tells its followers, a follower ticks it off."""
         if self.group is None:
             return
         start_ns = self._clock()

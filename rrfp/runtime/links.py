@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from threading import Lock, Thread
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.delays import Delays
 from rrfp.runtime.protocols import (
     Clock,
     Failed,
@@ -55,6 +56,8 @@ class LinkOptions:
     """The largest message; the same on all ranks."""
     record: Callable[[Record], None] | None
     """Called on the links' threads with each send and receive; must be safe for that."""
+    delays: Delays | None = None
+    """Delays before each message that is sent."""
     clock: Clock = monotonic
 
 

@@ -86,7 +86,8 @@ class PeerSilentError(PeerLostError):
 
 
 class StallError(RrfpError):
-    """Nothing arrived for longer than the configured time."""
+    """Nothing arrived for longer than the configured time. One sentence, and below it a line for
+    each rank that the stall may concern: why it waits, and for what."""
 
 
 class Inbox:
@@ -95,11 +96,25 @@ class Inbox:
     def __init__(self) -> None:
         self._condition = Condition()
         self._events: deque[Event] = deque()
+        self._watcher: Callable[[Event], None] | None = None
+
+    def watch(self, watcher: Callable[[Event], None]) -> None:
+        """Call `watcher` with every event, those that are here included: on the thread that puts
+        it, for what must not wait for the compute thread."""
+        with self._condition:
+            self._watcher = watcher
+            events = tuple(self._events)
+        for event in events:
+            watcher(event)
 
     def put(self, event: Event) -> None:
         with self._condition:
             self._events.append(event)
             self._condition.notify()
+            # Read here: of an event and a new watcher, either this call or `watch` sees both.
+            watcher = self._watcher
+        if watcher is not None:
+            watcher(event)
 
     def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
         """Everything that has arrived; waits up to `timeout_s` for the first of it."""
@@ -132,15 +147,17 @@ class Transport(Protocol):
 
 
 class Agreement(Protocol):
-    """One rank's side of its group's agreement on the sequence of tasks; called by the compute
-    thread. A rank without a group has `group` None and nothing to agree on."""
+    """One rank's side of its group's agreement on the sequence of tasks; called by the thread that
+    has the worker's books, where not said otherwise. A rank without a group has `group` None and
+    nothing to agree on."""
 
     group: Group | None
 
     def start_step(self) -> None: ...
 
     def report(self, step: int, task: Task) -> None:
-        """The input of a task is here."""
+        """The input of a task is here, perhaps of a step to come. Called on a link's thread: the
+        leader decides for the next task on this while one runs here."""
 
     def reported(self, event: Reported) -> InputArrived:
         """What a member's report is to the dispatcher."""
@@ -154,7 +171,7 @@ class Agreement(Protocol):
         ...
 
     def dispatched(self, step: int, task: Task) -> None:
-        """This rank starts a task."""
+        """This rank's dispatcher has put a task at the next place of the sequence."""
 
     def owed(self) -> dict[int, str]:
         """By rank, what an unfinished step still needs of the group's other members."""

@@ -16,6 +16,7 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.connecting import Listener, dial
+from rrfp.runtime.delays import Delays
 from rrfp.runtime.destination_end import DestinationEnd
 from rrfp.runtime.handshake import SECRET_BYTES
 from rrfp.runtime.links import LinkEnd, LinkOptions
@@ -54,6 +55,7 @@ class SocketTransport:
         max_message_bytes: int = 4 * 2**30,
         allow_unix: bool = True,
         address: str | None = None,
+        delays: Delays | None = None,
     ) -> None:
         """Connect every link; returns when all are there.
 
@@ -74,6 +76,7 @@ class SocketTransport:
             close_s=close_s,
             max_message_bytes=max_message_bytes,
             record=record,
+            delays=delays,
         )
         self._inbox = inbox
         self._num_credits = num_credits

@@ -29,6 +29,8 @@ class SourceEnd(LinkEnd):
         self._announcements: deque[Header] = deque()
         self._num_credits = 0
         self._num_sent = 0
+        delays = options.delays
+        self._delay = None if delays is None else delays.stream(f"messages to {peer}")
         super().__init__(rank, peer, connection, inbox, options)
 
     def send(self, message: Message) -> None:
@@ -94,6 +96,8 @@ class SourceEnd(LinkEnd):
                 return None
             message = self._messages.popleft()
         self._num_credits -= 1
+        if self._delay is not None:
+            self._delay()
         header = Header(Purpose.MESSAGE, message.step, message.task, self._num_sent)
         self._num_sent += 1
         buffers = [memoryview(encode_header(header, message.tensors))]

@@ -3,14 +3,20 @@
 Only the compute thread is here. Messages leave by the transport's threads and arrive through the
 inbox; before each decision everything that has arrived is taken in. A message of a later step
 (a neighbour may be ahead) is kept until that step begins.
+
+The compute thread owns the books: the dispatcher, the agreement, what has arrived. On the leader of
+a group it lends them, while a task runs, to a thread that decides for the next one (`AheadThread`).
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
+from rrfp.runtime.ahead import AheadThread
+from rrfp.runtime.delays import Delays
 from rrfp.runtime.protocols import (
     Agreement,
     Arrived,
@@ -28,8 +34,19 @@ from rrfp.runtime.protocols import (
     Transport,
     monotonic,
 )
+from rrfp.runtime.stall import (
+    GATHER_LOOK_S,
+    GATHER_S,
+    LOOK_S,
+    StallBoard,
+    StallRow,
+    grid,
+    listed,
+)
+from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import (
     ComputeIdle,
+    DecideAhead,
     Dispatcher,
     InputArrived,
     Instruction,
@@ -68,58 +85,100 @@ class Worker:
         transport: Transport,
         agreement: Agreement,
         record: Callable[[Record], None],
+        board: StallBoard,
         *,
         stall_s: float,
+        decides_ahead: bool = True,
+        delays: Delays | None = None,
         clock: Clock = monotonic,
     ) -> None:
         """`pp_ranks` are the global ranks of this pipeline, by pipeline rank. Nothing arriving for
-        `stall_s` seconds while this rank waits raises StallError."""
+        `stall_s` seconds while this rank waits raises StallError, with the rows of `board`'s ranks.
+        `decides_ahead` lets the leader of a group decide for the next task while one runs."""
         self._pp_ranks = pp_ranks
         self._inbox = inbox
         self._transport = transport
         self._agreement = agreement
         self._record = record
+        self._board = board
         self._stall_s = stall_s
+        self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
         self._early: defaultdict[int, list[Arrived | Reported | Decided]] = defaultdict(list)
         self._left: set[int] = set()
         self._step = -1
+        self._dispatcher: Dispatcher
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
+        self._decided_ahead: RunTask | None = None
+        self._ahead: AheadThread | None = None
+        if agreement.group is not None:
+            if not agreement.group.leads:
+                inbox.watch(self._report)
+            elif decides_ahead:
+                self._ahead = AheadThread(self._decide_ahead, clock)
+
+    def close(self) -> None:
+        """End the worker's own thread, between two steps or after one that failed."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _report(self, event: Event) -> None:
+        """Tell the group's leader at once of an input that came; on the thread of its link."""
+        if isinstance(event, Arrived):
+            self._agreement.report(event.message.step, event.message.task)
 
     def run_step(self, step: int, dispatcher: Dispatcher, compute: Compute) -> StepSummary:
         """Run every task of one step. Raises what a task raises, PeerLostError or StallError."""
         step_start_ns = self._clock()
         self._step = step
+        self._dispatcher = dispatcher
         self._agreement.start_step()
-        self._take_in(dispatcher, self._early.pop(step, ()))
+        self._take_in(self._early.pop(step, ()))
         busy_ns = 0
         while True:
-            self._take_in(dispatcher, self._inbox.take())
+            self._take_in(self._inbox.take())
+            if self._decided_ahead is not None:
+                run, self._decided_ahead = self._decided_ahead, None
+                busy_ns += self._run(compute, run)
+                continue
             agreed = self._agreement.next()
             stimulus = ComputeIdle() if agreed is None else TaskAgreed(agreed)
-            for instruction in self._handle(dispatcher, stimulus):
+            for instruction in self._handle(stimulus):
                 match instruction:
                     case Waited(cause, start_ns, end_ns):
                         self._record(WaitRecord(start_ns, end_ns, step, cause))
                     case RunTask():
-                        busy_ns += self._run(dispatcher, compute, instruction)
-                    case Wait():
-                        self._wait(dispatcher)
+                        self._agreement.dispatched(step, instruction.task)
+                        busy_ns += self._run(compute, instruction)
+                    case Wait(cause):
+                        self._wait(cause)
                     case StepDone():
                         num_chunks = dispatcher.shape.num_chunks
                         peak_held = dispatcher.peak_held / num_chunks
                         return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held)
 
-    def _handle(self, dispatcher: Dispatcher, stimulus: Stimulus) -> tuple[Instruction, ...]:
-        now_ns = self._clock()
-        task = None if isinstance(stimulus, ComputeIdle) else stimulus.task
-        stage, kind, microbatch = (-1, "", -1) if task is None else task
-        member = stimulus.member if isinstance(stimulus, InputArrived) else 0
-        name = type(stimulus).__name__
-        self._record(StimulusRecord(now_ns, self._step, name, kind, stage, microbatch, member))
-        return dispatcher.handle(now_ns, stimulus)
+    def _decide_ahead(self) -> None:
+        """Decide for the next task; on the ahead thread, to which the books are lent now."""
+        self._take_in(self._inbox.take())
+        for instruction in self._handle(DecideAhead()):
+            assert isinstance(instruction, RunTask)
+            self._agreement.dispatched(self._step, instruction.task)
+            self._decided_ahead = instruction
 
-    def _take_in(self, dispatcher: Dispatcher, events: Iterable[Event]) -> None:
+    def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
+        now_ns = self._clock()
+        stage, kind, microbatch, member = -1, "", -1, 0
+        match stimulus:
+            case InputArrived():
+                (stage, kind, microbatch), member = stimulus
+            case TaskAgreed():
+                ((stage, kind, microbatch),) = stimulus
+        name = stimulus.__class__.__name__
+        self._record(StimulusRecord(now_ns, self._step, name, kind, stage, microbatch, member))
+        return self._dispatcher.handle(now_ns, stimulus)
+
+    def _take_in(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, Failed):
                 raise event.error
@@ -133,31 +192,34 @@ class Worker:
             match event:
                 case Arrived(_, message):
                     self._inputs[message.task] = message.tensors
-                    self._agreement.report(step, message.task)
-                    self._handle(dispatcher, InputArrived(message.task))
+                    self._handle(InputArrived(message.task))
                 case Reported():
-                    self._handle(dispatcher, self._agreement.reported(event))
+                    self._handle(self._agreement.reported(event))
                 case Decided():
                     self._agreement.decided(event)
 
-    def _run(self, dispatcher: Dispatcher, compute: Compute, run: RunTask) -> int:
+    def _run(self, compute: Compute, run: RunTask) -> int:
         """Run one task and pass its output on; how long the task itself took, in ns."""
-        task, shape, step = run.task, dispatcher.shape, self._step
-        self._agreement.dispatched(step, task)
+        task, shape, step = run.task, self._dispatcher.shape, self._step
+        pp_rank = self._dispatcher.rank
         inputs: tuple[torch.Tensor | None, ...] = ()
         sender = shape.sender(task)
         if sender is not None:
             inputs = self._inputs.pop(task)
             sending_rank = shape.rank_of(sender.stage)
-            if sending_rank != dispatcher.rank:
+            if sending_rank != pp_rank:
                 self._transport.consumed(self._pp_ranks[sending_rank], step)
         start_ns = self._clock()
-        outputs = compute.run(task, inputs)
+        ahead = self._ahead
+        with nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk):
+            if self._delay is not None:
+                self._delay()
+            outputs = compute.run(task, inputs)
         end_ns = self._clock()
         receiver = shape.receiver(task)
         if receiver is not None:
             receiving_rank = shape.rank_of(receiver.stage)
-            if receiving_rank == dispatcher.rank:
+            if receiving_rank == pp_rank:
                 self._inputs[receiver] = outputs
             else:
                 self._transport.send(
@@ -170,33 +232,77 @@ class Worker:
         )
         return end_ns - start_ns
 
-    def _wait(self, dispatcher: Dispatcher) -> None:
+    def _wait(self, cause: Cause) -> None:
+        """Wait until something arrives. Patience is counted, not the clock: time in which this
+        very process was stopped is nobody's stall."""
         if self._left:
-            self._check_that_nobody_left_owing(dispatcher)
-        events = self._inbox.take(self._stall_s)
-        if not events:
-            owed = "; ".join(f"rank {p} owes {what}" for p, what in self._owed(dispatcher).items())
-            raise StallError(
-                f"pipeline rank {dispatcher.rank} waited {self._stall_s:g} s in step {self._step} "
-                f"and nothing arrived: {owed}; see what these ranks do"
-            )
-        self._take_in(dispatcher, events)
+            self._check_that_nobody_left_owing()
+        board, step = self._board, self._step
+        waited_s = 0.0
+        patience_s = min(LOOK_S, self._stall_s)
+        while not (events := self._inbox.take(patience_s)):
+            waited_s += patience_s
+            left_s = self._stall_s - waited_s
+            if left_s <= 0:
+                board.call(step)
+            if left_s <= 0 or board.is_called(step):
+                board.publish(step, self._row(cause, waited_s))
+            if left_s > 0:
+                patience_s = min(LOOK_S, left_s)
+                continue
+            if board.has_all_rows(step) or left_s <= -GATHER_S:
+                raise self._stall(self._row(cause, waited_s))
+            patience_s = GATHER_LOOK_S
+        self._take_in(events)
 
-    def _check_that_nobody_left_owing(self, dispatcher: Dispatcher) -> None:
-        for peer, what in self._owed(dispatcher).items():
+    def _stall(self, own: StallRow) -> StallError:
+        owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())
+        others = [row for row in self._board.rows(self._step) if row.rank != own.rank]
+        return StallError(
+            f"pipeline rank {own.pp_rank} waited {self._stall_s:g} s in step {self._step} "
+            f"and nothing arrived: {owed}; see what these ranks do\n"
+            f"{grid([own, *others], self._board.ranks)}"
+        )
+
+    def _row(self, cause: Cause, waited_s: float) -> StallRow:
+        dispatcher = self._dispatcher
+        pp_rank = dispatcher.rank
+        task, needs = dispatcher.best_waiting() or ("-", [])
+        lacks = []
+        for needed in needs:
+            needed_rank = dispatcher.shape.rank_of(needed.stage)
+            is_own = needed_rank == pp_rank
+            lacks.append(
+                f"{needed} here" if is_own else f"{needed} from rank {self._pp_ranks[needed_rank]}"
+            )
+        if cause is Cause.COORDINATION:
+            lacks += [f"{what} from rank {peer}" for peer, what in self._agreement.owed().items()]
+        return StallRow(
+            rank=self._pp_ranks[pp_rank],
+            pp_rank=pp_rank,
+            waited_s=waited_s,
+            cause=cause,
+            ready=listed(dispatcher.ready_tasks()),
+            best_waiting=str(task),
+            lacks=listed(lacks),
+        )
+
+    def _check_that_nobody_left_owing(self) -> None:
+        for peer, what in self._owed().items():
             if peer in self._left:
                 raise PeerLostError(
-                    f"rank {peer} left while pipeline rank {dispatcher.rank} waited in step "
+                    f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in step "
                     f"{self._step} for {what}; see rank {peer}'s own output for the cause"
                 )
 
-    def _owed(self, dispatcher: Dispatcher) -> dict[int, str]:
+    def _owed(self) -> dict[int, str]:
         """By rank, what is still to come from it in this step."""
         owed = self._agreement.owed()
-        for task, num_missing in dispatcher.unfinished():
-            sender = dispatcher.shape.sender(task)
+        shape = self._dispatcher.shape
+        for task, num_missing in self._dispatcher.unfinished():
+            sender = shape.sender(task)
             # What is in the inputs is here, and lacks another member of the group only.
             if num_missing and sender is not None and task not in self._inputs:
-                peer = self._pp_ranks[dispatcher.shape.rank_of(sender.stage)]
+                peer = self._pp_ranks[shape.rank_of(sender.stage)]
                 owed.setdefault(peer, f"the output of {sender}, which {task} needs")
         return owed

@@ -1,0 +1,84 @@
+"""Decides for the next task while one runs, so that a group's members need not wait for a round.
+
+Only the leader of a group does this. Deciding late keeps the decision fresh: what arrives until
+then counts. Deciding before the task ends hides the way of the decision to the others. So a thread
+of its own sleeps until shortly before the expected end.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Condition, Thread
+
+from rrfp.runtime.protocols import Clock
+from rrfp.schedule.tasks import Kind
+
+_LONGEST_LEAD_NS = 1_000_000
+_WEIGHT_OF_LATEST = 0.1
+
+
+class AheadThread:
+    """Calls `decide` once, shortly before the running task is expected to end.
+
+    `decide` runs on this thread, and only between the entry into `while_running` and the return
+    from it: what it touches belongs to the compute thread at all other times.
+    """
+
+    def __init__(self, decide: Callable[[], None], clock: Clock) -> None:
+        self._decide = decide
+        self._clock = clock
+        self._expected_ns: dict[tuple[Kind, int], float] = {}
+        # Held by `decide` while it works, and by the compute thread at a task's start and end.
+        self._condition = Condition()
+        self._due_ns: float | None = None
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._thread = Thread(target=self._run, name="rrfp-ahead", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
+        """Around a task. Raises what deciding raised, once the task has ended well."""
+        start_ns = self._clock()
+        expected_ns = self._expected_ns.get((kind, chunk))
+        if expected_ns is not None:
+            lead_ns = min(_LONGEST_LEAD_NS, expected_ns / 2)
+            with self._condition:
+                self._due_ns = start_ns + expected_ns - lead_ns
+                self._condition.notify()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._due_ns = None
+        if self._failure is not None:
+            raise self._failure
+        taken_ns = self._clock() - start_ns
+        if expected_ns is None:
+            expected_ns = taken_ns
+        # A running mean that forgets: the first task of a kind takes longer than those that follow.
+        latest = _WEIGHT_OF_LATEST
+        self._expected_ns[kind, chunk] = (1 - latest) * expected_ns + latest * taken_ns
+
+    def close(self) -> None:
+        """End the thread; between two tasks."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._condition:
+            while not self._is_closed:
+                if self._due_ns is None:
+                    self._condition.wait()
+                    continue
+                early_ns = self._due_ns - self._clock()
+                if early_ns > 0:
+                    self._condition.wait(early_ns / 1e9)
+                    continue
+                self._due_ns = None
+                try:
+                    self._decide()
+                except BaseException as error:  # the compute thread raises it
+                    self._failure = error
+                    return

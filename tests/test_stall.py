@@ -1,0 +1,197 @@
+"""A stall is told as a grid: each rank's cause, its ready tasks, what the best lacks, from whom."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.protocols import Message, Transport
+from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.runtime.stall import GATHER_S, StallRow, StoreStallBoard, grid, listed
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Task, parse_task
+from tests.rank_rig import Work, open_rig
+from tests.ranks import run_ranks
+from tests.rigs import Rig, on_rigs, ours
+from tests.training import SMALL
+
+STALL_S = 2.0
+STALL_LATEST_S = STALL_S + GATHER_S + 3.0
+"""A machine that is busy may take its time too."""
+
+
+def row(rank: int, **changes: object) -> StallRow:
+    cells: dict[str, object] = {
+        "rank": rank,
+        "pp_rank": rank,
+        "waited_s": 600.0,
+        "cause": "forward_input",
+        "ready": "-",
+        "best_waiting": "1F2",
+        "lacks": "0F2 from rank 0",
+    }
+    return StallRow(**{**cells, **changes})  # type: ignore[arg-type]
+
+
+def test_rows_are_shared_once_somebody_calls() -> None:
+    store = HashStore()
+    mine, theirs = (StoreStallBoard(store, "p", [1, 0]) for _ in range(2))
+    assert not theirs.is_called(3)
+    mine.call(3)
+    assert theirs.is_called(3)
+    assert not theirs.is_called(4)
+    mine.publish(3, row(0))
+    assert not mine.has_all_rows(3)
+    theirs.publish(3, row(1))
+    theirs.publish(3, row(1, waited_s=601.0))
+    assert mine.has_all_rows(3)
+    assert mine.rows(3) == [row(0), row(1, waited_s=601.0)]
+    assert mine.rows(4) == []
+
+
+class BrokenStore:
+    """A store whose server has gone."""
+
+    def _fail(self, *_: object) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+    set = check = get = _fail
+
+
+def test_a_lost_store_costs_the_rows_of_the_others_only() -> None:
+    store: Store = BrokenStore()  # type: ignore[assignment]
+    board = StoreStallBoard(store, "p", [0, 1])
+    board.call(0)
+    board.publish(0, row(0))
+    assert not board.is_called(0)
+    assert not board.has_all_rows(0)
+    assert board.rows(0) == []
+
+
+def test_the_grid(golden: Callable[[str, str], None]) -> None:
+    rows = [
+        row(0, cause="backward_input", best_waiting="0B0", lacks="1B0 from rank 4"),
+        row(4, pp_rank=1, cause="coordination", ready="1F2, 1F3", waited_s=3.25),
+    ]
+    golden("stall_grid.txt", grid(rows, [0, 2, 4, 6]) + "\n")
+
+
+def test_long_lists_are_cut() -> None:
+    assert listed([]) == "-"
+    assert listed([1, 2]) == "1, 2"
+    assert listed(range(10)) == "0, 1, 2, 3, 4, 5 and 4 more"
+
+
+# On real ranks.
+
+
+class Dropping:
+    """A transport that loses the message for one task, or a report of it."""
+
+    def __init__(self, transport: Transport, lost: Task) -> None:
+        self._transport = transport
+        self._lost = lost
+        self.consumed = transport.consumed
+        self.decide = transport.decide
+
+    def send(self, peer: int, message: Message) -> None:
+        if message.task != self._lost:
+            self._transport.send(peer, message)
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        if task != self._lost:
+            self._transport.report(peer, step, task)
+
+
+def stall(
+    num_pp_ranks: int, num_members: int, lost: str, loser: int | None, sleeper: int | None
+) -> tuple[str, str, float]:
+    """Run until this rank fails: the name and the text of its error, and how long it took. The rank
+    `loser` loses what `lost` needs; the rank `sleeper` sleeps in its first task."""
+    rank = int(os.environ["RANK"])
+
+    def act(_: Task) -> None:
+        if rank == sleeper:
+            time.sleep(STALL_LATEST_S)
+
+    def wrap(transport: Transport) -> Transport:
+        return Dropping(transport, parse_task(lost)[0]) if rank == loser else transport
+
+    with open_rig(num_pp_ranks, num_members, stall_s=STALL_S, wrap=wrap) as rig:
+        began_s = time.monotonic()
+        try:
+            rig.run_step(0, Shape(num_pp_ranks, 4), Work(act))
+        except RrfpError as error:
+            # The links close without a farewell, as those of a rank that fails.
+            rig.transport.close(farewell=False)
+            return type(error).__name__, str(error), time.monotonic() - began_s
+    raise AssertionError("this rank did not stall")
+
+
+def stalls(found: list[tuple[str, str, float]]) -> list[str]:
+    """What the ranks that stalled say, the first sentence apart; at least one did, all in time."""
+    texts = [text for name, text, _ in found if name == "StallError"]
+    assert {name for name, *_ in found} <= {"StallError", "PeerLostError"}
+    assert all(took_s >= STALL_S for *_, took_s in found)
+    assert all(took_s < STALL_LATEST_S for name, _, took_s in found if name == "StallError")
+    assert texts
+    return texts
+
+
+def columns(text: str, rank: int) -> list[str]:
+    """A rank's row in the grid of an error, from its cause on."""
+    (line,) = [line for line in text.splitlines()[1:] if line.split()[:1] == [str(rank)]]
+    return re.split(r"  +", line)[3:]
+
+
+def test_a_lost_message_is_told_with_its_sender() -> None:
+    """On every rank that stalls, though only one of them lacks the message itself."""
+    for text in stalls(run_ranks(3, stall, 3, 1, "1F1", 0, None, timeout_s=110)):
+        assert columns(text, 0) == ["backward_input", "-", "0B1", "1B1 from rank 1"]
+        assert columns(text, 1) == ["forward_input", "-", "1F1", "0F1 from rank 0"]
+        assert columns(text, 2) == ["forward_input", "-", "2F1", "1F1 from rank 1"]
+
+
+def test_a_lost_report_is_told_with_the_member_that_owes_it() -> None:
+    """Ranks 2 and 3 hold the last stage together; rank 2 leads and never hears what 3 has."""
+    for text in stalls(run_ranks(4, stall, 2, 2, "1F1", 3, None, timeout_s=110)):
+        reports = "reports of what has arrived there from rank 3"
+        decision = "the group's next decision from rank 2"
+        assert columns(text, 2) == ["coordination", "1F1", "1B1", f"1F1 here, {reports}"]
+        assert columns(text, 3) == ["coordination", "1F1", "1B1", f"1F1 here, {decision}"]
+        assert columns(text, 1) == ["backward_input", "-", "0B1", "1B1 from rank 3"]
+
+
+def test_a_rank_that_does_not_wait_is_told_as_silent() -> None:
+    for text in stalls(run_ranks(3, stall, 3, 1, "1F1", None, 1, timeout_s=110)):
+        assert columns(text, 2) == ["warmup", "-", "2F0", "1F0 from rank 1"]
+        assert text.splitlines()[-1].startswith("no word of rank 1: ")
+
+
+def stall_in_training(layout: Any, settings: dict[str, Any]) -> tuple[str, str]:
+    """Lose the message for 1F1 under the drop-in: the name and text of this rank's error."""
+    send = SocketTransport.send
+
+    def lossy(self: SocketTransport, peer: int, message: Message) -> None:
+        if message.task != parse_task("1F1")[0]:
+            send(self, peer, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SocketTransport, "send", lossy)
+        try:
+            Rig(settings, layout).run(ours(stall_s=STALL_S))
+        except RrfpError as error:
+            return type(error).__name__, str(error)
+    raise AssertionError("this rank did not stall")
+
+
+def test_the_drop_in_tells_the_grid() -> None:
+    found = run_ranks(2, on_rigs, stall_in_training, {**SMALL, "pp": 2}, timeout_s=110)
+    (text, *_) = [text for name, text in found if name == "StallError"]
+    assert columns(text, 0) == ["backward_input", "-", "0B1", "1B1 from rank 1"]
+    assert columns(text, 1) == ["forward_input", "-", "1F1", "0F1 from rank 0"]
