@@ -1,11 +1,11 @@
 """Megatron's contract, held against Megatron's own schedule on the same modules and data."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,114 +14,34 @@ import torch.distributed as dist
 from rrfp.errors import UsageError
 from rrfp.megatron.data import Batch
 from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.shape import Placement, Shape
 from tests.ranks import run_ranks
+from tests.rigs import (
+    MICROBATCHES,
+    TIMEOUT_S,
+    Outcome,
+    Rig,
+    backwards_in_reverse,
+    native,
+    on_rigs,
+    ours,
+    three_value_step,
+)
 from tests.training import SMALL
 
-MICROBATCHES = 4
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
+
 PP3 = {**SMALL, "layers": 3, "pp": 3, "microbatches": MICROBATCHES}
-PP2_DP2 = {**SMALL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES}
-
-
-class Outcome(NamedTuple):
-    """What a step came to on one rank."""
-
-    losses: list[float]
-    gradients_sha256: str
-
-
-def backwards_in_reverse(path: Path, num_ranks: int) -> str:
-    """An order file that takes the microbatches from the last to the first."""
-    microbatches = range(MICROBATCHES - 1, -1, -1)
-    rows = (
-        ",".join(f"{rank}{kind}{microbatch}" for kind in "FB" for microbatch in microbatches)
-        for rank in range(num_ranks)
-    )
-    path.write_text("\n".join(rows), encoding="utf-8")
-    return str(path)
-
-
-class Rig:
-    """One rank's stage of a small GPT, its data, and its place."""
-
-    def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.megatron.corpus import open_corpus
-        from rrfp.megatron.data import Batches
-        from rrfp.megatron.model import build_gpt
-
-        chosen = TrainSettings(**settings)
-        corpus = open_corpus(chosen.data)
-        self.layout = layout
-        self.batches = Batches(corpus, chosen, layout.dp_rank)
-        self.stage = build_gpt(chosen, layout, corpus.vocab_size)
-
-    def run(
-        self,
-        schedule: Callable[..., list[Any]],
-        forward_step: Callable[..., Any] | None = None,
-        *,
-        num_microbatches: int = MICROBATCHES,
-        data: Iterator[Any] | None = None,
-        **arguments: Any,
-    ) -> Outcome:
-        """One step from empty gradients; the parameters stay as they are."""
-        from rrfp.megatron.training import forward_step as mean_loss_step
-
-        self.stage.module.zero_grad_buffer()
-        reduced = schedule(
-            forward_step_func=forward_step or mean_loss_step,
-            data_iterator=data or self.data(num_microbatches),
-            model=[self.stage.module],
-            num_microbatches=num_microbatches,
-            seq_length=SMALL["seq_length"],
-            micro_batch_size=1,
-            **arguments,
-        )
-        digest = hashlib.sha256()
-        for parameter in self.stage.module.parameters():
-            digest.update(parameter.main_grad.numpy().tobytes())
-        return Outcome([item["loss"].item() for item in reduced], digest.hexdigest())
-
-    def data(self, num_microbatches: int) -> Iterator[Batch]:
-        """Batches of which each masks a few more labels than the one before."""
-        for index in range(num_microbatches):
-            batch = self.batches.batch(0, index)
-            batch["loss_mask"][:, : 3 * (index % 8)] = 0
-            yield batch
-
-
-def on_rigs(work: Callable[..., Any], settings: dict[str, Any], *args: object) -> Any:
-    """Run `work(layout, *args)` on this rank, in Megatron's groups."""
-    from rrfp.megatron.host import prepare_host
-
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
-
-    with parallel_groups(TrainSettings(**settings), timeout_s=60.0) as layout:
-        return work(layout, settings, *args)
-
-
-def native() -> Callable[..., list[Any]]:
-    from megatron.core.pipeline_parallel import schedules
-
-    function: Callable[..., list[Any]] = schedules.get_forward_backward_func()
-    return function
-
-
-def ours(**settings: Any) -> Any:
-    from rrfp.megatron.dropin import get_forward_backward_func
-
-    return get_forward_backward_func(settings=DispatchSettings(**settings))
 
 
 # What a step gives, on three stages: the middle one has neither data nor a loss.
 
 
 def test_three_stages_keep_the_contract(tmp_path: Path) -> None:
-    hint = backwards_in_reverse(tmp_path / "reverse.csv", 3)
-    for found in run_ranks(3, on_rigs, compare_with_native, PP3, hint, timeout_s=110):
+    hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(3, MICROBATCHES))
+    for found in run_ranks(3, on_rigs, compare_with_native, PP3, hint, timeout_s=TIMEOUT_S):
         for case, (expected, *outcomes) in found.items():
             for outcome in outcomes:
                 assert outcome == expected, case
@@ -136,7 +56,7 @@ def compare_with_native(
 ) -> dict[str, list[Outcome]]:
     """By case, Megatron's outcome and then ours."""
     rig = Rig(settings, layout)
-    config = rig.stage.config
+    config = rig.gpt.config
     schedules = [
         native(),
         ours(),
@@ -186,17 +106,6 @@ def without_data(schedule: Callable[..., list[Any]]) -> Callable[..., list[Any]]
     return called
 
 
-def three_value_step(data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-
-    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        total = (losses * batch["loss_mask"]).sum()
-        return total, batch["loss_mask"].sum().int(), {"loss": total.detach().clone()}
-
-    return output, loss
-
-
 def non_loss_step(data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -221,17 +130,19 @@ def data_at_the_ends_step(
 # How it is called: links, microbatches, refusals, failures.
 
 
-def test_two_stages_are_called_in_many_ways() -> None:
+def test_two_stages_are_called_in_many_ways(tmp_path: Path) -> None:
     settings = {**SMALL, "pp": 2}
-    for found in run_ranks(2, on_rigs, call_in_many_ways, settings, timeout_s=110):
+    reverse = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES))
+    for found in run_ranks(2, on_rigs, call_in_many_ways, settings, reverse, timeout_s=TIMEOUT_S):
         assert found == ["done"]
 
 
-def call_in_many_ways(layout: Any, settings: dict[str, Any]) -> list[str]:
+def call_in_many_ways(layout: Any, settings: dict[str, Any], reverse: str) -> list[str]:
     rig = Rig(settings, layout)
     share_the_links(rig)
     change_the_number_of_microbatches(rig)
-    refuse_before_the_first_task(rig)
+    mark_the_first_microbatch(rig, reverse)
+    refuse_before_the_first_task(rig, reverse)
     fail_and_go_on(rig)
     return ["done"]
 
@@ -251,7 +162,7 @@ def share_the_links(rig: Rig) -> None:
     evaluation(
         forward_step_func=three_value_step,
         data_iterator=[rig.data(MICROBATCHES)],
-        model=rig.stage.module,
+        model=rig.gpt.chunks[0],
         num_microbatches=MICROBATCHES,
         seq_length=SMALL["seq_length"],
         micro_batch_size=1,
@@ -280,33 +191,87 @@ def change_the_number_of_microbatches(rig: Rig) -> None:
         schedule.close()
 
 
-def refuse_before_the_first_task(rig: Rig) -> None:
-    config = rig.stage.config
-    schedule = ours(hint="fb")
-    for name, value in (
-        ("overlap_moe_expert_parallel_comm", True),
-        ("num_microbatches_with_partial_activation_checkpoints", 0),
-        ("fine_grained_activation_offloading", True),
-        ("num_moe_experts", 8),
-        ("cuda_graph_impl", "local"),
+def mark_the_first_microbatch(rig: Rig, reverse: str) -> None:
+    """Modules that cache weights are told of the first forward that runs, whichever it is."""
+    chunk = rig.gpt.chunks[0]
+    events: list[str] = []
+    chunk.set_is_first_microbatch = partial(events.append, "first")
+
+    def step(data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        events.append("forward")
+        return three_value_step(data_iterator, model)
+
+    schedule = ours(hint=reverse)
+    rig.run(schedule, step)
+    assert events == ["first"] + ["forward"] * MICROBATCHES
+    with torch.no_grad():
+        for first_val_step, first in ((True, ["first"]), (False, [])):
+            events.clear()
+            rig.run(schedule, step, forward_only=True, first_val_step=first_val_step)
+            assert events == first + ["forward"] * MICROBATCHES
+    schedule.close()
+    del chunk.set_is_first_microbatch
+
+
+@contextmanager
+def changed(owner: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """Stands for the wrappers of that name."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def refuse_before_the_first_task(rig: Rig, reverse: str) -> None:
+    chunk = rig.gpt.chunks[0]
+    for hint, name, value, complaint in (
+        ("fb", "overlap_moe_expert_parallel_comm", True, "cannot run readiness-first"),
+        ("fb", "num_microbatches_with_partial_activation_checkpoints", 0, "cannot run readiness"),
+        ("fb", "fine_grained_activation_offloading", True, "cannot run readiness-first"),
+        ("fb", "hybrid_context_parallel", True, "cannot run readiness-first"),
+        ("fb", "fp4", "e2m1", "cannot run readiness-first"),
+        ("fb", "cuda_graph_impl", "local", "cannot run readiness-first"),
+        ("fb", "delay_wgrad_compute", True, "splits the backward, which fb does not"),
+        ("bfw", "defer_embedding_wgrad_compute", True, "cannot follow bfw"),
+        (reverse, "defer_embedding_wgrad_compute", True, "cannot follow .*reverse.csv"),
     ):
-        before = getattr(config, name)
-        setattr(config, name, value)
-        with pytest.raises(UsageError, match=f"{name}.* cannot run readiness-first"):
-            rig.run(schedule, never_called)
-        setattr(config, name, before)
-    for arguments, complaint in (
-        ({"model": [rig.stage.module] * 2}, "2 model chunks are more"),
-        ({"data_iterator": [iter(())] * 2}, "2 data iterators are more"),
-        ({"p2p_communicator": object()}, "come together or not at all"),
+        with (
+            changed(rig.gpt.config, name, value),
+            pytest.raises(UsageError, match=f"{name}.* {complaint}"),
+        ):
+            rig.run(ours(hint=hint), never_called)
+    in_a_v: dict[str, Any] = {"model": [chunk] * 2, "data_iterator": [iter(())] * 2}
+    for settings, arguments, complaint in (
+        ({}, {"model": [chunk] * 2}, "1 data iterators came with 2 model chunks"),
+        ({}, {"data_iterator": [iter(())] * 2}, "2 data iterators came with 1 model chunks"),
+        ({}, {"p2p_communicator": object()}, "come together or not at all"),
+        ({}, {"model": FullyShardedDataParallel(chunk)}, "frees gradients in its own order"),
+        ({"hint": "zb-v"}, {}, "zb-v needs --placement v --chunks 2"),
+        ({"placement": "v"}, {}, "placement v takes 2 chunks a rank, not 1"),
+        ({"placement": "v"}, in_a_v, "two copies of an embedding"),
     ):
-        with pytest.raises(UsageError, match=complaint):
-            rig.run(lambda arguments=arguments, **given: schedule(**{**given, **arguments}))
+        schedule = ours(**settings)
+        with (
+            changed(chunk.module, "share_embeddings_and_output_weights", arguments is in_a_v),
+            pytest.raises(UsageError, match=complaint),
+        ):
+            rig.run(
+                lambda schedule=schedule, arguments=arguments, **given: schedule(
+                    **{**given, **arguments}
+                )
+            )
     assert not links()
     from rrfp.megatron.dropin import get_forward_backward_func
 
-    with pytest.raises(UsageError, match="2 model chunks a rank"):
-        get_forward_backward_func(2, 2)
+    with pytest.raises(UsageError, match="placement v takes 2 chunks a rank"):
+        get_forward_backward_func(2, 3, settings=DispatchSettings(placement=Placement.V))
 
 
 def never_called(*_: object) -> None:
@@ -345,64 +310,3 @@ def fail_and_go_on(rig: Rig) -> None:
         dist.barrier()
         assert rig.run(schedule) == expected
     schedule.close()
-
-
-# The reduction of gradients between replicas.
-
-
-def test_overlapped_reduction_is_started_as_megatron_starts_it(tmp_path: Path) -> None:
-    hint = backwards_in_reverse(tmp_path / "reverse.csv", 2)
-    for rank, found in enumerate(
-        run_ranks(4, on_rigs, reduce_in_many_ways, PP2_DP2, hint, timeout_s=110)
-    ):
-        for case, (native_one, in_order, *out_of_order) in found.items():
-            outcomes, num_calls = native_one
-            assert outcomes == outcomes[:1] * 3, "the same step gave different gradients"
-            # On the first stage Megatron starts the reduction inside the last backward.
-            assert num_calls == (3 if case == "grad_sync_func" and rank // 2 > 0 else 0)
-            assert in_order == native_one, case
-            for ours_of_case, _ in out_of_order:
-                assert ours_of_case == outcomes, case
-
-
-def reduce_in_many_ways(
-    layout: Any, settings: dict[str, Any], hint: str
-) -> dict[str, list[tuple[list[Outcome], int]]]:
-    """By case, what Megatron's and our schedules came to in three steps, and how often they
-    called `grad_sync_func`."""
-    from megatron.core import distributed
-
-    plain = distributed.DistributedDataParallelConfig
-    distributed.DistributedDataParallelConfig = partial(
-        plain, overlap_grad_reduce=True, bucket_size=2000
-    )
-    schedules = [native(), ours(), ours(hint=hint), ours(hint=hint, dispatch=Dispatch.FIXED)]
-    found = {
-        "hooks": [reduced(Rig(settings, layout), schedule, None) for schedule in schedules],
-        "grad_sync_func": [
-            reduced(rig, schedule, rig.stage.module.start_grad_sync)
-            for schedule in schedules
-            for rig in [Rig(settings, layout)]
-        ],
-    }
-    for schedule in schedules[1:]:
-        schedule.close()
-    return found
-
-
-def reduced(
-    rig: Rig, schedule: Callable[..., list[Any]], start: Callable[..., None] | None
-) -> tuple[list[Outcome], int]:
-    # Megatron divides the gradients into buckets on the first stage only.
-    assert (len(rig.stage.module.bucket_groups) > 1) == (rig.layout.pp_rank == 0)
-    num_calls = 0
-
-    def grad_sync_func(parameters: Iterator[torch.nn.Parameter]) -> None:
-        nonlocal num_calls
-        num_calls += 1
-        assert start is not None
-        start(parameters)
-
-    rig.stage.config.grad_sync_func = start and grad_sync_func
-    # The first step shows Megatron which gradients to wait for; it overlaps from the second on.
-    return [rig.run(schedule) for _ in range(3)], num_calls

@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import random as random_states
 from megatron.core.transformer import TransformerConfig, torch_norm
 from megatron.core.transformer import utils as transformer_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from rrfp.errors import UsageError
 from rrfp.megatron.host import prepare_host
@@ -168,6 +169,24 @@ def recompute() -> bool:
             assert value.grad is not None
             gradients.append((output.tolist(), value.grad.tolist()))
     return gradients[0] == gradients[1]
+
+
+def test_the_router_multiplies_without_transformer_engine() -> None:
+    tokens, weight = torch.randn(3, 1, 4), torch.randn(2, 4, requires_grad=True)
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    assert torch.equal(logits, tokens @ weight.t())
+    logits.sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_sizes_of_an_exchange_are_what_torch_takes() -> None:
+    sizes = torch.tensor([3, 0, 5])
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes, as_numpy=True).tolist() == [3, 0, 5]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(sizes, record_stream=True) is sizes
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+    stream = token_dispatcher.torch.cuda.Stream()
+    stream.wait_stream(token_dispatcher.torch.cuda.current_stream())
+    stream.record_event().synchronize()
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

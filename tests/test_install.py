@@ -9,7 +9,7 @@ from tests.training import SMALL
 
 
 def test_a_training_loop_finds_ours_and_learns_the_same() -> None:
-    for found_names, native, ours in run_ranks(2, train_before_and_after_installing):
+    for found_names, native, ours in run_ranks(2, train_before_and_after_installing, timeout_s=110):
         assert found_names == ["ForwardBackward"] * 3
         assert ours == native
 
@@ -51,7 +51,7 @@ def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     from rrfp.megatron.training import Trainer
 
     corpus = open_corpus(settings.data)
-    stage = build_gpt(settings, layout, corpus.vocab_size)
+    gpt = build_gpt(settings, layout, corpus.vocab_size)
     batches = Batches(corpus, settings, layout.dp_rank)
-    trainer = Trainer(settings, layout, stage, batches, schedule, lambda _: None)
+    trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
     return [trainer.train_step(step).loss for step in range(settings.steps)]

@@ -1,9 +1,12 @@
 """The GPT: every layout starts from the same function."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
+import torch
 
 from rrfp.megatron.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -27,22 +30,30 @@ def initial_parameters(settings: dict[str, Any]) -> Arrays:
     from rrfp.megatron.parallel import parallel_groups
 
     chosen = TrainSettings(**settings)
+    num_layers = chosen.layers // (chosen.pp * chosen.chunks)
+    num_experts = (chosen.experts or 0) // chosen.ep
     with parallel_groups(chosen) as layout:
-        gpt = unwrap_model(build_gpt(chosen, layout, VOCABULARY).module)
-        first_layer = layout.pp_rank * (chosen.layers // chosen.pp)
         arrays: Arrays = {}
-        for name, parameter in gpt.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(int(parts[2]) + first_layer)
-            is_cut = getattr(parameter, "tensor_model_parallel", False)
-            dimension = parameter.partition_dim if is_cut else None
-            arrays[".".join(parts)] = (dimension, parameter.detach().numpy().copy())
+        chunks = unwrap_model(build_gpt(chosen, layout, VOCABULARY).chunks)
+        for stage, gpt in zip(layout.stages, chunks, strict=True):
+            first_layer = stage * num_layers
+            numbers = [layer.layer_number for layer in gpt.decoder.layers]
+            assert numbers == list(range(first_layer + 1, first_layer + num_layers + 1))
+            for name, parameter in gpt.named_parameters():
+                parts = name.split(".")
+                if parts[:2] == ["decoder", "layers"]:
+                    parts[2] = str(int(parts[2]) + first_layer)
+                if "local_experts" in parts:
+                    parts[6] = str(int(parts[6]) + layout.ep_rank * num_experts)
+                is_cut = getattr(parameter, "tensor_model_parallel", False)
+                dimension = parameter.partition_dim if is_cut else None
+                arrays[".".join(parts)] = (dimension, parameter.detach().float().numpy().copy())
         return arrays
 
 
-def whole() -> Arrays:
-    (arrays,) = run_ranks(1, initial_parameters, {**SMALL, "pp": 1}, timeout_s=60)
+@cache
+def whole(**flags: Any) -> Arrays:
+    (arrays,) = run_ranks(1, initial_parameters, {**SMALL, "pp": 1, **flags}, timeout_s=60)
     return arrays
 
 
@@ -67,6 +78,73 @@ def test_stages_hold_the_layers_of_the_whole_model_and_slices_its_columns() -> N
             num_cut += 1
             assert np.array_equal(np.concatenate((first, second), dimension), values), name
     assert num_cut > 4 * SMALL["layers"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "placement"),
+    [({"pp": 2, "placement": "v"}, [{0, 3}, {1, 2}]), ({"pp": 2}, [{0, 2}, {1, 3}])],
+    ids=["v", "loop"],
+)
+def test_chunks_hold_the_layers_of_their_stages(
+    layout: dict[str, Any], placement: list[set[int]]
+) -> None:
+    reference = whole()
+    ranks = run_ranks(2, initial_parameters, {**SMALL, "chunks": 2, **layout}, timeout_s=60)
+    for arrays, layers in zip(ranks, placement, strict=True):
+        names = {
+            name
+            for name in reference
+            if name.startswith("decoder.layers.") and int(name.split(".")[2]) in layers
+        }
+        if 0 in layers:
+            names.add("embedding.word_embeddings.weight")
+        if 3 in layers:
+            names |= {name for name in reference if "final_layernorm" in name}
+            names.add("output_layer.weight")
+        assert arrays.keys() == names
+        for name, (_, values) in arrays.items():
+            assert np.array_equal(values, reference[name][1]), name
+
+
+def test_chunks_on_a_single_rank_are_the_whole_model() -> None:
+    assert_same(whole(chunks=4), whole())
+
+
+def test_experts_are_numbered_over_the_ranks_that_share_them() -> None:
+    reference = whole(experts=4)
+    ranks = run_ranks(
+        2, initial_parameters, {**SMALL, "pp": 1, "ep": 2, "experts": 4}, timeout_s=60
+    )
+    shared = ranks[0].keys() & ranks[1].keys()
+    assert not any("local_experts" in name for name in shared)
+    assert sum("local_experts" in name for name in ranks[1]) == SMALL["layers"] * 2 * 2
+    assert_same(ranks[0] | ranks[1], reference)
+    for name in shared:
+        assert np.array_equal(ranks[0][name][1], ranks[1][name][1]), name
+
+
+def test_a_tied_output_layer_starts_as_the_embedding() -> None:
+    first, last = run_ranks(
+        2, initial_parameters, {**SMALL, "pp": 2, "tie_embeddings": True}, timeout_s=60
+    )
+    embedding = first["embedding.word_embeddings.weight"][1]
+    assert np.array_equal(last["output_layer.weight"][1], embedding)
+    assert "output_layer.weight" not in whole(tie_embeddings=True)
+    assert np.array_equal(whole()["embedding.word_embeddings.weight"][1], embedding)
+
+
+def test_bf16_starts_from_the_rounded_parameters() -> None:
+    rounded = {
+        name: (dimension, torch.from_numpy(values).bfloat16().float().numpy())
+        for name, (dimension, values) in whole().items()
+    }
+    assert_same(whole(dtype="bf16"), rounded)
+
+
+def assert_same(arrays: Arrays, reference: Arrays) -> None:
+    assert arrays.keys() == reference.keys()
+    for name, (_, values) in arrays.items():
+        assert np.array_equal(values, reference[name][1]), name
 
 
 def test_parameters_have_megatrons_scales_and_padded_vocabulary() -> None:

@@ -1,26 +1,56 @@
 """Megatron's own schedule on the CPU host: the training it does, and the records it leaves."""
 
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 
+from rrfp.megatron.settings import TrainSettings
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.order import one_forward_one_backward
+from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, TaskRecord, WaitRecord
 from tests.ranks import run_ranks
-from tests.training import SMALL, RankRun, train_natively
+from tests.training import SMALL, RankRun, train_natively, train_variants
 
 STEPS = 12
 
+pytestmark = pytest.mark.timeout(400)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"dtype": "bf16"},
+    "experts": {"experts": 4},
+    "tied": {"tie_embeddings": True},
+    "six layers": {"layers": 6, "microbatches": 6},
+}
+"""What changes the function that is trained."""
+
+
+def train_all(settings: dict[str, Any], variants: list[dict[str, Any]]) -> list[RankRun]:
+    return train_variants({"dispatch": "megatron", **settings}, variants)
+
+
+def by_rank(layout: dict[str, Any], *variants: dict[str, Any]) -> list[list[RankRun]]:
+    """Each rank's runs of the variants in one layout, which all ranks agree on."""
+    settings = {**SMALL, **layout}
+    num_ranks = TrainSettings(**settings).world_size
+    ranks = run_ranks(num_ranks, train_all, settings, list(variants), timeout_s=200)
+    for runs in ranks:
+        for run, first in zip(runs, ranks[0], strict=True):
+            assert run.losses == first.losses
+            assert run.grad_norms == first.grad_norms
+    return ranks
+
 
 @cache
-def alone() -> RankRun:
-    """The reference: one process, all microbatches of the global batch."""
-    return run_ranks(1, train_natively, {**SMALL, "pp": 1}, timeout_s=100)[0][0]
+def alone() -> dict[str, RankRun]:
+    """The references: one process, all microbatches of the global batch."""
+    (runs,) = by_rank({"pp": 1}, *MODELS.values())
+    return dict(zip(MODELS, runs, strict=True))
 
 
 @cache
@@ -49,24 +79,72 @@ def test_every_rank_knows_the_same_numbers() -> None:
 
 
 def test_four_stages_agree_with_one_process() -> None:
-    assert pipeline()[0][0].losses[: len(alone().losses)] == pytest.approx(alone().losses, rel=1e-5)
+    reference = alone()["plain"].losses
+    assert pipeline()[0][0].losses[: len(reference)] == pytest.approx(reference, rel=1e-5)
+
+
+def test_losses_fall_whatever_is_trained() -> None:
+    for model, run in alone().items():
+        assert run.losses[-1] < run.losses[0] - 0.02, model
+
+
+TP2 = {"pp": 2, "tp": 2, "sequence_parallel": True}
+# Two replicas see the microbatches that one process saw.
+HALF = SMALL["microbatches"] // 2
+DP2 = {"pp": 2, "dp": 2, "microbatches": HALF}
+EP2 = {"pp": 2, "ep": 2, "microbatches": HALF, "experts": 4}
+SHARED_OUT = {"distributed_optimizer": True}
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "variants"),
     [
-        {"pp": 2, "tp": 2},
-        # Two replicas see the microbatches that one process saw.
-        {"pp": 2, "dp": 2, "microbatches": SMALL["microbatches"] // 2},
+        (TP2, [("plain", {"sequence_parallel": False}), ("plain", {}), ("experts", {})]),
+        (DP2, [("plain", {}), ("plain", SHARED_OUT), ("bf16", {}), ("bf16", SHARED_OUT)]),
+        (EP2, [("experts", {}), ("experts", SHARED_OUT)]),
+        ({"pp": 3, "chunks": 2}, [("six layers", {})]),
+        # Megatron has no V: ours trains it.
+        (
+            {"pp": 2, "chunks": 2, "placement": "v", "dispatch": "ready"},
+            [("plain", {}), ("bf16", {})],
+        ),
     ],
-    ids=["pp2-tp2", "pp2-dp2"],
+    ids=["tp2", "dp2", "ep2", "pp3-c2", "pp2-v"],
 )
-def test_layouts_agree_with_one_process(layout: dict[str, Any]) -> None:
-    runs = run_ranks(4, train_natively, {**SMALL, **layout}, timeout_s=100)
-    for (run,) in runs:
-        assert run.losses == pytest.approx(alone().losses, rel=1e-5)
-        assert run.grad_norms == pytest.approx(alone().grad_norms, rel=1e-4)
-        assert run.losses == runs[0][0].losses
+def test_layouts_agree_with_one_process(
+    layout: dict[str, Any], variants: list[tuple[str, dict[str, Any]]]
+) -> None:
+    flags = [
+        {**MODELS[model], **extra, **{n: layout[n] for n in ("microbatches",) if n in layout}}
+        for model, extra in variants
+    ]
+    runs = by_rank(layout, *flags)[0]
+    for (model, extra), run in zip(variants, runs, strict=True):
+        reference = alone()[model]
+        assert run.losses == pytest.approx(reference.losses, rel=1e-5), (model, extra)
+        assert run.grad_norms == pytest.approx(reference.grad_norms, rel=1e-4), (model, extra)
+
+
+def test_a_pipeline_recomputes_drops_and_ties() -> None:
+    """Variants of one layout, one launch: what is recomputed changes nothing, dropout does."""
+    names = ("none", "selective", "full")
+    drop = {"dropout": 0.1}
+    runs = by_rank(
+        {"pp": 2},
+        MODELS["tied"],
+        *({"recompute": name} for name in names),
+        *({"recompute": name, **drop} for name in names),
+    )[0]
+    tied, plain, *recomputed = runs[:4]
+    dropped, *dropped_recomputed = runs[4:]
+    assert tied.losses == pytest.approx(alone()["tied"].losses, rel=1e-5)
+    assert plain.losses == pytest.approx(alone()["plain"].losses, rel=1e-5)
+    for run in recomputed:
+        assert (run.losses, run.parameters_sha256) == (plain.losses, plain.parameters_sha256)
+    for run in dropped_recomputed:
+        assert (run.losses, run.parameters_sha256) == (dropped.losses, dropped.parameters_sha256)
+    assert dropped.losses != plain.losses
+    assert dropped.losses == pytest.approx(plain.losses, rel=0.05)
 
 
 def test_variable_lengths_train_on_a_tensor_parallel_pipeline() -> None:
@@ -81,7 +159,7 @@ def test_variable_lengths_train_on_a_tensor_parallel_pipeline() -> None:
 def test_tasks_are_recorded_in_the_order_of_1f1b(pp_rank: int) -> None:
     run = pipeline()[pp_rank][0]
     shape = Shape(4, SMALL["microbatches"])
-    expected = one_forward_one_backward(shape).rows[pp_rank]
+    expected = ORDERS["1f1b"](shape).rows[pp_rank]
     for step in range(STEPS):
         tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
         assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
@@ -90,6 +168,77 @@ def test_tasks_are_recorded_in_the_order_of_1f1b(pp_rank: int) -> None:
         assert summary is not None
         assert summary.peak_held == max(r.held for r in tasks) == 4 - pp_rank
         assert summary.busy_ns == sum(r.end_ns - r.start_ns for r in tasks)
+
+
+@cache
+def interleaved() -> list[RankRun]:
+    settings = {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "steps": 2}
+    return [runs[0] for runs in by_rank(settings, {})]
+
+
+@pytest.mark.parametrize("pp_rank", range(3))
+def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
+    run = interleaved()[pp_rank]
+    shape = Shape(3, 6, 2)
+    expected = ORDERS["interleaved"](shape).rows[pp_rank]
+    for step in range(2):
+        tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
+        assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
+        assert [r.chunk for r in tasks] == [shape.chunk_of(r.stage) for r in tasks]
+        depths = [r.depth for r in tasks]
+        steps = [1 if r.kind is Kind.F else -1 for r in tasks]
+        assert depths == list(accumulate(steps))
+        assert [r.held for r in tasks] == depths
+        summary = run.summaries[step]
+        assert summary is not None
+        assert summary.peak_held == max(depths) / 2
+
+
+def test_what_runs_is_what_the_order_says() -> None:
+    """The records come by counting; here the functions that run say which chunk they are."""
+    for pp_rank, found in enumerate(run_ranks(3, chunks_and_microbatches, timeout_s=100)):
+        tasks = ORDERS["interleaved"](Shape(3, 6, 2)).rows[pp_rank]
+        expected = [(task.stage // 3, task.microbatch) for task in tasks if task.kind is Kind.F]
+        assert found == expected
+
+
+def chunks_and_microbatches() -> list[tuple[int, int]]:
+    """The chunk and microbatch of every forward, as the model and the data tell."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron.corpus import open_corpus
+    from rrfp.megatron.data import Batches
+    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.native import NativeSchedule
+    from rrfp.megatron.parallel import parallel_groups
+    from rrfp.megatron.training import Trainer, forward_step
+
+    settings = TrainSettings(
+        **{**SMALL, "pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "dispatch": "megatron"}
+    )
+    found: list[tuple[int, int]] = []
+    with parallel_groups(settings) as layout:
+        corpus = open_corpus(settings.data)
+        gpt = build_gpt(settings, layout, corpus.vocab_size)
+        batches = Batches(corpus, settings, layout.dp_rank)
+        firsts = [batches.batch(0, index)["tokens"].tolist() for index in range(6)]
+
+        class Spied:
+            def __call__(self, **arguments: Any) -> list[Any]:
+                def spy(iterator: Any, model: Any) -> Any:
+                    batch = next(iterator)
+                    chunk = gpt.chunks.index(model)
+                    found.append((chunk, firsts.index(batch["tokens"].tolist())))
+                    return forward_step(iter((batch,)), model)
+
+                return NativeSchedule(layout.pp_rank, lambda _: None)(
+                    **{**arguments, "forward_step_func": spy}
+                )
+
+        trainer = Trainer(settings, layout, gpt, batches, Spied(), lambda _: None)
+        trainer.train_step(0)
+    return found
 
 
 @pytest.mark.parametrize("pp_rank", range(4))
@@ -125,6 +274,21 @@ def test_waits_fill_the_gaps_between_tasks_inside_the_step(pp_rank: int) -> None
         )
 
 
+def test_it_is_megatrons_own_after_ours_is_installed() -> None:
+    runs = run_ranks(2, train_after_install, timeout_s=100)
+    assert runs[0].losses == pytest.approx(alone()["plain"].losses, rel=1e-5)
+
+
+def train_after_install() -> RankRun:
+    from rrfp.megatron import install
+
+    install()
+    (run,) = train_natively({**SMALL, "pp": 2})
+    # Ours waits for a link or the other rank, never in a blocking transfer.
+    assert any(r.cause == Cause.TRANSFER for r in run.records if isinstance(r, WaitRecord))
+    return run
+
+
 def test_the_functions_are_put_back_when_a_step_fails() -> None:
     assert run_ranks(1, fail_in_a_step, timeout_s=100) == [True]
 
@@ -139,7 +303,6 @@ def fail_in_a_step() -> bool:
     from rrfp.megatron.model import build_gpt
     from rrfp.megatron.native import NativeSchedule
     from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError
@@ -150,15 +313,15 @@ def fail_in_a_step() -> bool:
     settings = TrainSettings(**{**SMALL, "pp": 1})
     before = functions()
     with parallel_groups(settings) as layout:
-        stage = build_gpt(settings, layout, 257)
-        finalize = stage.config.finalize_model_grads_func
+        gpt = build_gpt(settings, layout, 257)
+        finalize = gpt.config.finalize_model_grads_func
         with pytest.raises(ZeroDivisionError):
             NativeSchedule(0, lambda _: None)(
-                model=[stage.module],
+                model=gpt.chunks,
                 num_microbatches=1,
                 forward_step_func=fails,
                 data_iterator=iter(()),
                 seq_length=8,
                 micro_batch_size=1,
             )
-        return functions() == before and stage.config.finalize_model_grads_func is finalize
+        return functions() == before and gpt.config.finalize_model_grads_func is finalize

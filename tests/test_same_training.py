@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.order import Order, format_order, gpipe
+from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from tests.ranks import run_ranks
@@ -81,7 +82,7 @@ def _shuffled(shape: Shape, seed: int) -> Order:
         for kind in "FB"
     )
     renumbered = {Kind.F: forwards, Kind.B: backwards}
-    order = gpipe(shape)
+    order = ORDERS["gpipe"](shape)
     rows = tuple(
         tuple(Task(stage, kind, renumbered[kind][microbatch]) for stage, kind, microbatch in row)
         for row in order.rows

@@ -10,7 +10,7 @@ from rrfp.megatron.settings import DispatchMode, TrainSettings
 def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
     settings = TrainSettings()
     settings.validate()
-    assert (settings.pp, settings.tp, settings.dp, settings.layers) == (4, 1, 1, 8)
+    assert (settings.pp, settings.tp, settings.num_replicas, settings.layers) == (4, 1, 1, 8)
     assert settings.world_size == 4
 
 
@@ -30,8 +30,53 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"lr": 0.0}, "--lr is 0.0"),
         ({"lr": float("nan")}, "--lr is nan"),
         ({"seed": -1}, "--seed is -1"),
-        ({"dispatch": "soon"}, "'soon' is not a dispatch (ready, fixed, megatron)"),
+        ({"dispatch": "soon"}, "--dispatch is 'soon'; it must be one of ready, fixed, megatron"),
+        ({"placement": "w"}, "--placement is 'w'; it must be one of loop, v"),
+        ({"w": "never"}, "--w is 'never'; it must be one of idle, ranked"),
+        ({"agreement": "none"}, "it must be one of intersection, unanimous"),
+        ({"grad_order": "any"}, "--grad-order is 'any'; it must be one of canonical, arrival"),
+        ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of fp32, bf16"),
+        ({"recompute": "some"}, "it must be one of none, selective, full"),
         ({"dispatch": "megatron", "hint": "bf"}, "megatron runs 1f1b only, not 'bf'"),
+        (
+            {"dispatch": "megatron", "hint": "1f1b", "chunks": 2},
+            "megatron runs interleaved only, not '1f1b'",
+        ),
+        (
+            {"dispatch": "megatron", "placement": "v", "chunks": 2},
+            "--dispatch megatron has no placement v",
+        ),
+        (
+            {"dispatch": "megatron", "pp": 2, "chunks": 2},
+            "interleaves chunks over 3 or more pipeline ranks, not 2",
+        ),
+        ({"placement": "v"}, "--placement v takes 2 chunks a rank, not 1; add --chunks 2"),
+        ({"chunks": 3}, "8 layers do not divide by 4 pipeline ranks of 3 chunks"),
+        ({"chunks": 0}, "--chunks is 0"),
+        ({"limit": 4, "hold": 3}, "--limit and --hold exclude each other"),
+        ({"hold": 0}, "--hold is 0; it must be at least 1"),
+        ({"w": "ranked"}, "ranks the weight gradients and bf ranks none"),
+        ({"w": "ranked", "hint": "bfw"}, "ranks the weight gradients and bfw ranks none"),
+        ({"cp": 2}, "--cp 2 needs the attention of Transformer Engine"),
+        ({"sequence_parallel": True}, "--sequence-parallel divides sequences among"),
+        ({"sequence_parallel": True, "tp": 2, "seq_length": 7}, "sequence length of 7"),
+        ({"experts": 1}, "--experts is 1; every token takes 2"),
+        ({"experts": 0}, "--experts is 0; it must be at least 1"),
+        ({"experts": 4, "tp": 2}, "add --sequence-parallel"),
+        ({"ep": 2}, "--ep 2 shares out experts and the layers are dense; add --experts"),
+        ({"ep": 2, "experts": 5}, "5 experts do not divide by 2 expert-parallel ranks"),
+        ({"ep": 2, "experts": 4, "dp": 3}, "3 replicas do not divide by 2 expert-parallel ranks"),
+        (
+            {"ep": 2, "experts": 4, "tp": 2, "sequence_parallel": True},
+            "--ep 2 with --tp 2 gathers tokens in unequal parts",
+        ),
+        (
+            {"tie_embeddings": True, "chunks": 2, "placement": "v"},
+            "--tie-embeddings with the first and the last stage on one rank",
+        ),
+        ({"tie_embeddings": True, "chunks": 2, "pp": 1}, "first and the last stage on one rank"),
+        ({"dropout": 1.0}, "--dropout is 1.0; it must be at least 0 and below 1"),
+        ({"dropout": float("nan")}, "--dropout is nan"),
         ({"device": "cuda"}, "--device cuda has no transport"),
         ({"device": "abacus"}, "'abacus' is not a device"),
     ],
@@ -41,6 +86,42 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
         TrainSettings(**flags).validate()
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"chunks": 2, "placement": "v", "hint": "zb-v", "w": "ranked"},
+        {"chunks": 2, "dispatch": "megatron", "tie_embeddings": True},
+        {"pp": 1, "tie_embeddings": True},
+        {"hold": 1, "chunks": 2, "hint": "bfw-deep"},
+        {"tp": 2, "sequence_parallel": True, "experts": 4},
+        {"ep": 2, "experts": 4, "dp": 4, "distributed_optimizer": True},
+        {"dtype": "bf16", "recompute": "full", "dropout": 0.5, "grad_order": "arrival"},
+    ],
+    ids=" ".join,
+)
+def test_what_goes_together_is_accepted(flags: dict[str, Any]) -> None:
+    TrainSettings(**flags).validate()
+
+
+@pytest.mark.parametrize(
+    ("flags", "replicas", "ranks"),
+    [
+        ({}, 1, 4),
+        ({"ep": 2, "experts": 4}, 2, 8),
+        ({"ep": 2, "experts": 4, "dp": 4}, 4, 16),
+        ({"dp": 3, "tp": 2}, 3, 24),
+    ],
+)
+def test_there_are_as_many_replicas_as_the_experts_need(
+    flags: dict[str, Any], replicas: int, ranks: int
+) -> None:
+    settings = TrainSettings(**flags)
+    assert settings.num_replicas == replicas
+    assert settings.world_size == ranks
+    assert settings.described()["dp"] == replicas
+    assert TrainSettings.from_json(settings.to_json()).world_size == ranks
 
 
 @pytest.mark.parametrize(
@@ -57,6 +138,12 @@ def test_the_dispatch_chooses_a_hint_when_none_is_given(
     hint: str | None, dispatch: DispatchMode, resolved: str
 ) -> None:
     assert TrainSettings(hint=hint, dispatch=dispatch).resolved_hint == resolved
+
+
+def test_megatron_interleaves_chunks() -> None:
+    settings = TrainSettings(dispatch=DispatchMode.MEGATRON, chunks=2)
+    settings.validate()
+    assert settings.resolved_hint == "interleaved"
 
 
 def test_toml_takes_the_names_of_the_flags_and_flags_go_first(tmp_path: Path) -> None:

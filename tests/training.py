@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.worker import StepSummary
@@ -46,7 +48,7 @@ def train_variants(settings: dict[str, Any], variants: Sequence[dict[str, Any]])
     from rrfp.megatron.parallel import parallel_groups
 
     chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
-    with parallel_groups(chosen[0], timeout_s=60.0) as layout:
+    with parallel_groups(chosen[0]) as layout:
         return [_train(variant, layout) for variant in chosen]
 
 
@@ -59,16 +61,18 @@ def _train(settings: TrainSettings, layout: Layout) -> RankRun:
     from rrfp.megatron.corpus import open_corpus
     from rrfp.megatron.data import Batches
     from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.parallel import seed_random_states
     from rrfp.megatron.rank import schedule_of
     from rrfp.megatron.training import Trainer
 
     settings.validate()
     run = RankRun()
+    seed_random_states(settings, layout)
     corpus = open_corpus(settings.data)
     batches = Batches(corpus, settings, layout.dp_rank)
-    stage = build_gpt(settings, layout, corpus.vocab_size)
+    gpt = build_gpt(settings, layout, corpus.vocab_size)
     schedule = schedule_of(settings, layout.pp_rank, run.records.append)
-    trainer = Trainer(settings, layout, stage, batches, schedule, run.records.append)
+    trainer = Trainer(settings, layout, gpt, batches, schedule, run.records.append)
     for step in range(settings.steps):
         result = trainer.train_step(step)
         run.losses.append(result.loss)
@@ -77,7 +81,8 @@ def _train(settings: TrainSettings, layout: Layout) -> RankRun:
         run.summaries.append(schedule.last_step)
     schedule.close()
     digest = hashlib.sha256()
-    for parameter in stage.module.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+    for chunk in gpt.chunks:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
     run.parameters_sha256 = digest.hexdigest()
     return run

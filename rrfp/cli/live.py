@@ -40,8 +40,8 @@ class TrainDisplay:
     def __enter__(self) -> Self:
         settings = self._settings
         self._console.print(
-            f"Training {settings.layers} layers with pp {settings.pp}, tp {settings.tp}, "
-            f"dp {settings.dp}, dispatch {settings.dispatch}, hint {settings.resolved_hint}\n"
+            f"Training {settings.layers} layers with {_layout(settings)}, "
+            f"dispatch {settings.dispatch}, hint {settings.resolved_hint}\n"
             f"The run's directory is {self._path.parent}",
             highlight=False,
             soft_wrap=True,
@@ -95,11 +95,22 @@ class TrainDisplay:
     def _picture(self) -> RenderableType:
         if self._last is None:
             return self._headline()
+        shape = self._settings.shape
         stages = Table.grid(padding=(0, 2, 0, 0))
         for pp_rank, busy in enumerate(self._last["busy_fraction"]):
             stages.add_row(
-                f"stage {pp_rank}",
+                f"stage {', '.join(map(str, shape.stages_of(pp_rank)))}",
                 ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH),
                 f"{busy:4.0%} busy",
             )
         return Group(self._headline(), stages)
+
+
+def _layout(settings: TrainSettings) -> str:
+    """The sizes of the run; those that few runs have are named where they matter."""
+    named = [f"pp {settings.pp}", f"tp {settings.tp}", f"dp {settings.num_replicas}"]
+    if settings.ep > 1:
+        named.append(f"ep {settings.ep}")
+    if settings.chunks > 1:
+        named.append(f"{settings.chunks} chunks in a {settings.placement}")
+    return ", ".join(named)

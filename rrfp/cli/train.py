@@ -11,6 +11,7 @@ import typer
 from rrfp.errors import RrfpError
 from rrfp.megatron.dispatching import DEFAULT_LIMIT
 from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.schedule.hints import HINT_NAMES
 
 if TYPE_CHECKING:
     from rrfp.trace.rundir import RunDir
@@ -21,7 +22,8 @@ _DEFAULTS = {field.name: field.default for field in fields(TrainSettings)}
 
 def _flag(help_text: str, *names: str, **options: Any) -> Any:
     """An option whose default is the settings' own, so that a TOML file can give it too."""
-    return typer.Option(*names, help=help_text, show_default=False, **options)
+    # In help texts [bf] would be a style, which is not shown.
+    return typer.Option(*names, help=help_text.replace("[", r"\["), show_default=False, **options)
 
 
 def _setting(name: str, help_text: str, **options: Any) -> Any:
@@ -32,18 +34,38 @@ def _setting(name: str, help_text: str, **options: Any) -> Any:
 def train(
     hint: Annotated[
         str | None,
-        _flag("bf (default), fb, b-first, f-first, 1f1b, gpipe, or an order file (.csv)."),
+        _flag(f"{', '.join(HINT_NAMES)}, or an order file (.csv) [bf]."),
     ] = None,
     dispatch: Annotated[
         str | None,
         _flag(
             "ready (default: the hint ranks what is ready), fixed (its order binds) or megatron "
-            "(Megatron-Core's own 1F1B)."
+            "(Megatron-Core's own 1F1B, or interleaving with --chunks)."
         ),
     ] = None,
     pp: Annotated[int | None, _setting("pp", "Pipeline ranks")] = None,
     tp: Annotated[int | None, _setting("tp", "Tensor-parallel ranks")] = None,
-    dp: Annotated[int | None, _setting("dp", "Data-parallel replicas")] = None,
+    dp: Annotated[
+        int | None, _flag("Data-parallel replicas [as many as --ep spans, or 1].")
+    ] = None,
+    cp: Annotated[
+        int | None, _flag("Context-parallel ranks; more than 1 needs Transformer Engine [1].")
+    ] = None,
+    ep: Annotated[
+        int | None, _setting("ep", "Replicas that share out the experts; a divisor of --dp")
+    ] = None,
+    chunks: Annotated[int | None, _setting("chunks", "Model chunks a pipeline rank")] = None,
+    placement: Annotated[
+        str | None,
+        _flag(
+            "Where chunks lie: loop (default: Megatron's interleaving) or v (there and back, with "
+            "--chunks 2)."
+        ),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        _flag("Divide norms and dropout along the sequence, with --tp.", "--sequence-parallel"),
+    ] = None,
     microbatches: Annotated[
         int | None, _setting("microbatches", "Microbatches a step and replica")
     ] = None,
@@ -52,17 +74,62 @@ def train(
     ] = None,
     seq_length: Annotated[int | None, _setting("seq_length", "Tokens a sequence")] = None,
     layers: Annotated[
-        int | None, _setting("layers", "Transformer layers, a multiple of --pp")
+        int | None, _setting("layers", "Transformer layers, a multiple of --pp x --chunks")
     ] = None,
     hidden: Annotated[int | None, _setting("hidden", "Hidden size")] = None,
     heads: Annotated[int | None, _setting("heads", "Attention heads, a multiple of --tp")] = None,
+    experts: Annotated[
+        int | None, _flag("Experts a layer, of which a token takes 2 [none: dense layers].")
+    ] = None,
+    tie_embeddings: Annotated[
+        bool | None,
+        _flag("Use the embedding's weight for the output too.", "--tie-embeddings"),
+    ] = None,
+    dropout: Annotated[
+        float | None, _setting("dropout", "Share of hidden and attention values dropped")
+    ] = None,
+    dtype: Annotated[str | None, _flag("fp32 (default) or bf16; gradients stay in fp32.")] = None,
+    recompute: Annotated[
+        str | None, _flag("Activations to compute twice: none (default), selective or full.")
+    ] = None,
+    distributed_optimizer: Annotated[
+        bool | None,
+        _flag("Divide the optimizer's state among the replicas.", "--distributed-optimizer"),
+    ] = None,
     lr: Annotated[float | None, _setting("lr", "Learning rate")] = None,
     steps: Annotated[int | None, _setting("steps", "Steps")] = None,
     limit: Annotated[
         int | None,
-        _flag(f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready]."),
+        _flag(
+            f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready without "
+            "--hold]."
+        ),
     ] = None,
-    seed: Annotated[int | None, _setting("seed", "Seed of parameters and data")] = None,
+    hold: Annotated[
+        int | None, _flag("Most microbatches whose activations a rank keeps; instead of --limit.")
+    ] = None,
+    w: Annotated[
+        str | None,
+        _flag(
+            "Weight gradients of an order used as a hint: idle (default: when nothing else is "
+            "ready) or ranked (at their places)."
+        ),
+    ] = None,
+    agreement: Annotated[
+        str | None,
+        _flag(
+            "What ranks that share collectives run: intersection (default: the best that all have "
+            "ready) or unanimous (what all would pick)."
+        ),
+    ] = None,
+    grad_order: Annotated[
+        str | None,
+        _flag(
+            "How gradients add up: canonical (default: by microbatch, the same to the bit) or "
+            "arrival (as they come)."
+        ),
+    ] = None,
+    seed: Annotated[int | None, _setting("seed", "Seed of parameters, data and dropout")] = None,
     data: Annotated[
         Path | None,
         _flag(
@@ -92,9 +159,9 @@ def train(
 ) -> None:
     """Train a Megatron GPT readiness-first and trace it.
 
-    Without flags: 4 pipeline stages on this machine's CPU, on the source text of Python's standard
-    library, for about a minute. The run's directory holds run.json, metrics.jsonl and
-    trace.pftrace.
+    Without flags: 4 pipeline stages on this machine's CPU, on the source text
+    of Python's standard library, for about a minute.
+    The run's directory holds run.json, metrics.jsonl and trace.pftrace.
 
     Example: rrfp train --hint bf --pp 4 --steps 20
     """
@@ -124,13 +191,13 @@ def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
 def _check_hint(settings: TrainSettings) -> None:
     from rrfp.hint_files import resolve_hint
     from rrfp.schedule.rehearsal import check_binding, order_of
-    from rrfp.schedule.shape import Shape
 
-    shape = Shape(settings.pp, settings.microbatches)
+    shape = settings.shape
     hint = resolve_hint(settings.resolved_hint, shape)
     # Megatron's own schedule binds as much as a fixed order does.
     if settings.dispatch != DispatchMode.READY:
-        check_binding(order_of(hint, shape), settings.limit)
+        hold = None if settings.hold is None else settings.hold * settings.chunks
+        check_binding(order_of(hint, shape), settings.limit, hold)
 
 
 def _run(settings: TrainSettings) -> None:

@@ -49,7 +49,7 @@ class Batches:
     def batch(self, step: int, microbatch: int) -> Batch:
         """The microbatch of that step, the same whenever and wherever it is asked for."""
         settings = self._settings
-        first = (step * settings.dp + self._dp_rank) * settings.microbatches + microbatch
+        first = (step * settings.num_replicas + self._dp_rank) * settings.microbatches + microbatch
         first *= settings.micro_batch_size
         indices = range(first, first + settings.micro_batch_size)
         if settings.variable_lengths:

@@ -21,6 +21,8 @@ class FailureReport:
     """Another rank's failure came first: this one only lost its peer."""
     is_silence: bool
     """Another rank did not answer for too long; it may still be there."""
+    detail: str = ""
+    """What goes below the sentence, on lines of its own: the grid of a stall."""
 
     def write(self) -> None:
         """Leave the report where the elastic launcher that started this process looks for it."""

@@ -1,6 +1,6 @@
 """Makes Megatron-Core 0.16.1 run on the CPU, its own schedules and optimizers included.
 
-Megatron-Core names CUDA in about twenty places of its training path. They are of four kinds, and
+Megatron-Core names CUDA in about thirty places of its training path. They are of five kinds, and
 each kind is met in one way, by the *chosen* device and never by what the machine has:
 
 1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
@@ -12,6 +12,8 @@ each kind is met in one way, by the *chosen* device and never by what the machin
 3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
 4. Megatron's wrapper of torch's norms refuses sequence parallelism: here it gives torch's norm with
    its weights tagged for Megatron's gradient finalisation.
+5. The exchange of tokens between experts looks for Transformer Engine's matrix product by a name
+   that is not there without it, and has its split sizes from a copy off the GPU.
 
 `prepare_host` must run before any other part of this package imports megatron.
 """
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from rrfp.megatron.settings import check_device
@@ -53,6 +56,8 @@ _MODULES = (
     "tensor_parallel.utils",
     "timers",
     "transformer.dot_product_attention",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
     "transformer.utils",
     "utils",
 )
@@ -94,6 +99,7 @@ def prepare_host(device: str) -> None:
         _install_cpu_torch()
         _install_cpu_random_states()
         _install_norm()
+        _install_expert_exchange()
         for path in _FUNCTIONS:
             _use_cpu_names(path)
         _prepared = True
@@ -112,6 +118,13 @@ def _core(name: str) -> Any:
     return importlib.import_module(f"{_CORE}.{name}")
 
 
+class _CpuStream(torch.cpu.Stream):
+    """Torch's, which records no events."""
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
+
+
 class _CpuInPlaceOfCuda(ModuleType):
     """``torch.cuda`` as Megatron uses it, on the CPU: torch's own CPU counterparts."""
 
@@ -120,7 +133,7 @@ class _CpuInPlaceOfCuda(ModuleType):
     default_stream = staticmethod(torch.cpu.current_stream)
     stream = staticmethod(torch.cpu.stream)
     synchronize = staticmethod(torch.cpu.synchronize)
-    Stream = torch.cpu.Stream
+    Stream = _CpuStream
     is_available = staticmethod(lambda: False)
     empty_cache = staticmethod(lambda: None)
     get_rng_state = staticmethod(torch.get_rng_state)
@@ -222,3 +235,13 @@ def _install_norm() -> None:
         return norm
 
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = tagged_norm
+
+
+def _install_expert_exchange() -> None:
+    def sizes(
+        tensor: torch.Tensor | None, as_numpy: bool = False, **_unused: object
+    ) -> torch.Tensor | npt.NDArray[Any] | None:
+        return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+    _core("transformer.moe.moe_utils").te_general_gemm = None
+    _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = sizes

@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.failure import FailureReport, first_line
 from rrfp.megatron.meeting import meet
+from rrfp.megatron.process import Job
 from rrfp.megatron.settings import TrainSettings
 from rrfp.trace.rundir import RunDir
 
@@ -28,7 +29,7 @@ _MEETING_S = 300.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def launch(settings: TrainSettings, run: RunDir) -> None:
+def launch(settings: TrainSettings, run: RunDir, job: Job = Job.TRAIN) -> None:
     """Run this host's ranks to their end.
 
     Raises RrfpError naming the rank that failed first (UsageError when it refused its settings),
@@ -40,7 +41,8 @@ def launch(settings: TrainSettings, run: RunDir) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Host 0 serves the store for as long as it is kept.
     _store = meet(settings, _MEETING_S) if settings.nnodes > 1 else None
-    command = (sys.executable, "-m", "rrfp.megatron.process", str(run.path), settings.to_json())
+    module = "rrfp.megatron.process"
+    command = (sys.executable, "-m", module, job, str(run.path), settings.to_json())
     with tempfile.TemporaryDirectory(prefix="rrfp-errors-") as error_dir, _elastic_manners():
         config = LaunchConfig(
             min_nodes=settings.nnodes,
@@ -132,4 +134,5 @@ def _first_failure(failures: dict[int, ProcessFailure], run: RunDir, num_hosts: 
             f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
             "rrfp train names the first)"
         )
-    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log})")
+    detail = f"\n{report.detail}" if report.detail else ""
+    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")

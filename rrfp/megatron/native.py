@@ -2,7 +2,7 @@
 
 For the duration of a call its `forward_step` and `backward_step`, its blocking transfers and its
 gradient finalisation are timed where the schedule looks them up, and put back afterwards. Its tasks
-come in microbatch order, so counting tells which task runs.
+come in a known order, so counting tells which task runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
@@ -17,15 +18,15 @@ from megatron.core.utils import get_model_config
 from rrfp.runtime.protocols import Clock, monotonic
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
+from rrfp.schedule.order import Order
+from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
 
 
 class NativeSchedule:
-    """Called as Megatron's function is, once a step; keeps what the last step came to.
-
-    One model chunk a rank.
-    """
+    """Called as Megatron's function is, once a step; keeps what the last step came to."""
 
     def __init__(
         self, pp_rank: int, record: Callable[[Record], None], clock: Clock = monotonic
@@ -46,11 +47,15 @@ class NativeSchedule:
         **arguments: Any,
     ) -> list[Any]:
         """One step by Megatron's own schedule; its arguments and what it gives are Megatron's."""
-        num_tasks = num_microbatches * (1 if forward_only else 2)
-        tally = _Tally(self._step, self._pp_rank, num_tasks, self._record, self._clock)
-        schedule = schedules.get_forward_backward_func()
+        chunks = model if isinstance(model, list) else [model]
+        num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        schedule = _schedule(num_ranks, len(chunks))
+        order = _order(Shape(num_ranks, num_microbatches, len(chunks)))
+        if forward_only:
+            order = order.forwards()
+        tally = _Tally(self._step, order, self._pp_rank, self._record, self._clock)
         start_ns = self._clock()
-        with _recorded(get_model_config(model[0] if isinstance(model, list) else model), tally):
+        with _recorded(get_model_config(chunks[0]), tally):
             data: list[Any] = schedule(
                 model=model,
                 num_microbatches=num_microbatches,
@@ -59,12 +64,27 @@ class NativeSchedule:
             )
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.SCHEDULE))
-        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
+        peak_held = tally.peak_depth / len(chunks)
+        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, peak_held)
         self._step += 1
         return data
 
     def close(self) -> None:
         """Nothing to close: the transfers are those of torch's process group."""
+
+
+def _schedule(num_ranks: int, num_chunks: int) -> Callable[..., list[Any]]:
+    """Megatron's function, by its own name: what looks it up may have been replaced by ours."""
+    if num_ranks == 1:
+        return schedules.forward_backward_no_pipelining  # type: ignore[no-any-return]
+    if num_chunks == 1:
+        return schedules.forward_backward_pipelining_without_interleaving  # type: ignore[no-any-return]
+    return schedules.forward_backward_pipelining_with_interleaving  # type: ignore[no-any-return]
+
+
+def _order(shape: Shape) -> Order:
+    """The order that Megatron's function for this shape runs its tasks in."""
+    return ORDERS["1f1b" if shape.num_chunks == 1 else "interleaved"](shape)
 
 
 class _Tally:
@@ -73,19 +93,20 @@ class _Tally:
     def __init__(
         self,
         step: int,
-        stage: int,
-        num_tasks: int,
+        order: Order,
+        pp_rank: int,
         record: Callable[[Record], None],
         clock: Clock,
     ) -> None:
         self._step = step
-        self._stage = stage
-        self._num_tasks = num_tasks
+        self._shape = order.shape
+        self._tasks = order.rows[pp_rank]
         self._record = record
         self._clock = clock
-        self._num_run = {Kind.F: 0, Kind.B: 0}
+        self._num_run = 0
+        self._depth = 0
         self.busy_ns = 0
-        self.peak_held = 0
+        self.peak_depth = 0
 
     def task(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, recorded as a task of that kind."""
@@ -102,11 +123,10 @@ class _Tally:
         """The function, recorded as a wait for a blocking transfer."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            num_run = sum(self._num_run.values())
             cause = Cause.TRANSFER
-            if num_run == 0:
+            if self._num_run == 0:
                 cause = Cause.WARMUP
-            elif num_run == self._num_tasks:
+            elif self._num_run == len(self._tasks):
                 cause = Cause.DRAIN
             return self.wait(cause, function)(*args, **kwargs)
 
@@ -124,31 +144,31 @@ class _Tally:
         return recorded
 
     def _ran(self, kind: Kind, start_ns: int, end_ns: int) -> None:
-        position = sum(self._num_run.values())
-        microbatch = self._num_run[kind]
-        self._num_run[kind] += 1
-        depth = self._num_run[Kind.F] - self._num_run[Kind.B]
+        task = self._tasks[self._num_run]
+        assert task.kind is kind
+        self._depth += 1 if kind is Kind.F else -1
         self.busy_ns += end_ns - start_ns
-        self.peak_held = max(self.peak_held, depth)
+        self.peak_depth = max(self.peak_depth, self._depth)
         self._record(
             TaskRecord(
                 start_ns,
                 end_ns,
                 self._step,
                 kind,
-                self._stage,
-                chunk=0,
-                microbatch=microbatch,
-                hint_position=position,
+                task.stage,
+                self._shape.chunk_of(task.stage),
+                task.microbatch,
+                hint_position=self._num_run,
                 # A fixed schedule looks at one task only, and skips none.
                 ready=1,
                 skipped=0,
-                depth=depth,
-                held=depth,
+                depth=self._depth,
+                held=self._depth,
                 ready_forwards=int(kind is Kind.F),
                 ready_backwards=int(kind is Kind.B),
             )
         )
+        self._num_run += 1
 
 
 @contextmanager

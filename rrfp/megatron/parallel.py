@@ -10,19 +10,28 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.settings import TrainSettings
+from rrfp.schedule.shape import Placement, Shape
+
+_SEED_STRIDE = 100
+"""Between the random states of neighbouring pipeline ranks, as in Megatron's training."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """This process' place among all of them. Ranks are numbered tensor-parallel first, then
-    data-parallel, then pipeline (Megatron's default order)."""
+    data-parallel, then pipeline (Megatron's default order). Expert-parallel ranks are neighbouring
+    replicas."""
 
     pp: int
     tp: int
     dp: int
+    ep: int
+    chunks: int
+    placement: Placement
     pp_rank: int
     tp_rank: int
     dp_rank: int
+    ep_rank: int
 
     @property
     def world_size(self) -> int:
@@ -30,15 +39,29 @@ class Layout:
 
     @property
     def rank(self) -> int:
-        return (self.pp_rank * self.dp + self.dp_rank) * self.tp + self.tp_rank
+        return self.first_rank(self.pp_rank) + self.dp_rank * self.tp + self.tp_rank
+
+    def first_rank(self, pp_rank: int) -> int:
+        """The smallest rank of a pipeline rank."""
+        return pp_rank * self.dp * self.tp
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
+    def num_stages(self) -> int:
+        return self.pp * self.chunks
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this process holds, chunk by chunk."""
+        return self._shape.stages_of(self.pp_rank)
+
+    @property
+    def last_stage_pp_rank(self) -> int:
+        """The pipeline rank where the losses are."""
+        return self._shape.rank_of(self.num_stages - 1)
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(self.pp, 1, self.chunks, self.placement)
 
 
 @contextmanager
@@ -49,33 +72,55 @@ def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterat
     MASTER_ADDR, MASTER_PORT). `timeout_s` bounds every collective. `prepare_host` comes first.
     """
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
         if dist.get_world_size() != settings.world_size:
             raise RrfpError(
                 f"{dist.get_world_size()} processes were started for {settings.world_size} ranks "
-                f"(pp {settings.pp} x tp {settings.tp} x dp {settings.dp}); start as many as ranks"
+                f"(pp {settings.pp} x tp {settings.tp} x cp {settings.cp} x dp "
+                f"{settings.num_replicas}); start as many as ranks"
             )
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=settings.tp,
             pipeline_model_parallel_size=settings.pp,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
+            context_parallel_size=settings.cp,
+            expert_model_parallel_size=settings.ep,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
             create_gloo_process_groups=False,
         )
         layout = Layout(
             pp=settings.pp,
             tp=settings.tp,
-            dp=settings.dp,
+            dp=settings.num_replicas,
+            ep=settings.ep,
+            chunks=settings.chunks,
+            placement=Placement(settings.placement),
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             dp_rank=parallel_state.get_data_parallel_rank(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
         )
         assert layout.rank == dist.get_rank()
-        torch.manual_seed(settings.seed)
-        model_parallel_cuda_manual_seed(settings.seed, force_reset_rng=True)
+        seed_random_states(settings, layout)
         yield layout
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
+    """Put torch's and Megatron's random states to their start; done when the groups are joined."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    seed = settings.seed + _SEED_STRIDE * layout.pp_rank
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def virtual_pipeline_size(settings: TrainSettings) -> int | None:
+    """The number of chunks as Megatron is told it: of a loop over several ranks, for it knows
+    neither a V nor chunks on a single rank."""
+    is_megatrons = settings.placement == Placement.LOOP and settings.pp > 1 and settings.chunks > 1
+    return settings.chunks if is_megatrons else None

@@ -1,15 +1,17 @@
-"""The process of one rank: `python -m rrfp.megatron.process RUN_DIR SETTINGS`.
+"""The process of one rank: `python -m rrfp.megatron.process JOB RUN_DIR SETTINGS`.
 
 The elastic launcher starts it. What it prints goes to a log of its own, so what is heavy (and
 talks while it is imported) is imported after that.
 """
 
+import importlib
 import logging
 import os
 import signal
 import sys
 import threading
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,9 +23,17 @@ from rrfp.trace.rundir import RunDir
 _PARENT_CHECK_S = 1.0
 
 
+class Job(StrEnum):
+    """What a rank's process does: the module whose `work(run, settings, layout)` it calls."""
+
+    TRAIN = "rrfp.megatron.rank"
+    VERIFY = "rrfp.megatron.verification"
+
+
 def main() -> None:
-    """Train one rank of the run named on the command line."""
-    run, settings = RunDir(Path(sys.argv[1])), TrainSettings.from_json(sys.argv[2])
+    """Do the job named on the command line as one rank of the run."""
+    job, run = Job(sys.argv[1]), RunDir(Path(sys.argv[2]))
+    settings = TrainSettings.from_json(sys.argv[3])
     _write_output_to(run.rank_log(int(os.environ["RANK"])))
     # Ctrl-C ends a rank at once, also inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -33,11 +43,11 @@ def main() -> None:
         from rrfp.megatron.parallel import parallel_groups
 
         prepare_host(settings.device)
-        from rrfp.megatron.rank import train
+        work = importlib.import_module(job).work
 
         with parallel_groups(settings) as layout:
             try:
-                train(run, settings, layout)
+                work(run, settings, layout)
             except Exception as error:
                 # Leaving the groups could wait for ranks that wait for this one.
                 _fail(error)
@@ -50,9 +60,10 @@ def _fail(error: Exception) -> NoReturn:
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
     from rrfp.runtime.protocols import PeerLostError, PeerSilentError
 
-    text = first_line(str(error))
+    text, detail = first_line(str(error)), ""
     if isinstance(error, RrfpError):
         sentence, exit_code = text, error.exit_code
+        detail = str(error).partition("\n")[2]
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     # Torch's collectives raise a bare RuntimeError when a peer's connection breaks, or the peer is
@@ -60,7 +71,7 @@ def _fail(error: Exception) -> NoReturn:
     is_torchs = isinstance(error, RuntimeError)
     is_silence = isinstance(error, PeerSilentError) or (is_torchs and "timed out" in text.lower())
     is_lost = isinstance(error, PeerLostError) or (is_torchs and "connection" in text.lower())
-    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence).write()
+    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence, detail).write()
     logging.shutdown()
     os._exit(exit_code)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rrfp.megatron.corpus import open_corpus
 from rrfp.megatron.data import Batches
 from rrfp.megatron.description import write_description
-from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.dispatching import DispatchSettings, GradOrder
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.metrics import Metrics
 from rrfp.megatron.model import build_gpt
@@ -19,17 +19,19 @@ from rrfp.megatron.native import NativeSchedule
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.training import Trainer
+from rrfp.runtime.delays import Delays
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import clock_offset, exchange_hosts
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
+from rrfp.schedule.shape import Placement
 from rrfp.trace.records import RankInfo, Record
 from rrfp.trace.rundir import RunDir
 
 _MEETING_S = 60.0
 
 
-def train(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's stage for all steps. Raises what the training raises."""
+def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Train this rank's chunks for all steps. Raises what the training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     infos = _introduce(layout)
     info = infos[layout.rank]
@@ -71,7 +73,7 @@ def _introduce(layout: Layout) -> list[RankInfo]:
         pp_rank=layout.pp_rank,
         tp_rank=layout.tp_rank,
         dp_rank=layout.dp_rank,
-        stages=(layout.pp_rank,),
+        stages=layout.stages,
         host=socket.gethostname(),
         pid=os.getpid(),
         clock_offset_ns=offset.offset_ns,
@@ -83,10 +85,23 @@ def _introduce(layout: Layout) -> list[RankInfo]:
 
 
 def schedule_of(
-    settings: TrainSettings, pp_rank: int, record: Callable[[Record], None]
+    settings: TrainSettings,
+    pp_rank: int,
+    record: Callable[[Record], None],
+    delays: Delays | None = None,
 ) -> NativeSchedule | ForwardBackward:
-    """The function that runs this run's steps: Megatron's own, or ours."""
+    """The function that runs this run's steps: Megatron's own, or ours, which `delays` slow
+    down."""
     if settings.dispatch == DispatchMode.MEGATRON:
         return NativeSchedule(pp_rank, record)
-    dispatch = DispatchSettings(settings.resolved_hint, Dispatch(settings.dispatch), settings.limit)
-    return get_forward_backward_func(settings=dispatch, record=record)
+    dispatch = DispatchSettings(
+        hint=settings.resolved_hint,
+        dispatch=Dispatch(settings.dispatch),
+        limit=settings.limit,
+        hold=settings.hold,
+        w=WeightGradients(settings.w),
+        agreement=AgreementRule(settings.agreement),
+        grad_order=GradOrder(settings.grad_order),
+        placement=Placement(settings.placement),
+    )
+    return get_forward_backward_func(settings=dispatch, record=record, delays=delays)

@@ -10,13 +10,17 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import UsageError
+from rrfp.megatron.dispatching import GradOrder
+from rrfp.schedule.dispatcher import AgreementRule, WeightGradients
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.shape import Placement, Shape
 
 DEVICES = ("cpu",)
 
@@ -25,6 +29,9 @@ _MAX_PORT = 2**16 - 1
 
 _MAX_MICROBATCHES = 2**16
 """Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+
+NUM_EXPERTS_A_TOKEN = 2
+"""Each token goes through so many experts of a layer, as in Megatron by default."""
 
 _MAX_RANKS_PER_CORE = 16
 """More ranks than this on a host would start for many minutes, if there were memory for them."""
@@ -41,6 +48,23 @@ class DispatchMode(StrEnum):
     """Megatron-Core's own schedule function, with its blocking transfers."""
 
 
+class Dtype(StrEnum):
+    """What parameters and activations are kept in; gradients add up in fp32 either way."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Recompute(StrEnum):
+    """Which activations the backward computes again rather than keeps."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Those inside the attention."""
+    FULL = "full"
+    """Those of every layer but its input."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
     """What to train, on how many ranks, in which order, and where the run goes."""
@@ -52,8 +76,17 @@ class TrainSettings:
     """Pipeline ranks."""
     tp: int = 1
     """Tensor-parallel ranks."""
-    dp: int = 1
-    """Data-parallel replicas."""
+    dp: int | None = None
+    """Data-parallel replicas; None is as many as `ep` spans (`num_replicas`)."""
+    cp: int = 1
+    """Context-parallel ranks."""
+    ep: int = 1
+    """Expert-parallel ranks: replicas that share out the experts of their layers."""
+    chunks: int = 1
+    """Model chunks a pipeline rank."""
+    placement: str = Placement.LOOP
+    sequence_parallel: bool = False
+    """Split what lies between the tensor-parallel layers along the sequence."""
     microbatches: int = 8
     """Microbatches a step, for each replica."""
     micro_batch_size: int = 1
@@ -63,12 +96,29 @@ class TrainSettings:
     layers: int = 8
     hidden: int = 128
     heads: int = 4
+    experts: int | None = None
+    """Experts a layer, of which each token takes 2; None makes dense layers."""
+    tie_embeddings: bool = False
+    """Let the output layer use the weight of the embedding."""
+    dropout: float = 0.0
+    """Share of the hidden and attention values that is dropped."""
+    dtype: str = Dtype.FP32
+    recompute: str = Recompute.NONE
+    distributed_optimizer: bool = False
+    """Divide the optimizer's state among the replicas."""
     lr: float = 2e-3
     """Learning rate, once it has warmed up over the first steps."""
     steps: int = 60
     limit: int | None = None
     """D (forwards minus backwards run on a rank) at which `ready` dispatch withholds forwards; None
-    is `DEFAULT_LIMIT`. A binding order is checked against it when it is given."""
+    is `DEFAULT_LIMIT`, unless there is a `hold`. A binding order is checked against it when it is
+    given."""
+    hold: int | None = None
+    """Most activations that `ready` dispatch keeps on a rank, in whole-rank microbatches."""
+    w: str = WeightGradients.IDLE
+    """When an order that splits the backward, used as a hint, runs the weight gradients."""
+    agreement: str = AgreementRule.INTERSECTION
+    grad_order: str = GradOrder.CANONICAL
     seed: int = 1234
     data: Path | None = None
     """Text file, folder, JSONL or Megatron .bin/.idx; None trains on Python's standard library."""
@@ -92,11 +142,26 @@ class TrainSettings:
         """The hint asked for, or the default of the dispatch."""
         if self.hint is not None:
             return self.hint
-        return "1f1b" if self.dispatch == DispatchMode.MEGATRON else "bf"
+        return self.megatron_hint if self.dispatch == DispatchMode.MEGATRON else "bf"
+
+    @property
+    def megatron_hint(self) -> str:
+        """The order that Megatron-Core's own schedule runs."""
+        return "1f1b" if self.chunks == 1 else "interleaved"
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas: those asked for, or as few as the experts can be spread over."""
+        return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
+
+    @property
+    def shape(self) -> Shape:
+        """The pipeline of a step."""
+        return Shape(self.pp, self.microbatches, self.chunks, Placement(self.placement))
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.cp * self.num_replicas
 
     @classmethod
     def from_toml(cls, path: Path, **flags: Any) -> Self:
@@ -116,8 +181,9 @@ class TrainSettings:
         return cls(**{**_checked(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Every setting by its name, as JSON has it, the hint resolved."""
-        values = dataclasses.asdict(self) | {"hint": self.resolved_hint}
+        """Every setting by its name, as JSON has it, hint and replicas resolved."""
+        values = dataclasses.asdict(self)
+        values |= {"hint": self.resolved_hint, "dp": self.num_replicas}
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in values.items()
         }
@@ -151,24 +217,27 @@ class TrainSettings:
         _require(
             0 <= self.seed <= _MAX_SEED, f"--seed is {self.seed}; it must be in 0..{_MAX_SEED}"
         )
+        _require(
+            0 <= self.dropout < 1, f"--dropout is {self.dropout}; it must be at least 0 and below 1"
+        )
         check_device(self.device)
-        dispatches = tuple(DispatchMode)
-        _require(
-            self.dispatch in dispatches,
-            f"'{self.dispatch}' is not a dispatch ({', '.join(dispatches)})",
-        )
-        _require(
-            self.dispatch != DispatchMode.MEGATRON or self.resolved_hint == "1f1b",
-            f"--dispatch megatron runs 1f1b only, not '{self.hint}'; leave --hint out",
-        )
+        for name, choices in _CHOICES.items():
+            _require(
+                getattr(self, name) in tuple(choices),
+                f"--{_flag(name)} is '{getattr(self, name)}'; it must be one of "
+                f"{', '.join(choices)}",
+            )
+        for is_so, sentence in _TOGETHER:
+            _require(not is_so(self), sentence.format(self))
         self._validate_layout()
         self._validate_hosts()
 
     def _validate_layout(self) -> None:
         _require(
-            self.layers % self.pp == 0,
-            f"{self.layers} layers do not divide by {self.pp} pipeline ranks; "
-            "change --layers or --pp",
+            self.layers % (self.pp * self.chunks) == 0,
+            f"{self.layers} layers do not divide by {self.pp} pipeline ranks"
+            + ("" if self.chunks == 1 else f" of {self.chunks} chunks")
+            + "; change --layers, --pp or --chunks",
         )
         _require(
             self.hidden % self.heads == 0,
@@ -184,11 +253,6 @@ class TrainSettings:
             self.heads % self.tp == 0,
             f"{self.heads} heads do not divide by {self.tp} tensor-parallel ranks; "
             "change --heads or --tp",
-        )
-        _require(
-            not self.variable_lengths or self.seq_length % self.tp == 0,
-            f"a sequence length of {self.seq_length} does not divide by {self.tp} "
-            "tensor-parallel ranks, as --variable-lengths needs; change --seq-length or --tp",
         )
 
     def _validate_hosts(self) -> None:
@@ -235,16 +299,121 @@ _AT_LEAST_ONE = (
     "pp",
     "tp",
     "dp",
+    "cp",
+    "ep",
+    "chunks",
     "microbatches",
     "micro_batch_size",
     "seq_length",
     "layers",
     "hidden",
     "heads",
+    "experts",
     "steps",
     "limit",
+    "hold",
     "nnodes",
 )
+
+_CHOICES: dict[str, type[StrEnum]] = {
+    "dispatch": DispatchMode,
+    "placement": Placement,
+    "w": WeightGradients,
+    "agreement": AgreementRule,
+    "grad_order": GradOrder,
+    "dtype": Dtype,
+    "recompute": Recompute,
+}
+
+_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
+    (
+        lambda s: s.placement == Placement.V and s.chunks != 2,
+        "--placement v takes 2 chunks a rank, not {0.chunks}; add --chunks 2",
+    ),
+    (
+        lambda s: s.w == WeightGradients.RANKED and s.resolved_hint in TURNS,
+        "--w ranked needs an order that ranks the weight gradients and {0.resolved_hint} ranks "
+        "none; leave --w out or choose an order such as zb-h1",
+    ),
+    (
+        lambda s: s.limit is not None and s.hold is not None,
+        "--limit and --hold exclude each other; keep --hold {0.hold}, the exact bound, or --limit "
+        "{0.limit}",
+    ),
+    # What Megatron-Core's own schedules run.
+    (
+        lambda s: s.dispatch == DispatchMode.MEGATRON and s.placement != Placement.LOOP,
+        "--dispatch megatron has no placement {0.placement}; leave --placement out",
+    ),
+    (
+        lambda s: s.dispatch == DispatchMode.MEGATRON and s.resolved_hint != s.megatron_hint,
+        "--dispatch megatron runs {0.megatron_hint} only, not '{0.hint}'; leave --hint out",
+    ),
+    (
+        lambda s: s.dispatch == DispatchMode.MEGATRON and s.chunks > 1 and s.pp < 3,
+        "--dispatch megatron interleaves chunks over 3 or more pipeline ranks, not {0.pp} (between "
+        "2, gloo mixes up the messages of both directions); change --pp or --chunks",
+    ),
+    (
+        lambda s: s.dispatch == DispatchMode.MEGATRON and s.grad_order != GradOrder.CANONICAL,
+        "--dispatch megatron adds gradients up in its own order, which is the canonical one; leave "
+        "--grad-order out",
+    ),
+    (
+        lambda s: s.dispatch != DispatchMode.READY and s.agreement != AgreementRule.INTERSECTION,
+        "--dispatch {0.dispatch} has one order and nothing to agree on; leave --agreement out",
+    ),
+    # What the model and its groups need.
+    (
+        lambda s: s.cp > 1,
+        "--cp {0.cp} needs the attention of Transformer Engine, which this build for the CPU "
+        "lacks; leave --cp out",
+    ),
+    (
+        lambda s: s.sequence_parallel and s.tp == 1,
+        "--sequence-parallel divides sequences among tensor-parallel ranks and there is 1; add "
+        "--tp 2",
+    ),
+    (
+        lambda s: (s.sequence_parallel or s.variable_lengths) and s.seq_length % s.tp > 0,
+        "a sequence length of {0.seq_length} does not divide by {0.tp} tensor-parallel ranks, as "
+        "--sequence-parallel and --variable-lengths need; change --seq-length or --tp",
+    ),
+    (
+        lambda s: s.experts is not None and s.experts < NUM_EXPERTS_A_TOKEN,
+        "--experts is {0.experts}; every token takes "
+        f"{NUM_EXPERTS_A_TOKEN}, so there must be at least as many",
+    ),
+    (
+        lambda s: s.experts is not None and s.tp > 1 and not s.sequence_parallel,
+        "--experts with --tp {0.tp} trains with sequence parallelism only; add --sequence-parallel",
+    ),
+    (
+        lambda s: s.ep > 1 and s.tp > 1,
+        "--ep {0.ep} with --tp {0.tp} gathers tokens in unequal parts, which gloo cannot do; leave "
+        "one of them out",
+    ),
+    (
+        lambda s: s.ep > 1 and s.experts is None,
+        "--ep {0.ep} shares out experts and the layers are dense; add --experts",
+    ),
+    (
+        lambda s: s.experts is not None and s.experts % s.ep > 0,
+        "{0.experts} experts do not divide by {0.ep} expert-parallel ranks; change --experts or "
+        "--ep",
+    ),
+    (
+        lambda s: s.num_replicas * s.cp % s.ep > 0,
+        "{0.num_replicas} replicas do not divide by {0.ep} expert-parallel ranks; change --dp or "
+        "--ep",
+    ),
+    (
+        lambda s: s.tie_embeddings and s.chunks > 1 and (s.placement == Placement.V or s.pp == 1),
+        "--tie-embeddings with the first and the last stage on one rank would train two copies of "
+        "the weight; leave it out or change --placement or --pp",
+    ),
+)
+"""What does not go together, and the sentence that says so of the settings it is formatted with."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 

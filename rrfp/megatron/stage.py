@@ -1,11 +1,12 @@
-"""One pipeline stage of a Megatron model for one step: what a forward and a backward do.
+"""A rank's part of one step on a Megatron model: what F, B and W do on each of its chunks.
 
 Megatron's own `forward_step` and `backward_step` do the work, so that loss scaling, gradient
 scaling and deallocation are theirs; around them stands what running out of order needs: a view of
-its own over the data for every microbatch, and gradients and losses in microbatch order.
+its own over the data and random streams of its own for every microbatch, weight gradients kept
+apart, and gradients and losses in microbatch order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,144 +18,181 @@ from megatron.core.pipeline_parallel.schedules import (
     deallocate_output_tensor,
     forward_step,
 )
-from megatron.core.utils import get_model_config, get_model_type, make_viewless_tensor
+from megatron.core.utils import get_model_type, make_viewless_tensor
 
-from rrfp.errors import UsageError
-from rrfp.megatron.gradients import CanonicalGradients
+from rrfp.megatron.dispatching import GradOrder
+from rrfp.megatron.gradients import gradient_sum
+from rrfp.megatron.microbatch_data import MicrobatchData
+from rrfp.megatron.random_streams import RandomStreams
+from rrfp.megatron.reduction import Reduction, each
+from rrfp.megatron.tracked_state import TrackedLosses
+from rrfp.megatron.weight_gradients import DeferredWeightGradients, deferrable_weights
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-class MicrobatchData:
-    """An iterator's items by microbatch: each microbatch sees its own item, in any order."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._num_drawn = 0
-        self._drawn: dict[int, Any] = {}
-
-    def of(self, microbatch: int) -> Iterator[Any]:
-        """What `forward_step_func` may pull for this microbatch: its item, once."""
-        while self._num_drawn <= microbatch:
-            try:
-                self._drawn[self._num_drawn] = next(self._iterator)
-            except StopIteration:
-                raise UsageError(
-                    f"the data iterator ended after {self._num_drawn} microbatches, before "
-                    f"microbatch {microbatch} of this step; give it one item a microbatch"
-                ) from None
-            self._num_drawn += 1
-        yield self._drawn.pop(microbatch)
-        raise UsageError(
-            f"forward_step_func asked for a second item for microbatch {microbatch}; "
-            "put all that a microbatch needs into one item"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepArguments:
-    """What Megatron's training loop passes to its schedule, as far as a stage needs it."""
+    """What Megatron's training loop passes to its schedule, as far as the tasks need it."""
 
     forward_step_func: Callable[..., Any]
-    data_iterator: Iterator[Any] | None
+    data_iterators: Sequence[Iterator[Any] | None]
+    """One a chunk; None where a chunk is given no data."""
     num_microbatches: int
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
 
 
-class StageStep:
-    """Runs the tasks of one step on this rank's model chunk (the runtime's `Compute`)."""
+class RankStep:
+    """Runs the tasks of one step on this rank's model chunks (the runtime's `Compute`)."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        config: Any,
+        arguments: StepArguments,
+        shape: Shape,
+        rank: int,
+        streams: RandomStreams,
+        *,
+        grad_order: GradOrder,
+        cp_size: int,
+        follows_hooks: bool,
+    ) -> None:
+        """`shape` and `rank` say which stages the chunks are. `follows_hooks` says that replicas
+        run their backwards alike (`Reduction`)."""
+        self._shape = shape
+        self._streams = streams
+        self._tracked = TrackedLosses()
+        is_training = not arguments.forward_only
+        self._chunks = [
+            ChunkStep(model, config, arguments, chunk, shape, rank, grad_order, cp_size)
+            for chunk, model in enumerate(models)
+        ]
+        device = next(models[0].parameters()).device
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        """What the loss function counted; 0 but on the last stage."""
+        streams.start_step(advances=is_training)
+        self._reduction = None
+        if is_training:
+            _gather_parameters(models, config)
+            self._reduction = Reduction(
+                models,
+                config,
+                is_first_rank=rank == 0,
+                follows_hooks=follows_hooks,
+                # Deferred embedding gradients come after the last task.
+                starts_early=not config.defer_embedding_wgrad_compute,
+            )
+
+    def run(self, task: Task, inputs: Tensors) -> Tensors:
+        index = self._shape.chunk_of(task.stage)
+        chunk, microbatch = self._chunks[index], task.microbatch
+        if task.kind is Kind.F:
+            with self._streams.task(task.stage, microbatch), self._tracked.task(microbatch):
+                outputs, num_tokens = chunk.forward(microbatch, inputs)
+            self.num_tokens += num_tokens
+            return outputs
+        assert self._reduction is not None
+        if task.kind is Kind.B:
+            ends = chunk.is_completed_by_backward(microbatch)
+            with (
+                self._reduction.around_last_backward(index) if ends else nullcontext(),
+                self._tracked.task(microbatch),
+            ):
+                outputs = chunk.backward(microbatch, inputs)
+        else:
+            chunk.weight_gradient(microbatch)
+            outputs = ()
+        if chunk.has_all_gradients:
+            self._reduction.complete(index)
+        return outputs
+
+    def forward_data(self) -> list[Any]:
+        """What the loss function gave, in microbatch order (empty but on the last stage)."""
+        by_microbatch = sorted(self._chunks[-1].reduced.items())
+        return [item for _, items in by_microbatch for item in items]
+
+    def finish(self) -> None:
+        """Start the gradient reductions that no task has started, and leave the losses for the
+        log where Megatron looks for them."""
+        self._tracked.finish()
+        if self._reduction is not None:
+            self._reduction.finish()
+
+
+class ChunkStep:
+    """One model chunk in one step."""
 
     def __init__(
         self,
         model: Any,
+        config: Any,
         arguments: StepArguments,
-        *,
-        is_first_stage: bool,
-        is_last_stage: bool,
+        chunk: int,
+        shape: Shape,
+        rank: int,
+        grad_order: GradOrder,
         cp_size: int,
-        overlaps_reduction: bool,
     ) -> None:
-        """`overlaps_reduction` lets Megatron start the reduction of the gradients inside the last
-        backward, bucket by bucket as they come; every replica must choose the same."""
         self._model = model
+        self._config = config
         self._arguments = arguments
-        self._is_first_stage = is_first_stage
-        self._is_last_stage = is_last_stage
+        # Megatron passes it where a rank has several chunks, and checks it against the model's.
+        self._vp_stage = chunk if shape.num_chunks > 1 else None
+        stage = shape.stage_of(rank, chunk)
+        self._is_first_stage = stage == 0
+        self._is_last_stage = stage == shape.num_stages - 1
         self._cp_size = cp_size
-        self._overlaps_reduction = overlaps_reduction
-        self._config = get_model_config(model)
-        iterator = arguments.data_iterator
+        iterator = arguments.data_iterators[chunk]
         self._data = None if iterator is None else MicrobatchData(iterator)
-        self._gradients = CanonicalGradients(model.parameters())
+        deferred = deferrable_weights(model) if shape.splits_backward else []
+        left_out = set(deferred)
+        at_once = [weight for weight in model.parameters() if weight not in left_out]
+        num = shape.num_microbatches
+        self._gradients = gradient_sum(grad_order, at_once, num)
+        self._deferred = (
+            DeferredWeightGradients(model, gradient_sum(grad_order, deferred, num))
+            if shape.splits_backward
+            else None
+        )
         # What a forward keeps for its backward: its input and output tensors.
         self._kept: dict[int, tuple[list[torch.Tensor | None], list[torch.Tensor]]] = {}
-        self._reduced: dict[int, list[Any]] = {}
-        self._num_forwards = 0
-        self._num_backwards = 0
-        device = next(model.parameters()).device
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
-        self._no_sync: AbstractContextManager[Any] | None = None
-        if not arguments.forward_only:
-            self._no_sync = (self._config.no_sync_func or nullcontext)()
-            self._no_sync.__enter__()
+        self._num_left = dict.fromkeys(shape.kinds, shape.num_microbatches)
+        self.reduced: dict[int, list[Any]] = {}
+        """By microbatch, what the loss function gave (empty but on the last stage)."""
 
-    def run(self, task: Task, inputs: Tensors) -> Tensors:
-        if task.kind is Kind.F:
-            return self._forward(task.microbatch, inputs)
-        return self._backward(task.microbatch, inputs)
-
-    def forward_data(self) -> list[Any]:
-        """What the loss function gave, in microbatch order (empty but on the last stage)."""
-        return [item for _, items in sorted(self._reduced.items()) for item in items]
-
-    def finish(self) -> None:
-        """Start the gradient reduction where the last backward has not started it."""
-        if self._no_sync is None:
-            return
-        self._lift_no_sync()
-        if self._config.grad_sync_func is not None:
-            self._config.grad_sync_func(self._model.parameters())
-        elif self._reduces_early():
-            self._model.start_grad_sync()
-
-    def _reduces_early(self) -> bool:
-        """Whether Megatron's finalisation expects a reduction that was started before it."""
-        ddp_config = getattr(self._model, "ddp_config", None)
-        return ddp_config is not None and ddp_config.overlap_grad_reduce
-
-    def _lift_no_sync(self) -> None:
-        if self._no_sync is not None:
-            self._no_sync.__exit__(None, None, None)
-            self._no_sync = None
-
-    def _forward(self, microbatch: int, inputs: Tensors) -> Tensors:
+    def forward(self, microbatch: int, inputs: Tensors) -> tuple[Tensors, torch.Tensor]:
+        """The outputs for the next stage, and the number of tokens that the loss counted."""
         arguments, config = self._arguments, self._config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         for tensor in input_tensors:
             if tensor is not None:
                 tensor.requires_grad_()
-        reduced = self._reduced[microbatch] = []
-        outputs, num_tokens = forward_step(
-            arguments.forward_step_func,
-            None if self._data is None else self._data.of(microbatch),
-            self._model,
-            arguments.num_microbatches,
-            input_tensors,
-            reduced,
-            config,
-            self._cp_size,
-            collect_non_loss_data=arguments.collect_non_loss_data,
-            is_first_microbatch=check_first_val_step(
-                arguments.first_val_step, arguments.forward_only, self._num_forwards == 0
-            ),
-            current_microbatch=microbatch,
-            is_last_stage=self._is_last_stage,
-        )
-        self._num_forwards += 1
-        self.num_tokens += num_tokens
+        is_first = self._num_left[Kind.F] == arguments.num_microbatches
+        self._num_left[Kind.F] -= 1
+        reduced = self.reduced[microbatch] = []
+        with self._deferring(microbatch):
+            outputs, num_tokens = forward_step(
+                arguments.forward_step_func,
+                None if self._data is None else self._data.of(microbatch),
+                self._model,
+                arguments.num_microbatches,
+                input_tensors,
+                reduced,
+                config,
+                self._cp_size,
+                collect_non_loss_data=arguments.collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(
+                    arguments.first_val_step, arguments.forward_only, is_first
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self._vp_stage,
+                is_last_stage=self._is_last_stage,
+            )
         if self._is_last_stage:
             sent: Tensors = ()
         else:
@@ -168,21 +206,18 @@ class StageStep:
             self._kept[microbatch] = (input_tensors, outputs)
             if not self._is_last_stage:
                 deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
-        return sent
+        return sent, num_tokens
 
-    def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
+    def is_completed_by_backward(self, microbatch: int) -> bool:
+        """Whether this backward, run now, is the last to change the chunk's gradients."""
+        return self._deferred is None and self._gradients.completes(microbatch)
+
+    def backward(self, microbatch: int, gradients: Tensors) -> Tensors:
+        """The gradients for the stage before; those of the parameters are added up here, but for
+        the ones that W computes."""
+        self._num_left[Kind.B] -= 1
         input_tensors, outputs = self._kept.pop(microbatch)
-        self._num_backwards += 1
-        # By count, not by index: Megatron starts the reduction inside the last backward that runs,
-        # on stages other than the first only when no function of its own does so (schedules.py).
-        if (
-            self._overlaps_reduction
-            and self._num_backwards == self._arguments.num_microbatches
-            and (self._config.grad_sync_func is None or self._is_first_stage)
-            and self._gradients.completes(microbatch)
-        ):
-            self._lift_no_sync()
-        with self._gradients.backward(microbatch):
+        with self._deferring(microbatch), self._gradients.adding(microbatch):
             if gradients and gradients[0] is None:
                 # The next stage did not use this output. Megatron would read None as the loss's.
                 input_gradients = [None] * len(input_tensors)
@@ -195,3 +230,27 @@ class StageStep:
                     self._config,
                 )
         return () if self._is_first_stage else tuple(input_gradients)
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """Add up the gradients that the microbatch's B left out."""
+        assert self._deferred is not None
+        self._num_left[Kind.W] -= 1
+        self._deferred.run(microbatch)
+
+    @property
+    def has_all_gradients(self) -> bool:
+        return not any(self._num_left.values())
+
+    def _deferring(self, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._deferred is None else self._deferred.task(microbatch)
+
+
+def _gather_parameters(models: Sequence[Any], config: Any) -> None:
+    """Start the gathering of the parameters that the distributed optimizer has spread, in one order
+    on every replica. Megatron starts it somewhat ahead of each chunk's first forward; which that
+    is cannot be known here."""
+    functions = each(config.param_sync_func, len(models))
+    # As Megatron has it: with one chunk the first forward starts it.
+    if functions is not None and len(models) > 1:
+        for function, model in zip(functions, models, strict=True):
+            function(model.parameters())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.data import Batch, Batches
-from rrfp.megatron.model import GptStage
+from rrfp.megatron.model import GptChunks
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.protocols import Clock, monotonic
@@ -28,8 +28,8 @@ class Schedule(Protocol):
         self,
         *,
         forward_step_func: Callable[..., Any],
-        data_iterator: Iterator[Batch],
-        model: Any,
+        data_iterator: list[Iterator[Batch]],
+        model: list[Any],
         num_microbatches: int,
         seq_length: int,
         micro_batch_size: int,
@@ -48,13 +48,13 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """Trains one rank's stage, a step at a time."""
+    """Trains one rank's chunks, a step at a time."""
 
     def __init__(
         self,
         settings: TrainSettings,
         layout: Layout,
-        stage: GptStage,
+        gpt: GptChunks,
         batches: Batches,
         schedule: Schedule,
         record: Callable[[Record], None],
@@ -63,7 +63,7 @@ class Trainer:
         """`record` receives the step's data and optimizer phases; the schedule records its own."""
         self._settings = settings
         self._layout = layout
-        self._stage = stage
+        self._gpt = gpt
         self._batches = batches
         self._schedule = schedule
         self._record = record
@@ -71,26 +71,27 @@ class Trainer:
 
     def train_step(self, step: int) -> StepResult:
         """Run one step on every rank. Raises RrfpError when loss or gradient is not finite."""
-        settings, stage = self._settings, self._stage
+        settings, gpt = self._settings, self._gpt
         start_ns = self._clock()
         batches = [self._batches.batch(step, index) for index in range(settings.microbatches)]
         self._finish_phase(Phase.DATA, start_ns, step)
 
         losses = self._schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[stage.module],
+            data_iterator=[iter(batches) for _ in gpt.chunks],
+            model=gpt.chunks,
             num_microbatches=settings.microbatches,
             seq_length=settings.seq_length,
             micro_batch_size=settings.micro_batch_size,
         )
 
         start_ns = self._clock()
-        for group in stage.optimizer.param_groups:
+        for group in gpt.optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
-        _, grad_norm, _ = stage.optimizer.step()
-        stage.module.zero_grad_buffer()
-        stage.optimizer.zero_grad()
+        _, grad_norm, _ = gpt.optimizer.step()
+        for chunk in gpt.chunks:
+            chunk.zero_grad_buffer()
+        gpt.optimizer.zero_grad()
         tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
         loss, tokens = self._shared(losses, tokens)
         self._finish_phase(Phase.OPTIMIZER, start_ns, step)
@@ -108,7 +109,7 @@ class Trainer:
         """The step's loss and tokens, known to the last stage, on every rank."""
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
-        if layout.is_last_stage:
+        if layout.pp_rank == layout.last_stage_pp_rank:
             from megatron.core import parallel_state
 
             loss = sum(item["loss"].item() for item in losses) / len(losses)
@@ -117,15 +118,14 @@ class Trainer:
             dist.all_gather(replicas, own, group=parallel_state.get_data_parallel_group())
             shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
             shared[1] = sum(replica[1].item() for replica in replicas)
-        first_of_last_stage = layout.world_size - layout.tp * layout.dp
-        dist.broadcast(shared, first_of_last_stage)
+        dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
         return shared[0].item(), shared[1].item()
 
 
 def forward_step(
     data_iterator: Iterator[Batch], model: Any
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run the stage on the iterator's next microbatch (Megatron's `forward_step_func`)."""
+    """Run a chunk on the iterator's next microbatch (Megatron's `forward_step_func`)."""
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_mean_loss, batch["loss_mask"])

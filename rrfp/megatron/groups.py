@@ -1,0 +1,120 @@
+"""Who runs in step with this rank: the process groups of a step, and the coupling they make.
+
+Ranks that share a collective inside a task (tensor, sequence, context, expert parallelism) must run
+the same tasks in the same order, or they wait for each other inside it. Experts are spread over
+data-parallel replicas, perhaps on some stages only, so what is coupled is whole pipelines: where
+two of them share a collective on one stage, they agree on all of their stages.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from rrfp.errors import UsageError
+from rrfp.runtime.rendezvous import Rendezvous
+
+_EXPERT_GROUPS = {
+    "ep": parallel_state.get_expert_model_parallel_group,
+    "expt_tp": parallel_state.get_expert_tensor_parallel_group,
+    "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands; all ranks are global ones."""
+
+    rank: int
+    pipeline: tuple[int, ...]
+    """The ranks of its pipeline, by pipeline rank."""
+    sharers: tuple[int, ...]
+    """The ranks with which it shares a collective inside a task, itself included; sorted."""
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pipeline.index(self.rank)
+
+
+def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
+    """The process groups of the step, from the caller or from Megatron's parallel state."""
+    # As Megatron has it: without pipelining there is no communicator to pass.
+    needs_both = pg_collection is None or pg_collection.pp.size() > 1
+    if needs_both and (p2p_communicator is None) != (pg_collection is None):
+        raise UsageError(
+            "p2p_communicator and pg_collection come together or not at all; pass both or neither"
+        )
+    if pg_collection is not None:
+        return pg_collection
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
+
+
+def place_in(groups: Any, *, has_experts: bool) -> Place:
+    """This process' place in these groups; those of the experts count where there are any.
+
+    A collection that does not name the experts' groups leaves them to Megatron's parallel state,
+    as Megatron's own modules do.
+    """
+    shared = [groups.tp, groups.cp]
+    if has_experts:
+        shared += [
+            getattr(groups, name, None) or of_state(check_initialized=False)
+            for name, of_state in _EXPERT_GROUPS.items()
+        ]
+    rank = dist.get_rank()
+    sharers = {rank}.union(*(_ranks_of(group) for group in shared if group is not None))
+    return Place(rank, _ranks_of(groups.pp), tuple(sorted(sharers)))
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, ...]]:
+    """The pipelines that run the same tasks in the same order as this rank's, its own among them;
+    the same list on each of their ranks.
+
+    Every rank of the run publishes its place and reads those of the ranks that it is coupled to, by
+    however many steps; there is no collective, and a rank that is coupled to nobody asks for its
+    own pipeline only. Raises PeerLostError naming a rank that has not published its place in time,
+    and UsageError for groups that cannot be followed.
+    """
+    own = [place.pipeline, place.sharers]
+    rendezvous.publish(f"place-in-groups/{place.rank}", json.dumps(own))
+    places: dict[int, Place] = {}
+    new = {place.rank}
+    while new:
+        for peer in sorted(new):
+            pipeline, sharers = json.loads(rendezvous.wait(f"place-in-groups/{peer}", peer))
+            places[peer] = Place(peer, tuple(pipeline), tuple(sharers))
+        coupled = itertools.chain.from_iterable(
+            (*places[peer].pipeline, *places[peer].sharers) for peer in new
+        )
+        new = set(coupled) - places.keys()
+    _check_that_stages_match(places)
+    return sorted({peer.pipeline for peer in places.values()})
+
+
+def _check_that_stages_match(places: dict[int, Place]) -> None:
+    for place in places.values():
+        for other in map(places.__getitem__, place.sharers):
+            here, there = place.pp_rank, other.pp_rank
+            if here != there or len(place.pipeline) != len(other.pipeline):
+                raise UsageError(
+                    f"rank {place.rank}, pipeline rank {here} of {len(place.pipeline)}, shares a "
+                    f"collective with rank {other.rank}, pipeline rank {there} of "
+                    f"{len(other.pipeline)}; put such ranks on the same stages"
+                )

@@ -1,0 +1,120 @@
+"""One rank's end of its pipeline: its place, its links, its group's agreement, and its worker."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.distributed import Store
+
+from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.groups import Place, coupled_pipelines
+from rrfp.megatron.plans import Plan
+from rrfp.runtime.agreement import StarAgreement
+from rrfp.runtime.delays import Delays
+from rrfp.runtime.protocols import Compute, Inbox
+from rrfp.runtime.rendezvous import Rendezvous
+from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.worker import StepSummary, Worker
+from rrfp.schedule.dispatcher import Dispatch, Dispatcher
+from rrfp.schedule.shape import Shape
+from rrfp.trace.records import Record
+
+
+class Pipeline:
+    """This rank's links, from their opening to their close."""
+
+    def __init__(
+        self,
+        settings: DispatchSettings,
+        place: Place,
+        shape: Shape,
+        record: Callable[[Record], None],
+        store: Store,
+        name: str,
+        *,
+        num_credits: int,
+        delays: Delays | None = None,
+    ) -> None:
+        """Meet the ranks that this one works with; all ranks of the run call it together.
+
+        `shape` is that of any step: ranks, chunks and placement count. `name` tells this opening
+        from others of the same run. `num_credits` messages fit on each link. Raises PeerLostError
+        naming a rank that did not come within `connect_s`.
+        """
+        self.place = place
+        self.num_chunks = shape.num_chunks
+        self._settings = settings
+        prefix = f"rrfp/{name}"
+        pipelines = [place.pipeline]
+        # A fixed order is one order for everybody already.
+        if settings.dispatch is Dispatch.READY:
+            meeting = Rendezvous(store, prefix, place.rank, settings.connect_s)
+            pipelines = coupled_pipelines(place, meeting)
+        members = [pipeline[place.pp_rank] for pipeline in pipelines]
+        neighbours = _neighbours(place, shape) | _star(place.rank, members)
+        inbox = Inbox()
+        self._transport = SocketTransport(
+            place.rank,
+            store,
+            neighbours,
+            neighbours,
+            inbox,
+            num_credits=num_credits,
+            prefix=prefix,
+            record=record,
+            connect_s=settings.connect_s,
+            delays=delays,
+        )
+        self._agreement = StarAgreement(place.rank, members, self._transport, record)
+        self._worker = Worker(
+            place.pipeline,
+            inbox,
+            self._transport,
+            self._agreement,
+            record,
+            StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
+            delays=delays,
+            stall_s=settings.stall_s,
+        )
+
+    def grant(self, num_credits: int) -> None:
+        """Let each link hold at least so many messages."""
+        self._transport.grant(num_credits)
+
+    def run_step(self, step: int, plan: Plan, compute: Compute) -> StepSummary:
+        """Run every task of one step on this rank."""
+        settings, group = self._settings, self._agreement.group
+        dispatcher = Dispatcher(
+            plan.shape,
+            self.place.pp_rank,
+            plan.hint,
+            dispatch=settings.dispatch,
+            limit=settings.effective_limit,
+            hold=settings.hold_slots(self.num_chunks),
+            w=settings.w,
+            order=plan.order,
+            group=None if group is None else replace(group, rule=settings.agreement),
+        )
+        return self._worker.run_step(step, dispatcher, compute)
+
+    def close(self, *, farewell: bool) -> None:
+        """Close the links; without a farewell the neighbours take this rank for lost."""
+        self._worker.close()
+        self._transport.close(farewell=farewell)
+
+
+def _neighbours(place: Place, shape: Shape) -> set[int]:
+    """The other ranks that hold the stages next to this rank's."""
+    stages = {
+        neighbour
+        for stage in shape.stages_of(place.pp_rank)
+        for neighbour in (stage - 1, stage + 1)
+        if 0 <= neighbour < shape.num_stages
+    }
+    return {place.pipeline[shape.rank_of(stage)] for stage in stages} - {place.rank}
+
+
+def _star(rank: int, members: list[int]) -> set[int]:
+    """Whom a rank is linked with for agreement: the leader with all, the others with the leader."""
+    return set(members if rank == members[0] else members[:1]) - {rank}

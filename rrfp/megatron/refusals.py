@@ -1,0 +1,99 @@
+"""What cannot run out of Megatron's order, refused before the first task with a sentence each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.utils import get_attr_wrapped_model
+
+from rrfp.errors import UsageError
+from rrfp.megatron.plans import Plan
+from rrfp.megatron.tracked_state import refuse_stateful
+from rrfp.schedule.tasks import Kind
+
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "overlapped expert communication pairs tasks by a schedule",
+    "hybrid_context_parallel": "hybrid context parallelism orders microbatches itself",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "partial checkpointing counts microbatches in schedule order"
+    ),
+    "fp4": "its rounding is drawn in the order in which the tasks run",
+    "fine_grained_activation_offloading": "activation offloading follows the schedule's order",
+    "cpu_offloading": "it brings activations back in the reverse order of the forwards",
+}
+
+
+def refuse(config: Any, models: Sequence[Any], plan: Plan) -> None:
+    """Raise UsageError for a configuration that does not work under this plan."""
+    for name, reason in _REFUSED.items():
+        value = getattr(config, name, None)
+        # A number of zero is a setting too.
+        if value is not None and value is not False:
+            raise UsageError(f"{name} cannot run readiness-first: {reason}; switch it off")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        raise UsageError(
+            f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: graphs are "
+            "captured in one order; set it to none"
+        )
+    refuse_stateful(models, config)
+    for model in models:
+        _refuse_device(model)
+        _refuse_sharded(model)
+    _refuse_two_copies_on_a_rank(config, models, plan)
+    if Kind.B in plan.shape.kinds:
+        _refuse_other_splits(config, plan)
+
+
+def _refuse_other_splits(config: Any, plan: Plan) -> None:
+    name, splits = plan.order.name, plan.shape.splits_backward
+    if config.defer_embedding_wgrad_compute and (splits or not plan.keeps_microbatch_order):
+        raise UsageError(
+            f"defer_embedding_wgrad_compute cannot follow {name}: it pairs forwards and backwards "
+            "by their sequence and keeps its gradients apart itself; switch it off"
+        )
+    if config.delay_wgrad_compute and not splits:
+        raise UsageError(
+            f"delay_wgrad_compute splits the backward, which {name} does not; switch it off, or "
+            "choose a hint that does, such as bfw"
+        )
+
+
+def _refuse_device(model: Any) -> None:
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise UsageError(
+            f"the model is on {device} and messages carry CPU tensors only; there is no transport "
+            "for other devices in this version"
+        )
+
+
+def _refuse_sharded(model: Any) -> None:
+    ddp_config = getattr(model, "ddp_config", None)
+    name = type(model).__name__
+    if getattr(ddp_config, "use_megatron_fsdp", False) or "FullyShardedDataParallel" in name:
+        raise UsageError(
+            f"{name} gathers parameters and frees gradients in its own order; "
+            "use Megatron's DistributedDataParallel, with the distributed optimizer if memory asks"
+        )
+
+
+def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], plan: Plan) -> None:
+    shape = plan.shape
+    is_on_one_rank = shape.rank_of(0) == shape.rank_of(shape.num_stages - 1)
+    if shape.num_stages == 1 or not is_on_one_rank:
+        return
+    is_tied = any(_attribute(model, "share_embeddings_and_output_weights") for model in models)
+    if is_tied or getattr(config, "mtp_num_layers", None):
+        raise UsageError(
+            "the first and the last stage are on one rank, where the two copies of an embedding "
+            f"that {'is tied' if is_tied else 'mtp_num_layers makes'} are added up by nobody; "
+            f"{'untie it' if is_tied else 'switch it off'}, or take several ranks and placement "
+            "loop"
+        )
+
+
+def _attribute(model: Any, name: str) -> Any:
+    """An attribute of the model inside its wrappers, None where no model of them has it."""
+    try:
+        return get_attr_wrapped_model(model, name)
+    except RuntimeError:
+        return None

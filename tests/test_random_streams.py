@@ -1,0 +1,172 @@
+"""Random streams by task: dropout is the same whatever the order, and states go on as ever."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.one_chunk import MICROBATCHES, TIMEOUT_S, Chunk, digests, in_groups, some_order
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
+
+DROPOUT = {"dropout": 0.2}
+TP2 = {"tp": 2, **DROPOUT}
+
+ORDERS = [
+    [(kind, microbatch) for microbatch in range(MICROBATCHES) for kind in "FB"],
+    [(kind, microbatch) for kind in "FB" for microbatch in reversed(range(MICROBATCHES))],
+    *(some_order(seed, "FB") for seed in range(2)),
+]
+
+
+def gradients_by_order(layout: Any, settings: dict[str, Any]) -> list[dict[str, str]]:
+    """The gradients of a step in each of the orders, from the same random states; and last those
+    of a second step."""
+    from rrfp.megatron.random_streams import RandomStreams
+
+    chunk = Chunk(layout, settings)
+    streams = RandomStreams(torch.device("cpu"))
+    states = all_states()
+    found: list[dict[str, str]] = []
+    for order in [*ORDERS, ORDERS[0]]:
+        if len(found) < len(ORDERS):
+            restore(states)
+        found.append(gradients(chunk, streams, order))
+    return found
+
+
+def gradients(chunk: Chunk, streams: Any, order: list[tuple[str, int]]) -> dict[str, str]:
+    from rrfp.megatron.gradients import CanonicalGradients
+
+    chunk.model.zero_grad_buffer()
+    total = CanonicalGradients(chunk.model.parameters(), MICROBATCHES)
+    streams.start_step()
+    before = digest_of_states()
+    for kind, microbatch in order:
+        with streams.task(3, microbatch):
+            if kind == "F":
+                chunk.forward(microbatch)
+            else:
+                with total.adding(microbatch):
+                    chunk.backward(microbatch)
+        assert digest_of_states() == before
+    return digests(chunk.model)
+
+
+def all_states() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    named = get_cuda_rng_tracker().get_states()
+    return torch.get_rng_state(), {name: state.clone() for name, state in named.items()}
+
+
+def restore(states: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    torch.set_rng_state(states[0])
+    get_cuda_rng_tracker().set_states(dict(states[1]))
+
+
+def digest_of_states() -> dict[str, bytes]:
+    default, named = all_states()
+    return {name: state.numpy().tobytes() for name, state in {"": default, **named}.items()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_dropout_does_not_follow_the_order(recompute: str) -> None:
+    settings = {**DROPOUT, "recompute": recompute}
+    (found,) = run_ranks(1, in_groups, settings, gradients_by_order, settings, timeout_s=TIMEOUT_S)
+    first, *others, second_step = found
+    assert all(other == first for other in others)
+    assert second_step != first
+
+
+def test_tensor_parallel_ranks_drop_alike_where_they_must() -> None:
+    ranks = run_ranks(2, in_groups, TP2, gradients_by_order, TP2, timeout_s=TIMEOUT_S)
+    for first, *others, second_step in ranks:
+        assert all(other == first for other in others)
+        assert second_step != first
+    # The norms' gradients are whole on each rank, so a different mask in the residual would show.
+    for step in (0, -1):
+        norms = [{n: d for n, d in rank[step].items() if "layernorm" in n} for rank in ranks]
+        assert norms[0] == norms[1]
+        assert norms[0]
+
+
+def test_streams() -> None:
+    run_ranks(1, in_groups, {}, check_streams, timeout_s=TIMEOUT_S)
+
+
+def check_streams(_layout: Any) -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    from rrfp.megatron.random_streams import RandomStreams
+
+    tracker = megatron_random.get_cuda_rng_tracker()
+    names = list(tracker.get_states())
+    assert len(names) == 3
+
+    def drawn() -> list[float]:
+        values = [torch.rand(()).item()]
+        for name in names:
+            with tracker.fork(name):
+                values.append(torch.rand(()).item())
+        return values
+
+    streams = RandomStreams(torch.device("cpu"))
+    start = all_states()
+    streams.start_step()
+    tasks = [(0, 0), (0, 1), (1, 0), (0, 0)]
+    values = []
+    for stage, microbatch in tasks:
+        with streams.task(stage, microbatch):
+            values.append(drawn())
+    assert values[0] == values[-1]
+    different = [value for task in values[:-1] for value in task]
+    assert len(set(different)) == len(different)
+
+    # A checkpoint between two steps: the states alone say how it goes on.
+    saved = all_states()
+    following = []
+    for _ in range(2):
+        restore(saved)
+        streams = RandomStreams(torch.device("cpu"))
+        streams.start_step()
+        with streams.task(0, 0):
+            following.append(drawn())
+    assert following[0] == following[1]
+    assert following[0] != values[0]
+
+    # The states move on by one draw a step, however many the tasks made.
+    restore(start)
+    streams.start_step()
+    assert digest_of_states() == {
+        name: state.numpy().tobytes() for name, state in {"": saved[0], **saved[1]}.items()
+    }
+
+    # An evaluation leaves them where they are.
+    before = digest_of_states()
+    streams.start_step(advances=False)
+    assert digest_of_states() == before
+
+    # A task that fails puts the states back, too.
+    before = digest_of_states()
+    with pytest.raises(ZeroDivisionError), streams.task(0, 0):
+        torch.rand(1 // 0)
+    assert digest_of_states() == before
+
+
+def test_a_tracker_of_graph_safe_states_is_refused() -> None:
+    run_ranks(1, in_groups, {}, refuse_graph_safe_states, timeout_s=TIMEOUT_S)
+
+
+def refuse_graph_safe_states(_layout: Any) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from rrfp.errors import UsageError
+    from rrfp.megatron.random_streams import RandomStreams
+
+    get_cuda_rng_tracker().use_cudagraphable_rng = True
+    with pytest.raises(UsageError, match="use_cudagraphable_rng off"):
+        RandomStreams(torch.device("cpu"))

@@ -1,0 +1,135 @@
+"""The reduction of gradients between replicas starts as Megatron starts it, or in a fixed order."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.shape import Shape
+from tests.ranks import run_ranks
+from tests.rigs import (
+    MICROBATCHES,
+    TIMEOUT_S,
+    Outcome,
+    Rig,
+    backwards_in_reverse,
+    native,
+    on_rigs,
+    ours,
+)
+from tests.training import SMALL
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
+
+PP2_DP2 = {**SMALL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES}
+
+
+def test_overlapped_reduction_is_started_as_megatron_starts_it(tmp_path: Path) -> None:
+    hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES))
+    for rank, found in enumerate(
+        run_ranks(4, on_rigs, reduce_in_many_ways, PP2_DP2, hint, timeout_s=TIMEOUT_S)
+    ):
+        for case, (native_one, in_order, *out_of_order) in found.items():
+            outcomes, num_calls = native_one
+            assert outcomes == outcomes[:1] * 3, "the same step gave different gradients"
+            # On the first stage Megatron starts the reduction inside the last backward.
+            assert num_calls == (3 if case == "grad_sync_func" and rank // 2 > 0 else 0)
+            assert in_order == native_one, case
+            for ours_of_case, _ in out_of_order:
+                assert ours_of_case == outcomes, case
+
+
+def reduce_in_many_ways(
+    layout: Any, settings: dict[str, Any], hint: str
+) -> dict[str, list[tuple[list[Outcome], int]]]:
+    """By case, what Megatron's and our schedules came to in three steps, and how often they
+    called `grad_sync_func`."""
+    from megatron.core import distributed
+
+    plain = distributed.DistributedDataParallelConfig
+    distributed.DistributedDataParallelConfig = partial(
+        plain, overlap_grad_reduce=True, bucket_size=2000
+    )
+    schedules = [native(), ours(), ours(hint=hint), ours(hint=hint, dispatch=Dispatch.FIXED)]
+    found = {
+        "hooks": [reduced(Rig(settings, layout), schedule, None) for schedule in schedules],
+        "grad_sync_func": [
+            reduced(rig, schedule, rig.gpt.chunks[0].start_grad_sync)
+            for schedule in schedules
+            for rig in [Rig(settings, layout)]
+        ],
+    }
+    for schedule in schedules[1:]:
+        schedule.close()
+    return found
+
+
+def test_chunks_are_reduced_in_one_order(tmp_path: Path) -> None:
+    settings = {**PP2_DP2, "chunks": 2}
+    hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES, 2))
+    for expected, *found in run_ranks(
+        4, on_rigs, reduce_chunks_in_many_ways, settings, hint, timeout_s=TIMEOUT_S
+    ):
+        for outcomes in found:
+            assert outcomes == expected
+
+
+def reduce_chunks_in_many_ways(
+    layout: Any, settings: dict[str, Any], hint: str
+) -> list[list[Outcome]]:
+    """Three steps: without overlap, and then with it, started by hooks or by functions of ours."""
+    from megatron.core import distributed
+
+    schedules = [ours(), ours(hint="bfw-deep"), ours(hint="fb", limit=1), ours(hint=hint)]
+    rig = Rig(settings, layout)
+    found = [[rig.run(schedules[0]) for _ in range(3)]]
+    plain = distributed.DistributedDataParallelConfig
+    distributed.DistributedDataParallelConfig = partial(
+        plain, overlap_grad_reduce=True, bucket_size=2000
+    )
+    for schedule in schedules:
+        rig = Rig(settings, layout)
+        found.append([rig.run(schedule) for _ in range(3)])
+
+        calls: list[str] = []
+        rig = Rig(settings, layout)
+
+        def grad_sync(chunk: int, _: Any, rig: Rig = rig, calls: list[str] = calls) -> None:
+            calls.append(f"gradients {chunk}")
+            rig.gpt.chunks[chunk].start_grad_sync()
+
+        def param_sync(chunk: int, _: Any, calls: list[str] = calls) -> None:
+            calls.append(f"parameters {chunk}")
+
+        rig.gpt.config.grad_sync_func = [partial(grad_sync, chunk) for chunk in range(2)]
+        rig.gpt.config.param_sync_func = [partial(param_sync, chunk) for chunk in range(2)]
+        found.append([rig.run(schedule) for _ in range(3)])
+        in_one_order = ["parameters 0", "parameters 1", "gradients 1", "gradients 0"]
+        assert calls == in_one_order * 3
+        with torch.no_grad():
+            rig.run(schedule, forward_only=True)
+        assert calls == in_one_order * 3
+        schedule.close()
+    return found
+
+
+def reduced(
+    rig: Rig, schedule: Callable[..., list[Any]], start: Callable[..., None] | None
+) -> tuple[list[Outcome], int]:
+    # Megatron divides the gradients into buckets on the first stage only.
+    assert (len(rig.gpt.chunks[0].bucket_groups) > 1) == (rig.layout.pp_rank == 0)
+    num_calls = 0
+
+    def grad_sync_func(parameters: Iterator[torch.nn.Parameter]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        assert start is not None
+        start(parameters)
+
+    rig.gpt.config.grad_sync_func = start and grad_sync_func
+    # The first step shows Megatron which gradients to wait for; it overlaps from the second on.
+    return [rig.run(schedule) for _ in range(3)], num_calls
