@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from rrfp import __version__
-from rrfp.cli import analyze, errors, trace
+from rrfp.cli import analyze, errors, hint, trace
 from rrfp.cli.train import train
+from rrfp.cli.verify import verify
 
 app = typer.Typer(
     name="rrfp",
@@ -21,8 +22,10 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+app.command()(verify)
 app.add_typer(trace.app, name="trace")
 app.add_typer(analyze.app, name="analyze")
+app.add_typer(hint.app, name="hint")
 
 
 def _print_version(wanted: bool) -> None:

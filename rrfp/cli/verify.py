@@ -1,0 +1,151 @@
+"""`rrfp verify`: train under every hint and show that the same was learned, bit for bit."""
+
+import json
+import shutil
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rrfp.errors import RrfpError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rrfp.megatron.verification import Variant, Verdict
+
+
+class Format(StrEnum):
+    """How the verdicts are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+def verify(
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Also binding orders, and tight limits and holds."),
+    ] = False,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this layout; may be given again. All of them by default."),
+    ] = None,
+    hint: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this hint; may be given again. All of them by default."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 5,
+    output_format: Annotated[
+        Format, typer.Option("--format", help="How to print the verdicts.")
+    ] = Format.TABLE,
+) -> None:
+    """Show that no hint, agreement or timing changes what is learned.
+
+    On every layout (stages, chunks, tensor, data and expert parallelism) a
+    small model is trained under every hint that goes with it, with random
+    delays before each task and message. Losses, gradient norms and final
+    parameters must equal those of Megatron's own schedule (of zb-v as a fixed
+    order on the V, which Megatron lacks), to the last bit; with dropout on,
+    ours must equal each other. Takes some minutes; exits with 1 when anything
+    differs.
+
+    Example: rrfp verify --layout pp4 --hint bf --hint bfw
+    """
+    from rrfp.megatron.launch import launch
+    from rrfp.megatron.process import Job
+    from rrfp.megatron.verification import HINTS, LAYOUTS, variants_of
+    from rrfp.megatron.verification import verify as verify_layout
+
+    chosen = {}
+    for name in layout or LAYOUTS:
+        reference, *ours = variants_of(name, tuple(hint or HINTS), full=full)
+        if ours:
+            chosen[name] = [reference, *ours]
+    if not chosen:
+        raise UsageError(
+            f"{', '.join(hint or HINTS)} goes with none of the layouts "
+            f"{', '.join(layout or LAYOUTS)}; choose another --hint or --layout"
+        )
+    verdicts = []
+    # Kept when a rank fails, for its log is in it.
+    directory = Path(tempfile.mkdtemp(prefix="rrfp-verify-"))
+    for name, variants in chosen.items():
+        typer.echo(
+            f"{name}: {len(variants) - 1} runs of {steps} steps against {variants[0].name}",
+            err=True,
+        )
+        run = directory / name
+        run.mkdir()
+        verdicts += verify_layout(
+            name,
+            variants,
+            run,
+            steps=steps,
+            launch=lambda settings, run: launch(settings, run, Job.VERIFY),
+        )
+    shutil.rmtree(directory)
+    if output_format is Format.JSON:
+        print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
+    else:
+        from rich.console import Console
+
+        Console().print(_table(verdicts))
+    different = [verdict for verdict in verdicts if verdict.difference is not None]
+    if different:
+        first = different[0]
+        raise RrfpError(
+            f"{len(different)} of {len(verdicts)} runs learned something else, the first on "
+            f"{first.layout} under {first.variant.hint}: {first.difference}"
+        )
+    typer.echo(
+        f"All {len(verdicts)} runs learned the same as their reference, bit for bit", err=True
+    )
+
+
+def _as_json(verdict: "Verdict") -> dict[str, object]:
+    variant = verdict.variant
+    return {
+        "layout": verdict.layout,
+        "hint": variant.hint,
+        "dispatch": variant.dispatch,
+        "agreement": variant.agreement,
+        "bound": variant.bound or None,
+        "dropout": variant.dropout,
+        "reference": verdict.reference.name,
+        "same": verdict.difference is None,
+        "difference": verdict.difference,
+    }
+
+
+def _table(verdicts: "list[Verdict]") -> "Table":
+    """A row a combination; a column for the runs without dropout and one for those with it."""
+    from dataclasses import replace
+
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("layout", "hint", "dispatch", "agreement", "no dropout", "dropout"):
+        table.add_column(heading, overflow="fold")
+    rows: dict[tuple[str, Variant], dict[bool, str]] = {}
+    for verdict in verdicts:
+        key = (verdict.layout, replace(verdict.variant, dropout=0.0))
+        cells = rows.setdefault(key, {})
+        cells[verdict.variant.dropout > 0] = verdict.difference or "same"
+    layout_before = None
+    for (layout, variant), cells in rows.items():
+        if layout_before not in (None, layout):
+            table.add_section()
+        table.add_row(
+            "" if layout == layout_before else layout,
+            variant.hint,
+            f"{variant.dispatch} {variant.bound}".strip(),
+            variant.agreement or "",
+            cells.get(False, "reference"),
+            cells.get(True, "reference"),
+        )
+        layout_before = layout
+    return table
