@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "examples").glob("*.md"),
     *(ROOT / "traces").glob("*.md"),
 ]
 README = (ROOT / "README.md").read_text()
@@ -43,7 +44,7 @@ COMMANDS = sorted({command for page in PAGES for command in _commands(page)})
 def _parse(command: str) -> None:
     """Parse as the command line does, without running anything."""
     target: Any = typer.main.get_command(cli.app)
-    _, *arguments = shlex.split(command, comments=True)
+    _, *arguments = shlex.split(command.partition(" > ")[0], comments=True)
     while hasattr(target, "commands") and arguments:
         target = target.commands[arguments.pop(0)]
     if arguments != ["--help"]:
@@ -56,7 +57,8 @@ def test_every_command_parses(command: str) -> None:
 
 
 def test_the_readme_names_every_verb() -> None:
-    for verb in ("train", "trace view", "trace check", "analyze bubbles"):
+    verbs = "train, verify, hint show, hint check, trace view, trace check, analyze bubbles"
+    for verb in verbs.split(", "):
         assert any(command.startswith(f"rrfp {verb}") for command in _commands(ROOT / "README.md"))
 
 
