@@ -36,6 +36,7 @@ SEVERAL_STAGES_A_RANK: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_loop_keeps_the_contract(tmp_path: Path) -> None:
     hint = backwards_in_reverse(tmp_path / "reverse.csv", LOOP)
     for rank, found in enumerate(

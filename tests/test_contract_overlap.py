@@ -23,8 +23,9 @@ PP2_DP2 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_chunks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_chunks", [1, 2])
 def test_overlapped_reduction_and_gathering_learn_the_same(num_chunks: int, tmp_path: Path) -> None:
     shape = Shape(2, MICROBATCHES, num_chunks)
     reverse = backwards_in_reverse(tmp_path / "reverse.csv", shape)

@@ -21,6 +21,7 @@ SCHEDULES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_sequence_parallel_weight_gradients_are_agreed_on() -> None:
     settings = {**SMALL, "pp": 2, "tp": 2, "sequence_parallel": True}
     for expected, *found in run_ranks(

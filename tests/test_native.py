@@ -83,6 +83,7 @@ def test_four_stages_agree_with_one_process() -> None:
     assert pipeline()[0][0].losses[: len(reference)] == pytest.approx(reference, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_losses_fall_whatever_is_trained() -> None:
     for model, run in alone().items():
         assert run.losses[-1] < run.losses[0] - 0.02, model
@@ -96,6 +97,7 @@ EP2 = {"pp": 2, "ep": 2, "microbatches": HALF, "experts": 4}
 SHARED_OUT = {"distributed_optimizer": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "variants"),
     [
@@ -125,6 +127,7 @@ def test_layouts_agree_with_one_process(
         assert run.grad_norms == pytest.approx(reference.grad_norms, rel=1e-4), (model, extra)
 
 
+@pytest.mark.slow
 def test_a_pipeline_recomputes_drops_and_ties() -> None:
     """Variants of one layout, one launch: what is recomputed changes nothing, dropout does."""
     names = ("none", "selective", "full")

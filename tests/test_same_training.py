@@ -29,9 +29,11 @@ OURS: list[dict[str, Any]] = [
     "layout",
     [
         {"pp": 4},
-        {"pp": 2, "tp": 2},
-        {"pp": 2, "dp": 2},
-        {"pp": 2, "tp": 2, "variable_lengths": True, "seq_length": 128},
+        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"pp": 2, "tp": 2, "variable_lengths": True, "seq_length": 128}, marks=pytest.mark.slow
+        ),
         pytest.param({"pp": 1}, id="pp1"),
     ],
     ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),

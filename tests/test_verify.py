@@ -18,7 +18,7 @@ from rrfp.trace.rundir import RunDir
 from tests.trained import rrfp
 
 GROUPED = {"pp2-tp2-sp", "moe-pp2-ep2"}
-SHORT = ("bf", "bfw", "bf-deep", "zb-v", "interleaved", RANDOM)
+SHORT = ("bf", "bfw", "zb-v", "interleaved", RANDOM)
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:

@@ -81,6 +81,7 @@ def test_one_rank(cases: list[dict[str, Any]]) -> None:
     assert dict(zip(map(str, cases), found, strict=True)) == {str(case): [] for case in cases}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks() -> None:
     cases = [TP2, {**TP2, "dtype": "bf16"}, {**TP2, "recompute": "full"}]
     for found in run_ranks(2, in_groups, TP2, names_that_differ, cases, timeout_s=TIMEOUT_S):
@@ -93,6 +94,7 @@ def test_sequence_parallel_ranks() -> None:
         assert found == [[] for _ in cases]
 
 
+@pytest.mark.slow
 def test_expert_parallel_ranks() -> None:
     settings = {**MOE, "ep": 2}
     for found in run_ranks(
