@@ -15,10 +15,11 @@ def resolve_hint(text: str, shape: Shape) -> Hint:
     or an order that is not one of this shape (with its line).
     """
     path = Path(text)
-    if text in HINT_NAMES or not (path.suffix == ".csv" or path.exists()):
-        return hint_named(text, shape)
     try:
-        content = path.read_text(encoding="utf-8")
+        if not text or text in HINT_NAMES or not (path.suffix == ".csv" or path.exists()):
+            return hint_named(text, shape)
+        # A spreadsheet's CSV may begin with a byte order mark.
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read the order file {text}: {reason}") from None

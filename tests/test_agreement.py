@@ -66,7 +66,7 @@ def test_alone_there_is_nothing_to_agree_on() -> None:
     alone.report(0, F0)
     assert alone.next() is None
     alone.dispatched(0, F0)
-    assert alone.owed() == {}
+    assert alone.owed(0b1) == {}
     assert not links.sent
     assert not records
 
@@ -91,6 +91,18 @@ def test_the_first_member_leads_and_tells_every_follower() -> None:
         AgreementRecord(2, 3, 4, "F", 1, 0, 1),
     ]
     assert leader.next() is None
+
+
+def test_a_leader_is_owed_by_the_members_that_lack_an_input_only() -> None:
+    leader, _ = agreement(2, [2, 5, 7])
+    assert leader.owed(0b000) == leader.owed(0b001) == {}
+    assert leader.owed(0b101) == {7: "reports of what has arrived there"}
+    assert [*leader.owed(0b110)] == [5, 7]
+
+
+def test_a_follower_is_owed_by_its_leader() -> None:
+    follower, _ = agreement(5, [2, 5, 7])
+    assert follower.owed(0b0) == {2: "the group's next decision"}
 
 
 def test_a_follower_reports_to_the_leader_and_runs_its_sequence() -> None:

@@ -103,6 +103,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--cp 2", "--cp 2 needs the attention of Transformer Engine"),
         ("--sequence-parallel", "--sequence-parallel divides sequences among tensor-parallel"),
         ("--w ranked", "ranks the weight gradients and bf ranks none"),
+        ("--w ranked --hint 1f1b", "ranks the weight gradients and 1f1b ranks none"),
         ("--dropout 1", "--dropout is 1.0; it must be at least 0 and below 1"),
         ("--device cuda", "--device cuda has no transport in this version; use --device cpu"),
         ("--device tpu", "'tpu' is not a device; use --device cpu"),

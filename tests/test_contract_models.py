@@ -33,7 +33,7 @@ DENSE = ["tied", "bf16", "recompute all", "recompute attention", "lengths"]
 @pytest.mark.parametrize(
     ("layout", "models"),
     [
-        ({"pp": 2}, DENSE),
+        pytest.param({"pp": 2}, DENSE, marks=pytest.mark.slow),
         # At two ranks Megatron's own interleaving mixes up its messages over gloo.
         pytest.param(
             {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6}, DENSE, marks=pytest.mark.slow

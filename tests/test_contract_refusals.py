@@ -74,6 +74,8 @@ def both_ends_on_a_rank(rig: Rig) -> None:
             )
         with patch.object(rig.gpt.config, "mtp_num_layers", 1):
             refused(rig, "that mtp_num_layers makes are added up by nobody", placement, chunks)
+        # Without either, a whole model is no chunk of one.
+        refused(rig, "chunk 0 .* was built with post_process True", placement, chunks)
 
 
 def refused(

@@ -230,16 +230,16 @@ def test_a_rank_that_decides_is_told_nothing(group: Group | None) -> None:
         dispatcher.handle(0, TaskAgreed(task("0F1")))
 
 
-def test_unfinished_tells_what_is_ready_and_how_many_arrivals_lack() -> None:
+def test_unfinished_tells_what_is_ready_and_at_which_members_inputs_lack() -> None:
     dispatcher = Dispatcher(Shape(3, 2), 1, TURNS["bf"], group=Group(3, leads=True))
     for member in range(3):
         arrive(dispatcher, "1F0", member=member)
     arrive(dispatcher, "1F1", member=2)
     assert dispatcher.unfinished() == [
-        (task("1F0"), 0),
-        (task("1F1"), 2),
-        (task("1B0"), 3),
-        (task("1B1"), 3),
+        (task("1F0"), 0b000),
+        (task("1F1"), 0b011),
+        (task("1B0"), 0b111),
+        (task("1B1"), 0b111),
     ]
     assert ask(dispatcher) == "1F0"
-    assert dispatcher.unfinished()[0] == (task("1F1"), 2)
+    assert dispatcher.unfinished()[0] == (task("1F1"), 0b011)

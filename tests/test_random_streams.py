@@ -73,7 +73,9 @@ def digest_of_states() -> dict[str, bytes]:
     return {name: state.numpy().tobytes() for name, state in {"": default, **named}.items()}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"]
+)
 def test_dropout_does_not_follow_the_order(recompute: str) -> None:
     settings = {**DROPOUT, "recompute": recompute}
     (found,) = run_ranks(1, in_groups, settings, gradients_by_order, settings, timeout_s=TIMEOUT_S)

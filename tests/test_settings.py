@@ -55,8 +55,10 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"chunks": 0}, "--chunks is 0"),
         ({"limit": 4, "hold": 3}, "--limit and --hold exclude each other"),
         ({"hold": 0}, "--hold is 0; it must be at least 1"),
-        ({"w": "ranked"}, "ranks the weight gradients and bf ranks none"),
-        ({"w": "ranked", "hint": "bfw"}, "ranks the weight gradients and bfw ranks none"),
+        (
+            {"w": "ranked", "hint": "zb-h1", "dispatch": "fixed"},
+            "runs weight gradients where its order has them; leave --w out",
+        ),
         ({"cp": 2}, "--cp 2 needs the attention of Transformer Engine"),
         ({"sequence_parallel": True}, "--sequence-parallel divides sequences among"),
         ({"sequence_parallel": True, "tp": 2, "seq_length": 7}, "sequence length of 7"),

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, Store
 from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import Message, Transport
 from rrfp.runtime.socket_transport import SocketTransport
-from rrfp.runtime.stall import GATHER_S, StallRow, StoreStallBoard, grid, listed
+from rrfp.runtime.stall import StallRow, StoreStallBoard, grid, listed
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task, parse_task
 from tests.rank_rig import Work, open_rig
@@ -21,8 +21,13 @@ from tests.rigs import Rig, on_rigs, ours
 from tests.training import SMALL
 
 STALL_S = 2.0
-STALL_LATEST_S = STALL_S + GATHER_S + 3.0
+STALL_LATEST_S = STALL_S + 3.0
 """A machine that is busy may take its time too."""
+
+
+DEBTS = "1F2 here; " + ", ".join(
+    f"for 1F2 reports of what has arrived there from rank {peer}" for peer in (5, 6)
+)
 
 
 def row(rank: int, **changes: object) -> StallRow:
@@ -41,17 +46,29 @@ def row(rank: int, **changes: object) -> StallRow:
 def test_rows_are_shared_once_somebody_calls() -> None:
     store = HashStore()
     mine, theirs = (StoreStallBoard(store, "p", [1, 0]) for _ in range(2))
-    assert not theirs.is_called(3)
-    mine.call(3)
-    assert theirs.is_called(3)
-    assert not theirs.is_called(4)
-    mine.publish(3, row(0))
-    assert not mine.has_all_rows(3)
-    theirs.publish(3, row(1))
-    theirs.publish(3, row(1, waited_s=601.0))
-    assert mine.has_all_rows(3)
-    assert mine.rows(3) == [row(0), row(1, waited_s=601.0)]
-    assert mine.rows(4) == []
+    assert theirs.num_calls(3) == 0
+    assert mine.call(3) == 1
+    assert theirs.num_calls(3) == 1
+    assert theirs.num_calls(4) == 0
+    mine.publish(3, 1, row(0))
+    theirs.publish(3, 1, row(1))
+    theirs.publish(3, 1, row(1, waited_s=601.0))
+    assert mine.rows(3, 1) == [row(0), row(1, waited_s=601.0)]
+    assert mine.rows(4, 1) == []
+
+
+def test_what_answered_an_earlier_call_is_not_told_again() -> None:
+    """An answer to a later call is one to the earlier call too: two ranks may call at a time."""
+    store = HashStore()
+    mine, theirs = (StoreStallBoard(store, "p", [0, 1]) for _ in range(2))
+    first = mine.call(3)
+    mine.publish(3, first, row(0))
+    theirs.publish(3, first, row(1))
+    second = theirs.call(3)
+    assert theirs.rows(3, second) == []
+    mine.publish(3, second, row(0, waited_s=601.0))
+    assert theirs.rows(3, second) == [row(0, waited_s=601.0)]
+    assert mine.rows(3, first) == [row(0, waited_s=601.0), row(1)]
 
 
 class BrokenStore:
@@ -60,31 +77,40 @@ class BrokenStore:
     def _fail(self, *_: object) -> bool:
         raise RuntimeError("Connection reset by peer")
 
-    set = check = get = _fail
+    set = check = get = add = _fail
 
 
 def test_a_lost_store_costs_the_rows_of_the_others_only() -> None:
     store: Store = BrokenStore()  # type: ignore[assignment]
     board = StoreStallBoard(store, "p", [0, 1])
-    board.call(0)
-    board.publish(0, row(0))
-    assert not board.is_called(0)
-    assert not board.has_all_rows(0)
-    assert board.rows(0) == []
+    assert board.call(0) == 0
+    board.publish(0, 1, row(0))
+    assert board.num_calls(0) == 0
+    assert board.rows(0, 0) == []
 
 
 def test_the_grid(golden: Callable[[str, str], None]) -> None:
     rows = [
         row(0, cause="backward_input", best_waiting="0B0", lacks="1B0 from rank 4"),
-        row(4, pp_rank=1, cause="coordination", ready="1F2, 1F3", waited_s=3.25),
+        row(4, pp_rank=1, cause="coordination", ready="1F2, 1F3", waited_s=3.25, lacks=DEBTS),
     ]
-    golden("stall_grid.txt", grid(rows, [0, 2, 4, 6]) + "\n")
+    text = grid(rows, [0, 2, 4, 6])
+    assert max(map(len, text.splitlines())) <= 80
+    golden("stall_grid.txt", text + "\n")
+
+
+def test_a_grid_of_long_cells_keeps_its_width_and_every_cell() -> None:
+    many = listed([f"11F{microbatch}" for microbatch in range(100, 200)])
+    text = grid([row(1023, ready=many, lacks=DEBTS), row(1024)], range(1020, 1030))
+    assert max(map(len, text.splitlines())) <= 80
+    assert columns(text, 1023) == ["forward_input", many, "1F2", DEBTS]
+    assert columns(text, 1024) == ["forward_input", "-", "1F2", "0F2 from rank 0"]
 
 
 def test_long_lists_are_cut() -> None:
     assert listed([]) == "-"
     assert listed([1, 2]) == "1, 2"
-    assert listed(range(10)) == "0, 1, 2, 3, 4, 5 and 4 more"
+    assert listed(range(10)) == "0, 1, 2 and 7 more"
 
 
 # On real ranks.
@@ -135,18 +161,19 @@ def stall(
 
 def stalls(found: list[tuple[str, str, float]]) -> list[str]:
     """What the ranks that stalled say, the first sentence apart; at least one did, all in time."""
-    texts = [text for name, text, _ in found if name == "StallError"]
+    stalled = [(text, took_s) for name, text, took_s in found if name == "StallError"]
     assert {name for name, *_ in found} <= {"StallError", "PeerLostError"}
-    assert all(took_s >= STALL_S for *_, took_s in found)
-    assert all(took_s < STALL_LATEST_S for name, _, took_s in found if name == "StallError")
-    assert texts
-    return texts
+    assert all(STALL_S <= took_s < STALL_LATEST_S for _, took_s in stalled)
+    assert stalled
+    return [text for text, _ in stalled]
 
 
 def columns(text: str, rank: int) -> list[str]:
-    """A rank's row in the grid of an error, from its cause on."""
-    (line,) = [line for line in text.splitlines()[1:] if line.split()[:1] == [str(rank)]]
-    return re.split(r"  +", line)[3:]
+    """A rank's row in a grid, from its cause on; its cells that stand below the others too."""
+    row = re.search(rf"^{rank} +.*(\n      .*)*", text, re.MULTILINE)
+    assert row is not None
+    beside, *below = re.sub(r"\n      (?!ready: |best waiting: |lacks: )", " ", row[0]).split("\n")
+    return re.split(r"  +", beside)[3:] + [cell.split(": ", 1)[1] for cell in below]
 
 
 def test_a_lost_message_is_told_with_its_sender() -> None:
@@ -160,17 +187,17 @@ def test_a_lost_message_is_told_with_its_sender() -> None:
 def test_a_lost_report_is_told_with_the_member_that_owes_it() -> None:
     """Ranks 2 and 3 hold the last stage together; rank 2 leads and never hears what 3 has."""
     for text in stalls(run_ranks(4, stall, 2, 2, "1F1", 3, None, timeout_s=110)):
-        reports = "reports of what has arrived there from rank 3"
-        decision = "the group's next decision from rank 2"
-        assert columns(text, 2) == ["coordination", "1F1", "1B1", f"1F1 here, {reports}"]
-        assert columns(text, 3) == ["coordination", "1F1", "1B1", f"1F1 here, {decision}"]
+        reports = "for 1F1 reports of what has arrived there from rank 3"
+        decision = "for 1F1 the group's next decision from rank 2"
+        assert columns(text, 2) == ["coordination", "1F1", "1B1", f"1F1 here; {reports}"]
+        assert columns(text, 3) == ["coordination", "1F1", "1B1", f"1F1 here; {decision}"]
         assert columns(text, 1) == ["backward_input", "-", "0B1", "1B1 from rank 3"]
 
 
 def test_a_rank_that_does_not_wait_is_told_as_silent() -> None:
     for text in stalls(run_ranks(3, stall, 3, 1, "1F1", None, 1, timeout_s=110)):
         assert columns(text, 2) == ["warmup", "-", "2F0", "1F0 from rank 1"]
-        assert text.splitlines()[-1].startswith("no word of rank 1: ")
+        assert "\nno word of rank 1: " in text
 
 
 def stall_in_training(layout: Any, settings: dict[str, Any]) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from rrfp.runtime.protocols import (
     Reported,
     StallError,
 )
-from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.stall import GATHER_S, LOOK_S, StoreStallBoard
 from rrfp.runtime.worker import StepSummary, Worker
 from rrfp.schedule.dispatcher import Dispatch, Dispatcher
 from rrfp.schedule.hints import TURNS
@@ -55,8 +55,10 @@ class ScriptedInbox(Inbox):
     def __init__(self, script: list[list[Event]]) -> None:
         super().__init__()
         self._script = script
+        self.waited_s = 0.0
 
     def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
+        self.waited_s += timeout_s
         if timeout_s > 0 and self._script:
             for event in self._script.pop(0):
                 self.put(event)
@@ -88,6 +90,7 @@ class World:
     ahead_during: Task | None = None
     """A task that runs until what arrives meanwhile was taken in for a decision ahead."""
     now_ns: int = 0
+    stall_s: float = STALL_S
     inbox: ScriptedInbox = field(init=False)
     agreement: StarAgreement = field(init=False)
     worker: Worker = field(init=False)
@@ -103,7 +106,7 @@ class World:
             self.agreement,
             self.records.append,
             StoreStallBoard(HashStore(), "test", range(self.num_ranks)),
-            stall_s=STALL_S,
+            stall_s=self.stall_s,
             decides_ahead=self.ahead_during is not None,
             clock=self.clock,
         )
@@ -276,6 +279,26 @@ def test_a_stall_says_who_owes_what(script: list[list[Event]], owed: list[str]) 
         assert "rank 0" not in first_line
 
 
+@pytest.mark.parametrize("stall_s", [0.2, 1.5, 1.7, 5.2])
+def test_a_stall_is_told_in_time_and_the_others_are_asked_before(
+    stall_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called_after_s: list[float] = []
+    call = StoreStallBoard.call
+
+    def noted(board: StoreStallBoard, step: int) -> int:
+        called_after_s.append(world.inbox.waited_s)
+        return call(board, step)
+
+    monkeypatch.setattr(StoreStallBoard, "call", noted)
+    world = World(stall_s=stall_s)
+    with pytest.raises(StallError, match=f"waited {stall_s} s"):
+        world.run_step(Shape(3, 2))
+    assert world.inbox.waited_s == pytest.approx(stall_s)
+    expected_s = stall_s - GATHER_S if stall_s > GATHER_S else min(LOOK_S, stall_s)
+    assert called_after_s == [pytest.approx(expected_s)]
+
+
 def test_a_stall_at_the_limit_names_the_gradient_and_not_the_withheld_forward() -> None:
     world = World(script=[[arrived("1F0"), arrived("1F1")]])
     with pytest.raises(StallError, match="rank 2 owes the output of 2B0") as raised:
@@ -334,6 +357,16 @@ def test_a_leader_says_which_members_owe_reports() -> None:
     with pytest.raises(StallError, match="rank 4 owes reports of what has arrived there") as raised:
         world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
     assert "rank 0" not in str(raised.value).splitlines()[0]
+    # In the grid too, though the rank has run nothing yet and is called warming up.
+    assert "warmup" in str(raised.value)
+    assert "lacks: for 1F0 reports of what has arrived there from rank 4" in str(raised.value)
+
+
+def test_a_leader_does_not_blame_a_member_that_reported() -> None:
+    world = World(members=(1, 4), script=[[Reported(4, 0, task("1F0"))]])
+    with pytest.raises(StallError, match="rank 0 owes the output of 0F0") as raised:
+        world.run_step(Shape(3, 1, kinds=FORWARD_ONLY))
+    assert "rank 4" not in str(raised.value)
 
 
 def test_a_follower_reports_and_runs_what_is_decided() -> None:

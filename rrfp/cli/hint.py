@@ -6,12 +6,15 @@ from typing import Annotated
 
 import typer
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.hint_files import resolve_hint
 from rrfp.schedule.grid import format_blocked, format_grid
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.rehearsal import Rehearsal, deadlock_sentence, order_of, rehearse
 from rrfp.schedule.shape import Placement, Shape
+
+_MAX_FORWARDS = 2**16
+"""More than anybody can look at; a rehearsal of these takes some seconds."""
 
 app = typer.Typer(
     help="Look at the order that a hint gives, or check an order file.", no_args_is_help=True
@@ -42,7 +45,7 @@ def show(
     In the grid every task takes one unit of time and every message none.
     The order of a hint that ranks in rounds is the one that it gives then.
     """
-    rehearsal = _rehearse(hint, Shape(pp, microbatches, chunks, placement))
+    rehearsal = _rehearse(hint, pp, microbatches, chunks, placement)
     sys.stdout.write(format_order(rehearsal.order))
     sys.stdout.flush()
     share = rehearsal.num_idle / (pp * rehearsal.num_units) if rehearsal.num_units else 0
@@ -70,7 +73,7 @@ def check(
     Tells the memory that it takes, and where it deadlocks if it does.
     Exits with 1 then, and with 2 if it is no order for this pipeline.
     """
-    rehearsal = _rehearse(file, Shape(pp, microbatches, chunks, placement))
+    rehearsal = _rehearse(file, pp, microbatches, chunks, placement)
     order, blocked = rehearsal.order, rehearsal.blocked
     print(f"{file} has each of the {order.shape.num_tasks_of_a_rank} tasks of every rank once")
     _print_peaks(order)
@@ -80,7 +83,16 @@ def check(
     print(f"As a fixed order it runs to its end, in {rehearsal.num_units} units of time")
 
 
-def _rehearse(hint: str, shape: Shape) -> Rehearsal:
+def _rehearse(
+    hint: str, pp: int, microbatches: int, chunks: int, placement: Placement
+) -> Rehearsal:
+    if pp * chunks * microbatches > _MAX_FORWARDS:
+        raise UsageError(
+            f"--pp {pp}, --chunks {chunks} and --microbatches {microbatches} make "
+            f"{pp * chunks * microbatches} forwards, more than the {_MAX_FORWARDS} that are "
+            "rehearsed; choose smaller ones"
+        )
+    shape = Shape(pp, microbatches, chunks, placement)
     return rehearse(order_of(resolve_hint(hint, shape), shape))
 
 

@@ -190,10 +190,12 @@ def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
 
 def _check_hint(settings: TrainSettings) -> None:
     from rrfp.hint_files import resolve_hint
+    from rrfp.schedule.dispatcher import WeightGradients, check_weight_gradients
     from rrfp.schedule.rehearsal import check_binding, order_of
 
     shape = settings.shape
     hint = resolve_hint(settings.resolved_hint, shape)
+    check_weight_gradients(WeightGradients(settings.w), hint)
     # Megatron's own schedule binds as much as a fixed order does.
     if settings.dispatch != DispatchMode.READY:
         hold = None if settings.hold is None else settings.hold * settings.chunks

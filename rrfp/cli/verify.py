@@ -70,29 +70,32 @@ def verify(
             f"{', '.join(layout or LAYOUTS)}; choose another --hint or --layout"
         )
     verdicts = []
-    # Kept when a rank fails, for its log is in it.
     directory = Path(tempfile.mkdtemp(prefix="rrfp-verify-"))
-    for name, variants in chosen.items():
-        typer.echo(
-            f"{name}: {len(variants) - 1} runs of {steps} steps against {variants[0].name}",
-            err=True,
-        )
-        run = directory / name
-        run.mkdir()
-        verdicts += verify_layout(
-            name,
-            variants,
-            run,
-            steps=steps,
-            launch=lambda settings, run: launch(settings, run, Job.VERIFY),
-        )
-    shutil.rmtree(directory)
-    if output_format is Format.JSON:
-        print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
-    else:
-        from rich.console import Console
-
-        Console().print(_table(verdicts))
+    keeps_logs = False
+    try:
+        for name, variants in chosen.items():
+            typer.echo(
+                f"{name}: {len(variants)} runs of {steps} steps, {variants[0].name} is the "
+                "reference",
+                err=True,
+            )
+            run = directory / name
+            run.mkdir()
+            verdicts += verify_layout(
+                name,
+                variants,
+                run,
+                steps=steps,
+                launch=lambda settings, run: launch(settings, run, Job.VERIFY),
+            )
+    except RrfpError:
+        # It names a log in the directory.
+        keeps_logs = True
+        raise
+    finally:
+        if not keeps_logs:
+            shutil.rmtree(directory)
+        _print(verdicts, output_format)
     different = [verdict for verdict in verdicts if verdict.difference is not None]
     if different:
         first = different[0]
@@ -103,6 +106,15 @@ def verify(
     typer.echo(
         f"All {len(verdicts)} runs learned the same as their reference, bit for bit", err=True
     )
+
+
+def _print(verdicts: "list[Verdict]", output_format: Format) -> None:
+    if output_format is Format.JSON:
+        print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
+    elif verdicts:
+        from rich.console import Console
+
+        Console().print(_table(verdicts))
 
 
 def _as_json(verdict: "Verdict") -> dict[str, object]:
@@ -132,9 +144,12 @@ def _table(verdicts: "list[Verdict]") -> "Table":
         table.add_column(heading, overflow="fold")
     rows: dict[tuple[str, Variant], dict[bool, str]] = {}
     for verdict in verdicts:
+        has_dropout = verdict.variant.dropout > 0
+        if has_dropout:
+            reference = (verdict.layout, replace(verdict.reference, dropout=0.0))
+            rows.setdefault(reference, {})[True] = "reference"
         key = (verdict.layout, replace(verdict.variant, dropout=0.0))
-        cells = rows.setdefault(key, {})
-        cells[verdict.variant.dropout > 0] = verdict.difference or "same"
+        rows.setdefault(key, {})[has_dropout] = verdict.difference or "same"
     layout_before = None
     for (layout, variant), cells in rows.items():
         if layout_before not in (None, layout):
@@ -144,8 +159,8 @@ def _table(verdicts: "list[Verdict]") -> "Table":
             variant.hint,
             f"{variant.dispatch} {variant.bound}".strip(),
             variant.agreement or "",
-            cells.get(False, "reference"),
-            cells.get(True, "reference"),
+            cells.get(False, ""),
+            cells.get(True, ""),
         )
         layout_before = layout
     return table

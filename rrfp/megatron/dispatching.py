@@ -1,5 +1,6 @@
 """How the drop-in dispatches tasks, as its user says it. Imports no torch."""
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -53,8 +54,12 @@ class DispatchSettings:
             object.__setattr__(self, name, choices(value))
         for name in ("limit", "hold"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"the {name} is {value}; it must be at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"the {name} is {value!r}; it must be a whole number from 1 on")
+        for name in ("connect_s", "stall_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
         if self.limit is not None and self.hold is not None:
             raise UsageError(
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; "

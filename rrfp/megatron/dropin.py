@@ -126,13 +126,13 @@ class ForwardBackward:
         shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
         When anything is raised after the links are open, they close, and the neighbours are told.
         """
-        models: list[Any] = model if isinstance(model, list) else [model]
+        models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         iterators = _iterators(data_iterator, len(models))
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
         plan = self._plan(place, num_microbatches, len(models), forward_only)
-        refuse(config, models, plan)
+        refuse(config, models, plan, place.pp_rank)
         streams = RandomStreams(next(models[0].parameters()).device)
         arguments = StepArguments(
             forward_step_func,
@@ -186,7 +186,11 @@ class ForwardBackward:
             # W adds gradients by itself, where hooks do not see them.
             follows_hooks=plan.is_the_same_on_replicas and not shape.splits_backward,
         )
-        summary = pipeline.run_step(self._step, plan, compute)
+        try:
+            summary = pipeline.run_step(self._step, plan, compute)
+        except BaseException:
+            compute.abandon()
+            raise
 
         sync_start_ns = monotonic()
         if finalizes:

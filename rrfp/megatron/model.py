@@ -3,7 +3,7 @@ optimizer.
 
 Parameters are initialised by layer and not by rank: each is drawn whole from a generator of its
 own, seeded by the run's seed and the parameter's name in the whole model, and then cut to this
-rank's slice. Every layout therefore starts from the same function.
+rank's slice. Every layout whose `tp` divides `_VOCAB_MULTIPLE` starts from the same function.
 """
 
 import hashlib

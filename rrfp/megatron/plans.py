@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from rrfp.hint_files import resolve_hint
 from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.dispatcher import Dispatch, check_weight_gradients
 from rrfp.schedule.hints import Hint, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import check_binding, order_of
@@ -34,6 +34,7 @@ def make_plan(settings: DispatchSettings, shape: Shape, *, forward_only: bool) -
     for a hint that is none, or does not go with the shape or the bounds.
     """
     hint = resolve_hint(settings.hint, shape)
+    check_weight_gradients(settings.w, hint)
     whole = replace(shape, kinds=kinds_of(hint))
     order = order_of(hint, whole)
     is_fixed = settings.dispatch is Dispatch.FIXED

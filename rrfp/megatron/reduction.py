@@ -66,6 +66,10 @@ class Reduction:
         self._start_due()
         self._held.close()
 
+    def abandon(self) -> None:
+        """Hold nothing back any more, and start nothing."""
+        self._held.close()
+
     def _start_due(self) -> None:
         while self._next in self._complete:
             if self._next not in self._started:
@@ -78,7 +82,9 @@ class Reduction:
             with self._released():
                 self._grad_sync[chunk](model.parameters())
         elif _reduces_early(model):
-            model.start_grad_sync()
+            # As its hooks do; its own `start_grad_sync` would forget about the flag.
+            for buckets in model.bucket_groups + model.expert_parallel_bucket_groups:
+                buckets.start_grad_sync(force_all_reduce=model.force_all_reduce)
 
     def _hold(self) -> None:
         for no_sync in self._no_sync:
@@ -87,8 +93,10 @@ class Reduction:
     @contextmanager
     def _released(self) -> Iterator[None]:
         self._held.close()
-        yield
-        self._hold()
+        try:
+            yield
+        finally:
+            self._hold()
 
 
 def each(function: Any, num_chunks: int) -> list[Any] | None:

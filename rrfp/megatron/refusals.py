@@ -22,8 +22,9 @@ _REFUSED = {
 }
 
 
-def refuse(config: Any, models: Sequence[Any], plan: Plan) -> None:
-    """Raise UsageError for a configuration that does not work under this plan."""
+def refuse(config: Any, models: Sequence[Any], plan: Plan, pp_rank: int) -> None:
+    """Raise UsageError for a configuration that does not work under this plan, or for chunks that
+    are not this pipeline rank's stages."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
         # A number of zero is a setting too.
@@ -39,6 +40,8 @@ def refuse(config: Any, models: Sequence[Any], plan: Plan) -> None:
         _refuse_device(model)
         _refuse_sharded(model)
     _refuse_two_copies_on_a_rank(config, models, plan)
+    for chunk, model in enumerate(models):
+        _refuse_misplaced(model, chunk, plan, pp_rank)
     if Kind.B in plan.shape.kinds:
         _refuse_other_splits(config, plan)
 
@@ -64,6 +67,22 @@ def _refuse_device(model: Any) -> None:
             f"the model is on {device} and messages carry CPU tensors only; there is no transport "
             "for other devices in this version"
         )
+
+
+def _refuse_misplaced(model: Any, chunk: int, plan: Plan, pp_rank: int) -> None:
+    shape = plan.shape
+    stage = shape.stage_of(pp_rank, chunk)
+    for attribute, is_there in (
+        ("pre_process", stage == 0),
+        ("post_process", stage == shape.num_stages - 1),
+    ):
+        built = _attribute(model, attribute)
+        if built is not None and bool(built) != is_there:
+            raise UsageError(
+                f"chunk {chunk} of pipeline rank {pp_rank} was built with {attribute} {built}, and "
+                f"is stage {stage} of {shape.num_stages} with placement {shape.placement}; build "
+                "it for that stage, or choose the placement that it was built for"
+            )
 
 
 def _refuse_sharded(model: Any) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Self
 from rrfp.errors import UsageError
 from rrfp.megatron.dispatching import GradOrder
 from rrfp.schedule.dispatcher import AgreementRule, WeightGradients
-from rrfp.schedule.hints import TURNS
 from rrfp.schedule.shape import Placement, Shape
 
 DEVICES = ("cpu",)
@@ -331,11 +330,6 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--placement v takes 2 chunks a rank, not {0.chunks}; add --chunks 2",
     ),
     (
-        lambda s: s.w == WeightGradients.RANKED and s.resolved_hint in TURNS,
-        "--w ranked needs an order that ranks the weight gradients and {0.resolved_hint} ranks "
-        "none; leave --w out or choose an order such as zb-h1",
-    ),
-    (
         lambda s: s.limit is not None and s.hold is not None,
         "--limit and --hold exclude each other; keep --hold {0.hold}, the exact bound, or --limit "
         "{0.limit}",
@@ -362,6 +356,10 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     (
         lambda s: s.dispatch != DispatchMode.READY and s.agreement != AgreementRule.INTERSECTION,
         "--dispatch {0.dispatch} has one order and nothing to agree on; leave --agreement out",
+    ),
+    (
+        lambda s: s.dispatch != DispatchMode.READY and s.w != WeightGradients.IDLE,
+        "--dispatch {0.dispatch} runs weight gradients where its order has them; leave --w out",
     ),
     # What the model and its groups need.
     (

@@ -116,6 +116,11 @@ class RankStep:
         by_microbatch = sorted(self._chunks[-1].reduced.items())
         return [item for _, items in by_microbatch for item in items]
 
+    def abandon(self) -> None:
+        """Leave what the step has entered, when a task has failed."""
+        if self._reduction is not None:
+            self._reduction.abandon()
+
     def finish(self) -> None:
         """Start the gradient reductions that no task has started, and leave the losses for the
         log where Megatron looks for them."""

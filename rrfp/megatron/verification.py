@@ -139,7 +139,7 @@ def variants_of(
     reference = _reference(layout)
     ours = [
         variant
-        for hint in hints
+        for hint in dict.fromkeys(hints)
         for variant in _variants_of_hint(layout, hint, full=full)
         if _is_valid(layout, variant)
     ]
@@ -148,7 +148,8 @@ def variants_of(
         for variant in ours
         if variant.dispatch is DispatchMode.READY and not variant.bound
     ]
-    return [reference, *ours, *with_dropout]
+    # A single one has none to be compared with.
+    return [reference, *ours, *(with_dropout if len(with_dropout) > 1 else ())]
 
 
 def _reference(layout: str) -> Variant:
@@ -208,7 +209,8 @@ def verify(
             replace(settings, hint=str(random_order)) if variant.hint == RANDOM else settings
         )
     run = RunDir(directory)
-    _variants_file(run).write_text("".join(f"{settings.to_json()}\n" for settings in chosen))
+    lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
+    _variants_file(run).write_text(lines, encoding="utf-8")
     launch(base, run)
     learned = [_read_learned(run, rank, len(variants)) for rank in range(base.world_size)]
     return list(_verdicts(layout, variants, learned))

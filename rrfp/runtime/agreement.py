@@ -57,12 +57,16 @@ class StarAgreement:
         """The next task of the group's sequence, if this rank follows and knows it by now."""
         return self._decisions[0].task if self._decisions else None
 
-    def owed(self) -> dict[int, str]:
-        """By rank, what an unfinished step still needs of the group's other members."""
+    def owed(self, missing_members: int) -> dict[int, str]:
+        """By rank, what tasks that lack their input at these members (bits) need of the others."""
         if self.group is None:
             return {}
         if self.group.leads:
-            return dict.fromkeys(self._followers, "reports of what has arrived there")
+            return {
+                follower: "reports of what has arrived there"
+                for follower in self._followers
+                if missing_members >> self._member_of[follower] & 1
+            }
         return {self._leader: "the group's next decision"}
 
     def dispatched(self, step: int, task: Task) -> None:

@@ -1,7 +1,8 @@
 """The seams of the runtime: what one rank's worker needs from the world, as small protocols.
 
-The compute thread owns the dispatcher. Every other thread speaks to it only by putting an `Event`
-into its `Inbox`, whose one Condition also guards what has arrived.
+The compute thread owns the dispatcher, and lends it to the ahead thread while a task runs on the
+leader of a group. Every other thread speaks to the one that has it only by putting an `Event` into
+the `Inbox`, whose one Condition also guards what has arrived.
 """
 
 import time
@@ -91,7 +92,8 @@ class StallError(RrfpError):
 
 
 class Inbox:
-    """What has arrived for the compute thread. Any thread puts; the compute thread takes."""
+    """What has arrived for this rank. Any thread puts; the thread that has the dispatcher takes:
+    the compute thread, or the ahead thread while it is lent."""
 
     def __init__(self) -> None:
         self._condition = Condition()
@@ -173,8 +175,9 @@ class Agreement(Protocol):
     def dispatched(self, step: int, task: Task) -> None:
         """This rank's dispatcher has put a task at the next place of the sequence."""
 
-    def owed(self) -> dict[int, str]:
-        """By rank, what an unfinished step still needs of the group's other members."""
+    def owed(self, missing_members: int) -> dict[int, str]:
+        """By rank, what tasks that lack their input at these members (bit i: member i; bit 0: this
+        rank) still need of the group's other members."""
         ...
 
 

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -34,15 +36,7 @@ from rrfp.runtime.protocols import (
     Transport,
     monotonic,
 )
-from rrfp.runtime.stall import (
-    GATHER_LOOK_S,
-    GATHER_S,
-    LOOK_S,
-    StallBoard,
-    StallRow,
-    grid,
-    listed,
-)
+from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, listed
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import (
     ComputeIdle,
@@ -239,25 +233,23 @@ class Worker:
             self._check_that_nobody_left_owing()
         board, step = self._board, self._step
         waited_s = 0.0
-        patience_s = min(LOOK_S, self._stall_s)
+        call_s = max(0.0, self._stall_s - GATHER_S)
+        call: int | None = None
+        patience_s = min(LOOK_S, call_s or self._stall_s)
         while not (events := self._inbox.take(patience_s)):
             waited_s += patience_s
-            left_s = self._stall_s - waited_s
-            if left_s <= 0:
-                board.call(step)
-            if left_s <= 0 or board.is_called(step):
-                board.publish(step, self._row(cause, waited_s))
-            if left_s > 0:
-                patience_s = min(LOOK_S, left_s)
-                continue
-            if board.has_all_rows(step) or left_s <= -GATHER_S:
-                raise self._stall(self._row(cause, waited_s))
-            patience_s = GATHER_LOOK_S
+            if call is None and waited_s >= call_s:
+                call = board.call(step)
+            if num_calls := board.num_calls(step):
+                board.publish(step, num_calls, self._row(cause, waited_s))
+            if call is not None and waited_s >= self._stall_s:
+                raise self._stall(self._row(cause, waited_s), call)
+            patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
         self._take_in(events)
 
-    def _stall(self, own: StallRow) -> StallError:
+    def _stall(self, own: StallRow, call: int) -> StallError:
         owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())
-        others = [row for row in self._board.rows(self._step) if row.rank != own.rank]
+        others = [row for row in self._board.rows(self._step, call) if row.rank != own.rank]
         return StallError(
             f"pipeline rank {own.pp_rank} waited {self._stall_s:g} s in step {self._step} "
             f"and nothing arrived: {owed}; see what these ranks do\n"
@@ -275,16 +267,20 @@ class Worker:
             lacks.append(
                 f"{needed} here" if is_own else f"{needed} from rank {self._pp_ranks[needed_rank]}"
             )
-        if cause is Cause.COORDINATION:
-            lacks += [f"{what} from rank {peer}" for peer, what in self._agreement.owed().items()]
+        ready = dispatcher.ready_tasks()
+        missing_members = dict(dispatcher.unfinished())
+        debts: dict[int, str] = {}
+        for here in ready:
+            for peer, what in self._agreement.owed(missing_members[here]).items():
+                debts.setdefault(peer, f"for {here} {what} from rank {peer}")
         return StallRow(
             rank=self._pp_ranks[pp_rank],
             pp_rank=pp_rank,
             waited_s=waited_s,
             cause=cause,
-            ready=listed(dispatcher.ready_tasks()),
+            ready=listed(ready),
             best_waiting=str(task),
-            lacks=listed(lacks),
+            lacks="; ".join(listed(part) for part in (lacks, [*debts.values()]) if part) or "-",
         )
 
     def _check_that_nobody_left_owing(self) -> None:
@@ -297,12 +293,12 @@ class Worker:
 
     def _owed(self) -> dict[int, str]:
         """By rank, what is still to come from it in this step."""
-        owed = self._agreement.owed()
+        unfinished = self._dispatcher.unfinished()
+        owed = self._agreement.owed(reduce(or_, (missing for _, missing in unfinished), 0))
         shape = self._dispatcher.shape
-        for task, num_missing in self._dispatcher.unfinished():
+        for task, missing in unfinished:
             sender = shape.sender(task)
-            # What is in the inputs is here, and lacks another member of the group only.
-            if num_missing and sender is not None and task not in self._inputs:
+            if missing & 1 and sender is not None:
                 peer = self._pp_ranks[shape.rank_of(sender.stage)]
                 owed.setdefault(peer, f"the output of {sender}, which {task} needs")
         return owed

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.hints import Hint, Turns
+from rrfp.schedule.hints import Hint, Turns, splits_backward
 from rrfp.schedule.order import Order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -68,6 +68,15 @@ class WeightGradients(StrEnum):
     """When neither a forward nor a backward may run; the order ranks them among themselves."""
     RANKED = "ranked"
     """By their places in the order, like any other task."""
+
+
+def check_weight_gradients(w: WeightGradients, hint: Hint) -> None:
+    """Raise UsageError when the hint has no places for the weight gradients to be ranked by."""
+    if w is WeightGradients.RANKED and not (isinstance(hint, Order) and splits_backward(hint)):
+        raise UsageError(
+            f"w ranked needs an order that ranks the weight gradients and {hint.name} ranks none; "
+            "leave --w out or choose an order such as zb-h1"
+        )
 
 
 class AgreementRule(StrEnum):
@@ -258,6 +267,7 @@ class Dispatcher:
         self.peak_held = 0
         self._hint = hint
         self._w = w
+        self._keeps_activations = B in shape.kinds
         self._fixed = dispatch is Dispatch.FIXED
         self._limit = limit if is_bound else None
         self._hold = hold if is_bound else None
@@ -332,9 +342,10 @@ class Dispatcher:
         return (StepDone(),) if self._num_left == 0 else self._wait(now_ns)
 
     def unfinished(self) -> list[tuple[Task, int]]:
-        """Every task not yet dispatched, and how many arrivals it still lacks."""
+        """Every task not yet dispatched, and the members at which its input is still to arrive
+        (bit i: member i; bit 0: this rank)."""
         return [
-            (task, missing.bit_count())
+            (task, missing)
             for task, lacked, missing in zip(self._tasks, self._lacks, self._missing, strict=True)
             if lacked >= 0
         ]
@@ -548,7 +559,8 @@ class Dispatcher:
             self._progress[number % self.shape.num_microbatches] += 1
         if kind == _F:
             self.depth += 1
-            self.held += 1
+            # A step without backward keeps nothing.
+            self.held += self._keeps_activations
             self.peak_held = max(self.peak_held, self.held)
         elif kind == _B:
             self.depth -= 1
@@ -616,6 +628,6 @@ class Dispatcher:
 
     def _best_lacks_forward(self) -> bool:
         """Whether the hint's best unfinished task waits, itself or through its F, for an
-        activation. Without an order, the oldest unfinished task stands for it."""
+        activation. Without an order, the first of the unfinished tasks stands for it."""
         best = self._tasks[next(number for number in self._by_hint() if self._lacks[number] >= 0)]
         return best.kind is F or self._lacks[self._index(best._replace(kind=F))] >= 0

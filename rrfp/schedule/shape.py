@@ -39,7 +39,9 @@ class Shape:
         if self.kinds not in (FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD):
             raise UsageError(f"a step of kinds {self.kinds} is not F, F B or F B W")
         if self.placement is Placement.V and self.num_chunks != 2:
-            raise UsageError(f"placement v takes 2 chunks a rank, not {self.num_chunks}")
+            raise UsageError(
+                f"placement v takes 2 chunks a rank, not {self.num_chunks}; add --chunks 2"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -34,7 +34,7 @@ class Task(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-_TASK = re.compile(r"(\d+)([FBIW])(\d+)")
+_TASK = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
 def parse_task(text: str) -> tuple[Task, bool]:
