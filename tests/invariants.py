@@ -56,10 +56,11 @@ def _check_counts(
 ) -> None:
     depth = held = 0
     frees = W if shape.splits_backward else B
+    keeps = B in shape.kinds  # Without a backward nothing is kept for it.
     for _, _, run in happened.ran:
         task = run.task
         depth += (task.kind is F) - (task.kind is B)
-        held += (task.kind is F) - (task.kind is frees)
+        held += (task.kind is F and keeps) - (task.kind is frees)
         counted = (run.depth, run.held)
         assert counted == (depth, held), f"{task} states {counted}, not {(depth, held)}"
         assert limit is None or depth <= limit, f"D is {depth} on {node}, above {limit}"

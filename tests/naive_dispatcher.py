@@ -132,6 +132,8 @@ class NaiveDispatcher:
         return self.num_done[F] - self.num_done[B]
 
     def held(self) -> int:
+        if B not in self.shape.kinds:
+            return 0
         return self.num_done[F] - self.num_done[W if self.shape.splits_backward else B]
 
     def next_of_smallest_microbatch(self) -> Task:
