@@ -34,6 +34,9 @@ class Task(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+_LONGEST_TOLD = 30
+"""Letters of a text that is no task, in the error that says so."""
+
 _TASK = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
@@ -44,7 +47,8 @@ def parse_task(text: str) -> tuple[Task, bool]:
     """
     match = _TASK.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text}' is not a task such as 2F0 (stage, one of F B I W, microbatch)")
+        told = text if len(text) <= _LONGEST_TOLD else f"{text[:_LONGEST_TOLD]}..."
+        raise ValueError(f"'{told}' is not a task such as 2F0 (stage, one of F B I W, microbatch)")
     stage, letter, microbatch = match.groups()
     kind = Kind.B if letter == "I" else Kind(letter)
     return Task(int(stage), kind, int(microbatch)), letter in "IW"
