@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.dispatching import DEFAULT_LIMIT, DispatchSettings, GradOrder
+from rrfp.megatron.dispatching import DispatchSettings, GradOrder
 from rrfp.schedule.dispatcher import (
+    DEFAULT_LIMIT,
     AgreementRule,
     ComputeIdle,
     Dispatch,

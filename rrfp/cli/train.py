@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.dispatching import DEFAULT_LIMIT
 from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.schedule.dispatcher import DEFAULT_LIMIT
 from rrfp.schedule.hints import HINT_NAMES
 
 if TYPE_CHECKING:

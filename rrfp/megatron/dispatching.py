@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
+from rrfp.schedule.dispatcher import DEFAULT_LIMIT, AgreementRule, Dispatch, WeightGradients
 from rrfp.schedule.shape import Placement
-
-DEFAULT_LIMIT = 32
 
 
 class GradOrder(StrEnum):

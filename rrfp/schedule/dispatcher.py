@@ -48,6 +48,9 @@ _KINDS = (F, B, W)
 _F, _B, _W = range(3)
 """Kinds by their place in `_KINDS`, for lists: an enum's hash is a call."""
 
+DEFAULT_LIMIT = 32
+"""The paper's limit on D (its App. C), for `ready` dispatch without a bound of its own."""
+
 Turn = tuple[int, ...]
 """Kinds that compete by the hint's keys."""
 
@@ -139,6 +142,9 @@ class Wait(NamedTuple):
     cause: Cause
 
 
+_WAITS = {cause: Wait(cause) for cause in Cause}
+
+
 class Waited(NamedTuple):
     """Instruction: account this idle interval, which is over, to its cause."""
 
@@ -215,7 +221,15 @@ class _ReadySet:
     def __init__(self, mask: int, num_chunks: int) -> None:
         self.mask = mask
         # A heap a chunk for the forwards, which bounds withhold by chunk; one for the other kinds.
-        self.heaps: tuple[list[list[int]], ...] = ([[] for _ in range(num_chunks)], [[]], [[]])
+        forwards: list[list[int]] = [[] for _ in range(num_chunks)]
+        backwards: list[int] = []
+        weight_gradients: list[int] = []
+        self.heaps = (forwards, [backwards], [weight_gradients])
+        self.heap_of_lane = [
+            *forwards,
+            *([backwards] * num_chunks),
+            *([weight_gradients] * num_chunks),
+        ]
 
 
 class Dispatcher:
@@ -273,18 +287,25 @@ class Dispatcher:
         self._hold = hold if is_bound else None
         self._follows = group is not None and not group.leads
         self._ranks = not self._fixed and not self._follows
+        # A task's number, by which the lists below are indexed, goes by kind, then chunk, then
+        # microbatch; its lane, by kind, then chunk.
+        num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
+        self._num_microbatches = num_microbatches
+        self._num_of_a_kind = num_chunks * num_microbatches
+        self._lanes = [(kind, chunk) for kind in range(3) for chunk in range(num_chunks)]
+        self._first_number = {
+            stage: shape.chunk_of(stage) * num_microbatches for stage in shape.stages_of(rank)
+        }
         self._order = (
             None
             if order is None
             else _OrderProgress([self._index(task) for task in order.rows[rank]])
         )
         self._frees_held = _W if shape.splits_backward else _B
+        self._last_kind = len(shape.kinds) - 1
 
-        # The lists below are indexed by a task's number: by kind, then chunk, then microbatch.
-        num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
         self._tasks = list(shape.tasks_of(rank))
-        self._num_of_a_kind = num_chunks * num_microbatches
-        self._num_left = len(self._tasks)
+        self._num_tasks = self._num_left = len(self._tasks)
         num_members = group.num_members if group is not None and group.leads else 1
         everybody = (1 << num_members) - 1
         self._everybody = everybody
@@ -292,7 +313,7 @@ class Dispatcher:
         self._lacks: list[int] = []
         # The members at which its input is still to arrive, one bit each.
         self._missing: list[int] = []
-        # Whether a task's output stays on this rank, by kind and chunk.
+        # Whether a task's output stays on this rank, by lane.
         self._hands_over: list[bool] = []
         for first in self._tasks[::num_microbatches]:
             ranks = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
@@ -303,12 +324,15 @@ class Dispatcher:
             self._hands_over.append(receiver is not None and shape.rank_of(receiver.stage) == rank)
         self._key = self._keys()
 
-        is_unanimous = group is not None and group.rule is AgreementRule.UNANIMOUS
-        masks = [1 << member for member in range(num_members)] if is_unanimous else [everybody]
-        self._ready_sets = [_ReadySet(mask, num_chunks) for mask in masks]
-        # How many tasks are ready in the group, and by this rank's own inputs; by kind and chunk.
-        self._num_ready = [[0] * num_chunks for _ in _KINDS]
-        self._num_here = [[0] * num_chunks for _ in _KINDS]
+        self._is_unanimous = group is not None and group.rule is AgreementRule.UNANIMOUS
+        masks = [1 << member for member in range(num_members)]
+        self._ready_sets = [
+            _ReadySet(mask, num_chunks) for mask in (masks if self._is_unanimous else [everybody])
+        ]
+        self._ready_set = self._ready_sets[0]
+        # How many tasks are ready in the group, and by this rank's own inputs; by lane.
+        self._num_ready = [0] * (len(_KINDS) * num_chunks)
+        self._num_here = [0] * (len(_KINDS) * num_chunks)
         # How many forwards and backwards of each microbatch were dispatched.
         self._progress = [0] * num_microbatches
         self._smallest_unfinished = 0
@@ -316,10 +340,12 @@ class Dispatcher:
         self._first_open_chunk = 0
         self._top_of_round = self._round()
         self._turns = self._top_of_round
+        self._turns_after = [self._half_left_after(kind) for kind in range(3)]
         self._waiting: tuple[Cause, int] | None = None
-        for number, lacked in enumerate(self._lacks):
-            if lacked == 0:
-                self._lacks_nothing_local(number)
+        self._first_unfinished = 0
+        for number, (lacked, missing) in enumerate(zip(self._lacks, self._missing, strict=True)):
+            if lacked == 0 and missing != everybody:
+                self._is_ready_at(number, everybody & ~missing)
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         """Take in one stimulus and say what follows from it.
@@ -369,17 +395,23 @@ class Dispatcher:
 
     # Books: what each task still lacks.
 
-    def _index(self, task: Task) -> int:
-        kind = _F if task.kind is F else _B if task.kind is B else _W
-        shape = self.shape
-        chunk = shape.chunk_of(task.stage)
-        return (kind * shape.num_chunks + chunk) * shape.num_microbatches + task.microbatch
-
     def _number(self, task: Task) -> int | None:
-        return self._index(task) if self.shape.holds(self.rank, task) else None
+        """The number of a task, if this rank has it."""
+        stage, kind, microbatch = task
+        first = self._first_number.get(stage)
+        if first is None or not 0 <= microbatch < self._num_microbatches:
+            return None
+        if kind is F:
+            return first + microbatch
+        if kind not in self.shape.kinds:
+            return None
+        return first + microbatch + self._num_of_a_kind * (_B if kind is B else _W)
 
-    def _kind_and_chunk(self, number: int) -> tuple[int, int]:
-        return divmod(number // self.shape.num_microbatches, self.shape.num_chunks)
+    def _index(self, task: Task) -> int:
+        """The number of a task that this rank has."""
+        number = self._number(task)
+        assert number is not None
+        return number
 
     def _take_in(self, arrival: InputArrived) -> None:
         number = self._number(arrival.task)
@@ -397,24 +429,23 @@ class Dispatcher:
     def _one_less(self, number: int) -> None:
         self._lacks[number] -= 1
         if self._lacks[number] == 0:
-            self._lacks_nothing_local(number)
-
-    def _lacks_nothing_local(self, number: int) -> None:
-        self._is_ready_at(number, self._everybody & ~self._missing[number])
+            members = self._everybody & ~self._missing[number]
+            if members:
+                self._is_ready_at(number, members)
 
     def _is_ready_at(self, number: int, members: int) -> None:
         """A task has become ready at these members (bits)."""
-        kind, chunk = self._kind_and_chunk(number)
+        lane = number // self._num_microbatches
         missing = self._missing[number]
         if members & 1:
-            self._num_here[kind][chunk] += 1
+            self._num_here[lane] += 1
         if missing == 0:
-            self._num_ready[kind][chunk] += 1
+            self._num_ready[lane] += 1
         if self._ranks:
-            entry = self._key[number] * len(self._tasks) + number
+            entry = self._key[number] * self._num_tasks + number
             for ready in self._ready_sets:
                 if members & ready.mask and not missing & ready.mask:
-                    heappush(ready.heaps[kind][chunk if kind == _F else 0], entry)
+                    heappush(ready.heap_of_lane[lane], entry)
 
     def _is_here(self, number: int) -> bool:
         return self._lacks[number] == 0 and not self._missing[number] & 1
@@ -458,15 +489,19 @@ class Dispatcher:
 
     def _round(self) -> tuple[Turn, ...]:
         """What is asked, in turn; the kinds of one turn compete by their keys."""
-        if isinstance(self._hint, Order):
-            return ((_F, _B, _W),) if self._w is WeightGradients.RANKED else ((_F, _B), (_W,))
-        return ((_F,), (_B,), (_W,)) if self._hint.first is F else ((_B,), (_F,), (_W,))
+        if isinstance(self._hint, Turns):
+            turns: tuple[Turn, ...] = ((_F,), (_B,)) if self._hint.first is F else ((_B,), (_F,))
+        elif self._w is WeightGradients.RANKED:
+            return ((_F, _B, _W),)
+        else:
+            turns = ((_F, _B),)
+        return (*turns, (_W,)) if self.shape.splits_backward else turns
 
-    def _turns_after(self, kind: int) -> tuple[Turn, ...]:
+    def _half_left_after(self, kind: int) -> tuple[Turn, ...]:
         """The other half of the round after its first, else the top of a new one."""
         top = self._top_of_round
         if isinstance(self._hint, Turns) and self._hint.in_rounds and kind == top[0][0]:
-            return (top[1], top[0], top[2])
+            return (top[1], top[0], *top[2:])
         return top
 
     def _choice(self) -> int | None:
@@ -477,10 +512,9 @@ class Dispatcher:
             assert self._order is not None
             number = self._order.best
             return number if self._is_ready(number, self._everybody) else None
-        choice = self._best(self._ready_sets[0])
-        for ready in self._ready_sets[1:]:
-            if self._best(ready) != choice:
-                return None
+        choice = self._best(self._ready_set)
+        if self._is_unanimous and any(self._best(each) != choice for each in self._ready_sets):
+            return None
         return choice
 
     def _is_ready(self, number: int, mask: int) -> bool:
@@ -494,12 +528,14 @@ class Dispatcher:
             if self._is_ready(number, ready.mask):
                 return number
             turns = ((_W,),)
-        lacks, num_tasks = self._lacks, len(self._tasks)
+        lacks, num_tasks, withheld = self._lacks, self._num_tasks, self._first_open_chunk
         for turn in turns:
             best = None
             for kind in turn:
                 heaps = ready.heaps[kind]
-                for heap in heaps[self._first_open_chunk :] if kind == _F else heaps:
+                if kind == _F and withheld:
+                    heaps = heaps[withheld:]
+                for heap in heaps:
                     while heap and lacks[heap[0] % num_tasks] < 0:
                         heappop(heap)
                     if heap and (best is None or heap[0] < best):
@@ -532,43 +568,49 @@ class Dispatcher:
         place = progress if progress < num_chunks else 3 * num_chunks - 1 - progress
         return place * num_microbatches + self._smallest_unfinished
 
-    def _permitted(self, counts: list[list[int]], mask: int) -> tuple[int, int, int]:
-        """How many forwards, backwards and weight gradients of `counts` no bound withholds; the
-        counts are those of the members in `mask`."""
-        forwards, backwards, weight_gradients = counts
+    def _permitted(self, counts: list[int], mask: int) -> tuple[int, int, int]:
+        """How many forwards, backwards and weight gradients of `counts`, by lane, no bound
+        withholds; the counts are those of the members in `mask`."""
+        num_chunks = self.shape.num_chunks
+        if num_chunks == 1:
+            # What the sums below come to, without making lists: most pipelines are such.
+            forwards, backwards, weight_gradients = counts
+            return 0 if self._first_open_chunk else forwards, backwards, weight_gradients
+        weight_gradients = sum(counts[2 * num_chunks :])
         if self._drains:
             number = self._next_to_drain()
             drains = int(self._is_ready(number, mask))
             is_forward = number < self._num_of_a_kind
-            return drains * is_forward, drains * (not is_forward), sum(weight_gradients)
-        if self._first_open_chunk:
-            forwards = forwards[self._first_open_chunk :]
-        return sum(forwards), sum(backwards), sum(weight_gradients)
+            return drains * is_forward, drains * (not is_forward), weight_gradients
+        forwards = sum(counts[self._first_open_chunk : num_chunks])
+        return forwards, sum(counts[num_chunks : 2 * num_chunks]), weight_gradients
 
     # Dispatch.
 
     def _run(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
-        kind, chunk = self._kind_and_chunk(number)
+        lane = number // self._num_microbatches
+        kind, chunk = self._lanes[lane]
         forwards, backwards, weight_gradients = self._permitted(self._num_ready, self._everybody)
         self._lacks[number] = -1
         self._num_left -= 1
-        self._num_ready[kind][chunk] -= 1
-        self._num_here[kind][chunk] -= 1
-        self._turns = self._turns_after(kind)
+        self._num_ready[lane] -= 1
+        self._num_here[lane] -= 1
+        self._turns = self._turns_after[kind]
         if kind != _W:
-            self._progress[number % self.shape.num_microbatches] += 1
+            self._progress[number % self._num_microbatches] += 1
         if kind == _F:
             self.depth += 1
             # A step without backward keeps nothing.
             self.held += self._keeps_activations
-            self.peak_held = max(self.peak_held, self.held)
+            if self.held > self.peak_held:
+                self.peak_held = self.held
         elif kind == _B:
             self.depth -= 1
         if kind == self._frees_held:
             self.held -= 1
         self._apply_bounds()
         position, skipped = (-1, -1) if self._order is None else self._order.take(number)
-        self._hand_over(number, kind, chunk)
+        self._hand_over(number, kind, lane)
         run = RunTask(
             self._tasks[number],
             chunk,
@@ -586,14 +628,14 @@ class Dispatcher:
         self._waiting = None
         return (Waited(cause, since_ns, now_ns), run)
 
-    def _hand_over(self, number: int, kind: int, chunk: int) -> None:
+    def _hand_over(self, number: int, kind: int, lane: int) -> None:
         """Count this task, from its dispatch on, to what waits for it on this rank: the next kind
         of its own stage, and the same kind of the next stage where that is here too."""
-        if kind + 1 < len(self.shape.kinds):
+        if kind != self._last_kind:
             self._one_less(number + self._num_of_a_kind)
-        if self._hands_over[kind * self.shape.num_chunks + chunk]:
-            num_microbatches = self.shape.num_microbatches
-            self._one_less(number + (num_microbatches if kind == _F else -num_microbatches))
+        if self._hands_over[lane]:
+            to_next_stage = self._num_microbatches if kind == _F else -self._num_microbatches
+            self._one_less(number + to_next_stage)
 
     # Waiting.
 
@@ -602,17 +644,17 @@ class Dispatcher:
         cause = self._cause()
         if self._waiting is None:
             self._waiting = (cause, now_ns)
-            return (Wait(cause),)
+            return (_WAITS[cause],)
         before, since_ns = self._waiting
         if before is cause:
-            return (Wait(cause),)
+            return (_WAITS[cause],)
         self._waiting = (cause, now_ns)
-        return (Waited(before, since_ns, now_ns), Wait(cause))
+        return (Waited(before, since_ns, now_ns), _WAITS[cause])
 
     def _cause(self) -> Cause:
-        if self._num_left == len(self._tasks):
+        if self._num_left == self._num_tasks:
             return Cause.WARMUP
-        is_any_here = any(map(sum, self._num_here))
+        is_any_here = any(self._num_here)
         if self._fixed:
             assert self._order is not None
             if self._is_here(self._order.best):
@@ -629,5 +671,11 @@ class Dispatcher:
     def _best_lacks_forward(self) -> bool:
         """Whether the hint's best unfinished task waits, itself or through its F, for an
         activation. Without an order, the first of the unfinished tasks stands for it."""
-        best = self._tasks[next(number for number in self._by_hint() if self._lacks[number] >= 0)]
-        return best.kind is F or self._lacks[self._index(best._replace(kind=F))] >= 0
+        if self._order is None:
+            while self._lacks[self._first_unfinished] < 0:
+                self._first_unfinished += 1
+            best = self._first_unfinished
+        else:
+            best = self._order.best
+        # Its F, or it itself: the numbers of the forwards come first.
+        return self._lacks[best % self._num_of_a_kind] >= 0
