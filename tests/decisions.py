@@ -1,6 +1,6 @@
 """Single decisions, written as text: what arrives, and what the rank answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import (
@@ -18,6 +18,8 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task, parse_task
+from rrfp.simulate.recorded import decisions
+from rrfp.trace.records import StimulusRecord
 
 
 def task(text: str) -> Task:
@@ -71,3 +73,8 @@ def _answer(instructions: Sequence[Instruction]) -> str:
             return "done"
         case other:
             raise AssertionError(other)
+
+
+def replayed(stimuli: Iterable[StimulusRecord], dispatcher: Dispatcher) -> list[Task]:
+    """The tasks that a fresh dispatcher runs when it takes in one step's stimuli again."""
+    return [task for _, task in decisions(stimuli, dispatcher) if task is not None]

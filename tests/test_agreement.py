@@ -23,9 +23,9 @@ from rrfp.schedule.hints import TURNS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord
+from tests.decisions import replayed
 from tests.rank_rig import Place, Work, open_rig
 from tests.ranks import run_ranks
-from tests.replay import replayed
 
 F0, F1 = Task(1, Kind.F, 0), Task(1, Kind.F, 1)
 

@@ -280,3 +280,108 @@ def test_a_run_that_is_not_there(rrfp: Rrfp, tmp_path: Path, reader: list[str]) 
     code, sentence = rrfp(*reader)
     assert code == 1
     assert "there is no run yet (runs/latest is missing); 'rrfp train' makes one" in sentence
+
+
+SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--limit 0", "--limit is '0'; it must be a whole number from 1 to 9"),
+        ("--limit -1", "--limit is '-1'; it must be a whole number from 1 to 9"),
+        ("--limit 1.5", "--limit is '1.5'; it must be a whole number from 1 to 9"),
+        (
+            "--hold 9999999999",
+            "--hold is '9999999999'; it must be a whole number from 1 to 999999999",
+        ),
+        ("--chunks none", "--chunks is 'none'; it must be a whole number from 1 to 9"),
+        ("--tp 1000000", "4000000 processes with --chunks 1 and --microbatches 8 run 32000000 "),
+        ("--limit 4 --hold 3", "--limit and --hold exclude each other; keep --hold 3"),
+        ("--hint fancy", "neither a hint (bf, fb, b-first, f-first, bfw, "),
+        ("--hint no.csv", "cannot read the order file no.csv: No such file or directory"),
+        ("--hint zb-v", "order zb-v needs --placement v --chunks 2"),
+        ("--placement v", "placement v takes 2 chunks a rank, not 1; add --chunks 2"),
+        ("--placement w", "--placement is 'w'; it must be one of loop, v"),
+        ("--dispatch megatron", "--dispatch is 'megatron'; it must be one of ready, fixed"),
+        ("--links nvlink", "--links is 'nvlink'; it must be one of async, blocking"),
+        ("--links blocking", "only an order that binds can plan for; add --dispatch fixed"),
+        ("--dispatch fixed --w ranked --hint zb-h1", "--dispatch fixed runs weight gradients "),
+        ("--w ranked", "ranks the weight gradients and bf ranks none"),
+        ("--dispatch fixed --agreement unanimous", "nothing to agree on; leave --agreement out"),
+        ("--dispatch fixed --hint gpipe --limit 2", "8 forwards ahead of their backwards"),
+        ("--dispatch fixed --hint 1f1b --hold 2", "order 1f1b keeps 4 microbatches on rank 0"),
+        ("--admit heavy", "--admit is 'heavy'; it must be one of given, pyramid"),
+        ("--seeds 0", "Invalid value for '--seeds'"),
+        ("--seed -1", "Invalid value for '--seed'"),
+        ("--format xml", "Invalid value for '--format'"),
+        ("--sweep limit", "--sweep takes a setting and its values, such as limit=4,8,16, not "),
+        ("--sweep hnt=bf", "'hnt' is not a setting of a row (hint, dispatch, links, pp, "),
+        ("--sweep seeds=1,2", "'seeds' is not a setting of a row"),
+        ("--sweep limit=4,,8", "--limit is ''; it must be a whole number from 1 to 9"),
+        ("--sweep limit=4,x", "--limit is 'x'; it must be a whole number from 1 to 9"),
+        ("--sweep hint=", "'' is neither a hint"),
+        ("--sweep limit=4 --sweep limit=8", "limit is swept twice; put its values into one"),
+        ("--sweep pp=2,4", "--pp is given and swept as well; keep one of the two"),
+        ("--sweep hint=bf --row hint=bfw", "--row sets hint, which is swept as well; keep one"),
+        ("--row bfw", "--row takes settings such as hint=bfw hold=8, not 'bfw'"),
+        ("--row hint=bf,bfw", "'bf,bfw' is neither a hint"),
+        ("--sweep hint=bf,zb-v --sweep hold=4,8", "in the row hint=zb-v hold=4: order zb-v needs"),
+        ("--sweep hint=bf --sweep limit=" + "1," * 20_000 + "1", "this makes 20001 rows, more"),
+        ("--costs nowhere.csv", "nowhere.csv"),
+        ("--jitter J9", "J9"),
+    ],
+)
+def test_a_wrong_simulation(rrfp: Rrfp, tmp_path: Path, flags: str, words: str) -> None:
+    code, sentence = rrfp(*SIMULATE, "--out", "sim", *flags.split())
+    assert code == 2
+    assert words in sentence
+    assert not (tmp_path / "sim").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("hint=bf hint=bfw", "--row hint=bf hint=bfw sets hint twice; keep one"),
+        ("hint='bf", "--row hint='bf cannot be read: No closing quotation"),
+    ],
+)
+def test_a_wrong_row(rrfp: Rrfp, row: str, words: str) -> None:
+    code, sentence = rrfp(*SIMULATE, "--row", row)
+    assert code == 2
+    assert words in sentence
+
+
+def test_a_simulation_without_its_size(rrfp: Rrfp) -> None:
+    code, sentence = rrfp("simulate", "--pp", "4")
+    assert (code, "--microbatches is missing; say how many microbatches" in sentence) == (2, True)
+    code, sentence = rrfp("simulate", "--sweep", "microbatches=4,8")
+    assert (code, "--pp is missing; say how many pipeline ranks" in sentence) == (2, True)
+
+
+def test_a_simulation_into_an_existing_directory(rrfp: Rrfp, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    for rows in ((), ("--sweep", "hint=bf,bfw")):
+        code, sentence = rrfp(*SIMULATE, *rows, "--out", "taken")
+        assert code == 2
+        assert "taken exists; choose another directory with --out" in sentence
+    assert not any((tmp_path / "taken").iterdir())
+
+
+def test_costs_that_do_not_fit_the_pipeline_leave_nothing(rrfp: Rrfp, tmp_path: Path) -> None:
+    (tmp_path / "costs.csv").write_text("kind,pp_rank,chunk,microbatch,seconds\nF,0,,,0.1\n")
+    code, sentence = rrfp(*SIMULATE, "--costs", "costs.csv", "--out", "sim")
+    assert code == 2
+    assert "costs.csv" in sentence
+    assert not (tmp_path / "sim").exists()
+
+
+def test_an_order_that_deadlocks_as_a_fixed_one(rrfp: Rrfp, tmp_path: Path) -> None:
+    order = "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"
+    (tmp_path / "order.csv").write_text(order)
+    code, sentence = rrfp(
+        *("simulate", "--pp", "2", "--microbatches", "2", "--dispatch", "fixed"),
+        *("--row", "hint=1f1b", "--row", "hint=order.csv"),
+    )
+    assert code == 2
+    assert "in the row hint=order.csv: order order.csv deadlocks as a fixed order" in sentence

@@ -29,7 +29,7 @@ def app_that_raises(error: BaseException) -> typer.Typer:
     return app
 
 
-@pytest.mark.parametrize("arguments", [[], ["trace"], ["analyze"], ["train"]])
+@pytest.mark.parametrize("arguments", [[], ["trace"], ["analyze"], ["train"], ["simulate"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys\n"

@@ -32,7 +32,7 @@ def _commands(page: Path) -> list[str]:
         line.removeprefix("$ ").strip()
         for language, block in _BLOCK.findall(text)
         if language in ("sh", "console")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     inline = [" ".join(command.split()) for command in _INLINE.findall(text)]
     return [command for command in (*shell, *inline) if command.startswith("rrfp ")]
@@ -57,7 +57,9 @@ def test_every_command_parses(command: str) -> None:
 
 
 def test_the_readme_names_every_verb() -> None:
-    verbs = "train, verify, hint show, hint check, trace view, trace check, analyze bubbles"
+    verbs = (
+        "train, verify, simulate, hint show, hint check, trace view, trace check, analyze bubbles"
+    )
     for verb in verbs.split(", "):
         assert any(command.startswith(f"rrfp {verb}") for command in _commands(ROOT / "README.md"))
 

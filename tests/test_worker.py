@@ -32,7 +32,7 @@ from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Task, parse_task
 from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord, WaitRecord
-from tests.replay import replayed
+from tests.decisions import replayed
 
 TICK_NS = 10
 STALL_S = 5.0

@@ -11,18 +11,22 @@ import typer
 
 from rrfp import __version__
 from rrfp.cli import analyze, errors, hint, trace
+from rrfp.cli.simulate import simulate
 from rrfp.cli.train import train
 from rrfp.cli.verify import verify
 
 app = typer.Typer(
     name="rrfp",
-    help="Train a pipeline readiness-first on Megatron-Core, and see where its time goes.",
-    epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view.",
+    help="Train a pipeline readiness-first on Megatron-Core or simulate it, and see where its time "
+    "goes.",
+    epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view; or rrfp "
+    "simulate --pp 8 --microbatches 32 --sweep hint=bf,bfw.",
     no_args_is_help=True,
     add_completion=False,
 )
 app.command()(train)
 app.command()(verify)
+app.command()(simulate)
 app.add_typer(trace.app, name="trace")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(hint.app, name="hint")

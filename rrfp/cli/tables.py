@@ -1,9 +1,16 @@
 """Tables for people: data in, a rich table out, within 80 columns."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
-from rrfp.analyze.bubbles import CAUSES, Bubbles
+if TYPE_CHECKING:
+    from rrfp.analyze.bubbles import Bubbles
+    from rrfp.analyze.whatif import WhatIf
+    from rrfp.simulate.trial import Row
 
 _HEADINGS = {
     "warmup": "warm-\nup",
@@ -16,13 +23,13 @@ _HEADINGS = {
 }
 
 
-def bubble_table(bubbles: Bubbles) -> Table:
+def bubble_table(bubbles: "Bubbles") -> Table:
     """A row a rank and a total: how much of the window was work, how much bubble, and why.
 
     Causes that no rank had are left out.
     """
     totals_ns = bubbles.causes_ns
-    causes = [cause for cause in CAUSES if totals_ns[cause]]
+    causes = [cause for cause, total_ns in totals_ns.items() if total_ns]
     table = Table(
         title=f"Where the time of {_steps(bubbles)} went, in % of it",
         box=box.SIMPLE_HEAD,
@@ -53,10 +60,65 @@ def bubble_table(bubbles: Bubbles) -> Table:
     return table
 
 
-def _steps(bubbles: Bubbles) -> str:
+def trial_table(labels: Sequence[str], rows: "Sequence[Row]") -> Table:
+    """A row a simulated setting: how long it took, how near to the floor, and what it held."""
+    columns = {
+        "time\ns": [_digits(row.mean_s) for row in rows],
+        "spread\n%": [f"{100 * row.spread:.1f}" for row in rows],
+        "over\nfirst": [f"{row.ratio_to(rows[0]):.3f}" for row in rows],
+        "over\nfloor": [f"{row.ratio_to_floor:.3f}" for row in rows],
+        "held": [f"{max(row.peak_held):g}" for row in rows],
+        "bubble\n%": [f"{100 * row.bubble_fraction:.1f}" for row in rows],
+    }
+    if len(rows[0].trials) == 1:
+        del columns["spread\n%"]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    if len(rows) > 1:
+        table.add_column("row", overflow="fold", vertical="bottom")
+    else:
+        del columns["over\nfirst"]
+    for heading in columns:
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    for label, figures in zip(labels, zip(*columns.values(), strict=True), strict=True):
+        table.add_row(*([Text(label)] if len(rows) > 1 else []), *figures)
+    return table
+
+
+def whatif_table(report: "WhatIf") -> Table:
+    """A row a replay: the run as it was, then what each change would have made of it."""
+    from rrfp.analyze.bubbles import NS_PER_S
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("replayed", overflow="fold", vertical="bottom")
+    for heading in ("time\ns", "saved\n%", "held"):
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    own = report.as_it_was
+    table.add_row(
+        Text(f"{own.what}: {report.run.told}"),
+        _digits(own.makespan_ns / NS_PER_S),
+        "",
+        f"{max(own.peak_held):g}",
+        end_section=True,
+    )
+    for row in report.rows:
+        table.add_row(
+            Text(row.what),
+            _digits(row.makespan_ns / NS_PER_S),
+            f"{100 * row.saving:.1f}",
+            f"{max(row.peak_held):g}",
+        )
+    return table
+
+
+def _steps(bubbles: "Bubbles") -> str:
     count = len(bubbles.steps)
     return f"{count} steps" if count > 1 else f"step {bubbles.steps[0]}"
 
 
 def _percent(part_ns: int, whole_ns: int) -> str:
     return f"{100 * part_ns / whole_ns:.1f}"
+
+
+def _digits(seconds: float) -> str:
+    """At least four digits that count."""
+    return f"{seconds:.0f}" if seconds >= 1000 else f"{seconds:#.4g}"

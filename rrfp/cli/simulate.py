@@ -1,0 +1,318 @@
+"""`rrfp simulate`: what a pipeline would take under one setting, or under many."""
+
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.cli.analyze import NOT_WHOLE, tell_left_out
+from rrfp.schedule.hints import HINT_NAMES
+
+if TYPE_CHECKING:
+    from rrfp.cli.sweep import Asked
+    from rrfp.simulate.trial import Row, Setting
+    from rrfp.trace.rundir import RunDir
+
+
+_LONGEST_LABEL = 100
+"""Of a row's directory; file systems take 255 letters."""
+
+
+class Format(StrEnum):
+    """How the rows are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+
+
+def _setting(help_text: str, metavar: str = "TEXT") -> Any:
+    """A setting of every row; its text is read where rows and sweeps are."""
+    # In help texts [bf] would be a style, which is not shown.
+    return typer.Option(help=help_text.replace("[", r"\["), metavar=metavar, show_default=False)
+
+
+def simulate(
+    pp: Annotated[str | None, _setting("Pipeline ranks.", "N")] = None,
+    microbatches: Annotated[str | None, _setting("Microbatches a step and replica.", "N")] = None,
+    hint: Annotated[
+        str | None, _setting(f"{', '.join(HINT_NAMES)}, or an order file (.csv) [bf].")
+    ] = None,
+    dispatch: Annotated[
+        str | None,
+        _setting("ready (default: the hint ranks what is ready) or fixed (its order binds)."),
+    ] = None,
+    links: Annotated[
+        str | None,
+        _setting(
+            "async (default: messages pass beside the work) or blocking (both ranks wait for "
+            "them, as in Megatron's own schedules; with --dispatch fixed)."
+        ),
+    ] = None,
+    chunks: Annotated[str | None, _setting("Model chunks a pipeline rank [1].", "N")] = None,
+    placement: Annotated[
+        str | None, _setting("Where chunks lie: loop (default) or v (with --chunks 2).")
+    ] = None,
+    tp: Annotated[str | None, _setting("Tensor-parallel ranks [1].", "N")] = None,
+    dp: Annotated[str | None, _setting("Data-parallel replicas [1].", "N")] = None,
+    limit: Annotated[
+        str | None,
+        _setting(
+            "Forwards a rank may run ahead of its backwards, or none [32 if ready without --hold].",
+            "N",
+        ),
+    ] = None,
+    hold: Annotated[
+        str | None,
+        _setting("Most microbatches whose activations a rank keeps; instead of --limit.", "N"),
+    ] = None,
+    w: Annotated[
+        str | None,
+        _setting("Weight gradients of an order used as a hint: idle (default) or ranked."),
+    ] = None,
+    agreement: Annotated[
+        str | None,
+        _setting(
+            "What tensor-parallel ranks run: intersection (default: the best that all have ready) "
+            "or unanimous (what all would pick)."
+        ),
+    ] = None,
+    admit: Annotated[
+        str | None,
+        _setting(
+            "The order in which microbatches enter: given (default) or pyramid (light, heavy, "
+            "light)."
+        ),
+    ] = None,
+    costs: Annotated[
+        str | None,
+        _setting(
+            "uniform (default), language, multimodal, a CSV or TOML file, or a run or its trace."
+        ),
+    ] = None,
+    jitter: Annotated[
+        str | None, _setting("none (default), J0 to J3, lognormal:0.5, ...: see docs/costs.md.")
+    ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SETTINGS",
+            help="A row of its own settings, such as 'hint=1f1b dispatch=fixed'; give it again "
+            "for each row.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=A,B,...",
+            help="A row for each value, in all combinations if given again, the first the slowest.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="The first seed of costs and jitter.")
+    ] = 1234,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100_000, help="Steps of each row, under as many seeds from --seed on."
+        ),
+    ] = 1,
+    output_format: Annotated[
+        Format, typer.Option("--format", help="How to print the rows.")
+    ] = Format.TABLE,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A directory for the run and its trace, a step a seed; of several rows, each in "
+            "a directory of its own below."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+) -> None:
+    """Simulate steps of a pipeline, with the runtime's own dispatcher.
+
+    Nothing is trained: tasks, messages and jitter take their time from data.
+    Every row meets the same costs and jitter under the same seed.
+
+    Example: rrfp simulate --pp 8 --microbatches 32 --jitter lognormal:0.5
+    --seeds 20 --sweep hint=bf,bfw --sweep limit=4,8,16,32
+    """
+    given = locals()
+
+    from rrfp.cli.sweep import SETTINGS, asked_rows, settings_of
+
+    flags = {name: given[name] for name in SETTINGS if given[name] is not None}
+    asked = asked_rows(flags, row or [], sweep or [])
+    settings = settings_of(asked, recorded=out is not None)
+    _tell_left_out(settings)
+    chosen = range(seed, seed + seeds)
+    if out is None:
+        from rrfp.simulate.trial import run_settings
+
+        with _progress(len(settings) * seeds) as finished:
+            rows = run_settings(settings, chosen, finished=finished)
+    else:
+        rows = _record(asked, settings, chosen, out, force)
+    match output_format:
+        case Format.TABLE:
+            _print_table(asked, rows, chosen)
+        case Format.JSON:
+            print(json.dumps({"rows": _as_json(asked, rows)}))
+        case Format.CSV:
+            _print_csv(asked, rows)
+
+
+def _tell_left_out(settings: "Sequence[Setting]") -> None:
+    """Name the steps of recorded runs that are no costs."""
+    from rrfp.simulate.replay import RecordedCosts
+
+    runs = [setting.costs for setting in settings if isinstance(setting.costs, RecordedCosts)]
+    for costs in {id(run): run for run in runs}.values():
+        tell_left_out(costs.left_out, NOT_WHOLE)
+
+
+def _record(
+    asked: "Sequence[Asked]",
+    settings: "Sequence[Setting]",
+    seeds: range,
+    out: Path,
+    force: bool,
+) -> "list[Row]":
+    """Simulate, one row after the other, and write the run of each."""
+    from rrfp.simulate.recording import new_recording
+    from rrfp.simulate.trial import run_settings
+    from rrfp.trace.perfetto_writer import write_trace
+
+    rows = []
+    runs = _make_run_dirs(asked, out, force)
+    with _progress(len(settings) * len(seeds)) as finished:
+        for each, setting, run in zip(asked, settings, runs, strict=True):
+            described = _described(each, seeds)
+            recording = new_recording(
+                setting.shape, setting.num_members, setting.num_replicas, described
+            )
+            rows += run_settings([setting], seeds, recordings=[recording], finished=finished)
+            run.run_json.write_text(f"{json.dumps(described, indent=2)}\n", encoding="utf-8")
+            write_trace(run.trace, recording)
+    where = f"trace is {runs[0].trace}" if len(runs) == 1 else f"traces are below {out}"
+    typer.echo(f"The {where}", err=True)
+    return rows
+
+
+def _make_run_dirs(asked: "Sequence[Asked]", out: Path, force: bool) -> "list[RunDir]":
+    """`out` for one row; for several, a directory a row in it, by number and what is its own."""
+    from rrfp.trace.rundir import create_run_dir
+
+    run = create_run_dir(out, force, "")
+    # Of rows that an earlier, longer sweep left here.
+    for earlier in out.glob("*/run.json"):
+        create_run_dir(earlier.parent, force, "")
+        with suppress(OSError):
+            earlier.parent.rmdir()
+    if len(asked) == 1:
+        return [run]
+    digits = len(str(len(asked)))
+    runs = []
+    for number, each in enumerate(asked, start=1):
+        label = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{number:0{digits}} {each.label}".strip())
+        runs.append(create_run_dir(out / label[:_LONGEST_LABEL], force, ""))
+    return runs
+
+
+def _described(asked: "Asked", seeds: range) -> dict[str, object]:
+    """What run.json tells: nothing of this machine or moment, so that it is always the same."""
+    from rrfp import __version__
+
+    return {
+        "simulated": True,
+        "settings": {**asked.described(), "seed": seeds.start, "seeds": len(seeds)},
+        "versions": {"rrfp": __version__},
+        "world": asked.num_processes,
+    }
+
+
+@contextmanager
+def _progress(num_trials: int) -> Iterator[Callable[[], None]]:
+    """Tells on a terminal how many trials are done, and leaves nothing behind."""
+    if num_trials == 1 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        trials = progress.add_task("Simulating", total=num_trials)
+        yield lambda: progress.advance(trials)
+
+
+def _as_json(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> list[dict[str, object]]:
+    return [
+        {
+            **each.described(),
+            "makespan_s": {"mean": row.mean_s, "min": row.min_s, "max": row.max_s},
+            "spread": row.spread,
+            "ratio_to_first": row.ratio_to(rows[0]),
+            "floor_s": row.floor_s,
+            "ratio_to_floor": row.ratio_to_floor,
+            "load_s": row.load_s,
+            "ratio_to_load": row.ratio_to_load,
+            "bound_s": row.bound_s,
+            "peak_held": row.peak_held,
+            "bubble_fraction": row.bubble_fraction,
+        }
+        for each, row in zip(asked, rows, strict=True)
+    ]
+
+
+def _print_csv(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> None:
+    """A line a row: the keys of the JSON, the times in a column each, ranks by spaces."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    for number, found in enumerate(_as_json(asked, rows)):
+        row = rows[number]
+        times = {"mean_s": row.mean_s, "min_s": row.min_s, "max_s": row.max_s}
+        found["peak_held"] = " ".join(map(str, row.peak_held))
+        flat: dict[str, object] = {}
+        for name, value in found.items():
+            flat |= times if name == "makespan_s" else {name: value}
+        if number == 0:
+            writer.writerow(flat)
+        writer.writerow(flat.values())
+
+
+def _print_table(asked: "Sequence[Asked]", rows: "Sequence[Row]", seeds: range) -> None:
+    from rich.console import Console
+
+    from rrfp.cli.tables import trial_table
+
+    console = Console()
+    console.print(_title(asked, seeds), highlight=False, markup=False)
+    console.print(trial_table([each.label for each in asked], rows))
+
+
+_ALWAYS_TOLD = ("hint", "dispatch", "links", "costs", "jitter")
+
+
+def _title(asked: "Sequence[Asked]", seeds: range) -> str:
+    """What all rows share; of what is as it is by default, the chief settings."""
+    defaults = {field.name: field.default for field in fields(asked[0])}
+    own = {name for each in asked for name in each.own}
+    shared = [
+        (name, value)
+        for name, value in asked[0].described().items()
+        if name not in own and all(getattr(each, name) == value for each in asked)
+    ]
+    told = [
+        f"{name} {value}"
+        for name, value in shared
+        if name in _ALWAYS_TOLD or value != defaults[name]
+    ]
+    last = f" to {seeds[-1]}" if len(seeds) > 1 else ""
+    return f"{', '.join(told)}; seed {seeds[0]}{last}"

@@ -1,0 +1,330 @@
+"""What `rrfp simulate` compares: from its flags, rows and sweeps to the settings of each row.
+
+One grammar serves all three. A setting is a name and a text, and is read in the same way whether
+it stands as a flag (for all rows), in `--row` (for that row) or in `--sweep` (for the rows that it
+makes).
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from itertools import product
+from math import prod
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.hint_files import resolve_hint
+from rrfp.schedule.dispatcher import (
+    DEFAULT_LIMIT,
+    AgreementRule,
+    Dispatch,
+    WeightGradients,
+    check_weight_gradients,
+)
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.order import Order
+from rrfp.schedule.rehearsal import check_binding, order_of
+from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
+from rrfp.simulate.admission import Admit
+from rrfp.simulate.blocking import check_meets
+from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.flops import FlopCosts
+from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.trial import Setting, check_fits
+from rrfp.simulate.world import Policy
+
+_MAX_ROWS = 10_000
+"""More than anybody reads."""
+
+_MAX_FORWARDS = 2**22
+"""Of all ranks: four times 1,024 stages of 1,024 microbatches, which need 6 GB."""
+
+
+class LinkMode(StrEnum):
+    """How messages pass."""
+
+    ASYNC = "async"
+    """Beside the work, one at a time on a directed link."""
+    BLOCKING = "blocking"
+    """Both ranks wait for it, as in Megatron's own schedules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A row as its user asks for it: one field a flag."""
+
+    hint: str = "bf"
+    dispatch: Dispatch = Dispatch.READY
+    links: LinkMode = LinkMode.ASYNC
+    pp: int
+    microbatches: int
+    chunks: int = 1
+    placement: Placement = Placement.LOOP
+    tp: int = 1
+    dp: int = 1
+    limit: int | None = None
+    """D at which forwards are withheld; None withholds none."""
+    hold: int | None = None
+    """Most activations kept on a rank, in microbatches of the whole rank."""
+    w: WeightGradients = WeightGradients.IDLE
+    agreement: AgreementRule = AgreementRule.INTERSECTION
+    admit: Admit = Admit.GIVEN
+    costs: str = "uniform"
+    jitter: str = "none"
+    own: Mapping[str, str] = field(default_factory=dict)
+    """What is said of this row, and not of all: its settings in `--row` and `--sweep`, as text."""
+
+    @property
+    def label(self) -> str:
+        """What is said of this row, as short as it can be understood."""
+        words = (
+            text if name in _TELLING and text != "none" else f"{name} {text}"
+            for name, text in self.own.items()
+        )
+        return " ".join(words) or "as given"
+
+    @property
+    def num_processes(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def described(self) -> dict[str, object]:
+        """Every setting by its name, as JSON has it."""
+        return {name: getattr(self, name) for name in SETTINGS}
+
+
+_TOGETHER: tuple[tuple[Callable[[Asked], bool], str], ...] = (
+    (
+        lambda a: a.limit is not None and a.hold is not None,
+        "--limit and --hold exclude each other; keep --hold {0.hold}, the exact bound, or --limit "
+        "{0.limit}",
+    ),
+    (
+        lambda a: a.links is LinkMode.BLOCKING and a.dispatch is not Dispatch.FIXED,
+        "--links blocking has both ranks wait for a message, which only an order that binds can "
+        "plan for; add --dispatch fixed or leave --links out",
+    ),
+    (
+        lambda a: a.dispatch is Dispatch.FIXED and a.agreement is not AgreementRule.INTERSECTION,
+        "--dispatch fixed has one order and nothing to agree on; leave --agreement out",
+    ),
+    (
+        lambda a: a.dispatch is Dispatch.FIXED and a.w is not WeightGradients.IDLE,
+        "--dispatch fixed runs weight gradients where its order has them; leave --w out",
+    ),
+)
+"""What does not go together, and the sentence that says so of the row it is formatted with."""
+
+
+def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]) -> list[Asked]:
+    """The rows asked for, in order: the combinations of the sweeps, the first one slowest, and
+    each of `rows` in every combination.
+
+    Raises UsageError for a text that is not of this grammar, and for a setting that two of them
+    decide.
+    """
+    own = [_read_row(text) for text in rows] or [{}]
+    axes = _read_sweeps(sweeps)
+    for name in axes:
+        if name in flags:
+            raise UsageError(f"--{name} is given and swept as well; keep one of the two")
+        if any(name in settings for settings in own):
+            raise UsageError(f"--row sets {name}, which is swept as well; keep one of the two")
+    num_rows = prod(map(len, axes.values())) * len(own)
+    if num_rows > _MAX_ROWS:
+        raise UsageError(
+            f"this makes {num_rows} rows, more than {_MAX_ROWS}; sweep fewer values at once"
+        )
+    return [
+        _asked(flags, {**dict(zip(axes, values, strict=True)), **settings})
+        for values in product(*axes.values())
+        for settings in own
+    ]
+
+
+def settings_of(rows: Sequence[Asked], *, recorded: bool) -> list[Setting]:
+    """What to simulate for each row.
+
+    Positions in the order that a hint gives in rounds are counted where steps are `recorded` only:
+    of a million tasks that order takes as long as the step. Raises UsageError or RrfpError for the
+    first row that cannot be, and names it.
+    """
+    sources = _Sources()
+    settings = []
+    for row in rows:
+        try:
+            setting = _setting(row, sources, needs_order=recorded)
+            # Where nothing comes before it, the step itself finds out, without drawing twice.
+            if recorded or len(rows) > 1:
+                sources.check_fits(row.costs, row.jitter, setting)
+            settings.append(setting)
+        except RrfpError as error:
+            if not row.own:
+                raise
+            place = " ".join(f"{name}={text}" for name, text in row.own.items())
+            raise type(error)(f"in the row {place}: {error}") from None
+    return settings
+
+
+class _Sources:
+    """Reads every hint, costs and jitter once, so that rows which name the same share it."""
+
+    def __init__(self) -> None:
+        self._fitting: set[tuple[str, str, Shape]] = set()
+        self.policy = cache(_policy)
+        self.costs = cache(resolve_costs)
+        self.jitter = cache(parse_jitter)
+        self.check_binding = cache(check_binding)
+        self.check_meets = cache(check_meets)
+
+    def check_fits(self, costs: str, jitter: str, setting: Setting) -> None:
+        key = costs, jitter, replace(setting.shape, kinds=SPLIT_BACKWARD)
+        if key not in self._fitting:
+            check_fits(setting)
+            self._fitting.add(key)
+
+
+def _policy(name: str, shape: Shape, w: WeightGradients, needs_order: bool) -> tuple[Shape, Policy]:
+    """The shape with the hint's kinds, and a policy of the hint alone."""
+    hint = resolve_hint(name, shape)
+    check_weight_gradients(w, hint)
+    shape = replace(shape, kinds=kinds_of(hint))
+    order = order_of(hint, shape) if needs_order or isinstance(hint, Order) else None
+    return shape, Policy(hint, order, w=w)
+
+
+def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
+    for is_so, sentence in _TOGETHER:
+        if is_so(row):
+            raise UsageError(sentence.format(row))
+    shape = Shape(row.pp, row.microbatches, row.chunks, row.placement)
+    num_forwards = row.num_processes * row.chunks * row.microbatches
+    if num_forwards > _MAX_FORWARDS:
+        raise UsageError(
+            f"{row.num_processes} processes with --chunks {row.chunks} and --microbatches "
+            f"{row.microbatches} run {num_forwards} forwards, more than the {_MAX_FORWARDS} that "
+            "are simulated; choose smaller ones"
+        )
+    hold = None if row.hold is None else row.hold * row.chunks
+    binds = row.dispatch is Dispatch.FIXED
+    shape, policy = sources.policy(row.hint, shape, row.w, needs_order or binds)
+    if binds:
+        assert policy.order is not None
+        sources.check_binding(policy.order, row.limit, hold)
+        if row.links is LinkMode.BLOCKING:
+            sources.check_meets(policy.order)
+    costs = sources.costs(row.costs)
+    if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != row.tp:
+        raise UsageError(
+            f"the model in {row.costs} is divided among {costs.tensor_parallel.size} "
+            f"tensor-parallel ranks and --tp is {row.tp}; give both the same number"
+        )
+    return Setting(
+        shape=shape,
+        policy=replace(
+            policy, dispatch=row.dispatch, limit=row.limit, hold=hold, rule=row.agreement
+        ),
+        costs=costs,
+        jitter=sources.jitter(row.jitter),
+        admit=row.admit,
+        blocking=row.links is LinkMode.BLOCKING,
+        num_members=row.tp,
+        num_replicas=row.dp,
+    )
+
+
+def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
+    texts = {**flags, **own}
+    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches a step")):
+        if name not in texts:
+            raise UsageError(f"--{name} is missing; say how many {what}, as in --{name} 8")
+    values = {name: SETTINGS[name](name, text) for name, text in texts.items()}
+    if "limit" not in values:
+        is_bound = values.get("dispatch", Dispatch.READY) is Dispatch.READY
+        values["limit"] = DEFAULT_LIMIT if is_bound and values.get("hold") is None else None
+    return Asked(**values, own=own)  # type: ignore[arg-type]  # each by the reader of its field
+
+
+def _read_row(text: str) -> dict[str, str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--row {text} cannot be read: {error}; close the quotation") from None
+    settings: dict[str, str] = {}
+    for word in words:
+        name, value = _read_pair(
+            word, f"--row takes settings such as hint=bfw hold=8, not '{word}'"
+        )
+        if name in settings:
+            raise UsageError(f"--row {text} sets {name} twice; keep one")
+        settings[name] = value
+    return settings
+
+
+def _read_sweeps(sweeps: Sequence[str]) -> dict[str, list[str]]:
+    axes: dict[str, list[str]] = {}
+    for text in sweeps:
+        name, values = _read_pair(
+            text, f"--sweep takes a setting and its values, such as limit=4,8,16, not '{text}'"
+        )
+        if name in axes:
+            raise UsageError(f"{name} is swept twice; put its values into one --sweep")
+        axes[name] = values.split(",")
+    return axes
+
+
+def _read_pair(text: str, sentence: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(sentence)
+    if name not in SETTINGS:
+        raise UsageError(f"'{name}' is not a setting of a row ({', '.join(SETTINGS)})")
+    return name, value
+
+
+def _count(name: str, text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text, re.ASCII):
+        raise UsageError(f"--{name} is '{text}'; it must be a whole number from 1 to {10**9 - 1}")
+    return int(text)
+
+
+def count_or_none(name: str, text: str) -> int | None:
+    return None if text == "none" else _count(name, text)
+
+
+def _choice(choices: type[StrEnum]) -> Callable[[str, str], StrEnum]:
+    def read(name: str, text: str) -> StrEnum:
+        if text not in list(choices):
+            raise UsageError(f"--{name} is '{text}'; it must be one of {', '.join(choices)}")
+        return choices(text)
+
+    return read
+
+
+def _text(_: str, text: str) -> str:
+    return text
+
+
+SETTINGS: dict[str, Callable[[str, str], object]] = {
+    "hint": _text,
+    "dispatch": _choice(Dispatch),
+    "links": _choice(LinkMode),
+    "pp": _count,
+    "microbatches": _count,
+    "chunks": _count,
+    "placement": _choice(Placement),
+    "tp": _count,
+    "dp": _count,
+    "limit": count_or_none,
+    "hold": count_or_none,
+    "w": _choice(WeightGradients),
+    "agreement": _choice(AgreementRule),
+    "admit": _choice(Admit),
+    "costs": _text,
+    "jitter": _text,
+}
+"""The settings of a row, and how each is read."""
+
+_TELLING = ("hint", "dispatch", "links", "placement", "w", "agreement", "admit", "costs", "jitter")
+"""Settings whose texts need no name to be understood, but for `none`."""

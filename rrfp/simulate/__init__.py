@@ -1,0 +1,1 @@
+"""Many ranks in virtual time, over the runtime's own dispatcher."""

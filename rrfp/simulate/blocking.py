@@ -1,0 +1,191 @@
+"""One pipeline's step whose transfers lie on the compute path, as in Megatron's own schedules.
+
+A transfer starts when its sender and its receiver are both there, and neither goes on before it has
+passed. What a rank sends after a task, and what it receives for the next one of its order, follows
+the calls in Megatron-Core's schedules.py:
+
+- One chunk a rank: the two go at once where they go to and come from the same rank
+  (`send_forward_recv_backward`, `send_backward_recv_forward`), else one after the other.
+- Several chunks: they always go at once, and where a forward is followed by a backward all four
+  messages of the pair go after it (`send_forward_backward_recv_forward_backward`).
+- A weight gradient meets nobody: it runs while the transfers before it pass.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heappop
+
+from rrfp.errors import UsageError
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.dispatcher import Dispatch, Waited
+from rrfp.schedule.order import Order
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.engine import CAME, ENDED, IDLE, Log, PipelineRun, Step
+from rrfp.simulate.world import Policy, TaskTimes, World
+
+
+@dataclass(slots=True)
+class _Rank:
+    """Where a rank stands. A message is named by the task that it is for."""
+
+    row: tuple[Task, ...]
+    sends: dict[Task, list[Task]]
+    """By the task after which they go."""
+    receives: dict[Task | None, list[Task]]
+    """By the task after which they are asked for; None: at the start."""
+    num_run: int = 0
+    is_busy: bool = False
+    ended_ns: int = 0
+    open: set[Task] = field(default_factory=set)
+    """Messages for which the rank is there, and which have not passed."""
+    asks_later: list[Task] = field(default_factory=list)
+    """What it receives once the open ones have passed."""
+
+
+class BlockingStep(Step):
+    """A step whose ranks meet for every message. Its order must bind: who is to meet its sender
+    must know beforehand which message comes next."""
+
+    deadlock = "its order deadlocks over transfers that block; choose --links async or another hint"
+
+    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+        if policy.dispatch is not Dispatch.FIXED or policy.order is None:
+            raise UsageError(
+                "blocking links need an order that binds; add --dispatch fixed or choose --links "
+                "async"
+            )
+        super().__init__(shape, policy, world, log)
+        self._ranks = [self._plan(row) for row in policy.order.rows]
+        self._half_met: set[Task] = set()
+
+    def _plan(self, row: tuple[Task, ...]) -> _Rank:
+        """Between which tasks of its row a rank sends and receives what."""
+        units: list[list[Task]] = []
+        pairs = self._pairs(row)
+        for task in row:
+            if task.kind is Kind.W:
+                continue
+            is_second = pairs and task.kind is Kind.B and bool(units)
+            if is_second and [before.kind for before in units[-1]] == [Kind.F]:
+                units[-1].append(task)
+            else:
+                units.append([task])
+        rank = _Rank(row, defaultdict(list), defaultdict(list))
+        before: Task | None = None
+        for unit in units:
+            for task in unit:
+                if self._is_message(self.shape.sender(task), task):
+                    rank.receives[before].append(task)
+                receiver = self.shape.receiver(task)
+                if receiver is not None and self._is_message(task, receiver):
+                    rank.sends[unit[-1]].append(receiver)
+            before = unit[-1]
+        return rank
+
+    def _pairs(self, row: tuple[Task, ...]) -> bool:
+        """Whether a forward that is followed by a backward makes a pair with it: with several
+        chunks, unless Megatron's count of forwards to warm up with takes in all of them."""
+        shape = self.shape
+        rank = shape.rank_of(row[0].stage)
+        num_forwards = shape.num_chunks * shape.num_microbatches
+        num_warmup = 2 * (shape.num_ranks - 1 - rank) + (shape.num_chunks - 1) * shape.num_ranks
+        starts_with_all = all(task.kind is Kind.F for task in row[:num_forwards])
+        return shape.num_chunks > 1 and not (starts_with_all and num_warmup >= num_forwards)
+
+    def _is_message(self, sender: Task | None, receiver: Task) -> bool:
+        """Whether what a task takes of another comes from another rank."""
+        rank_of = self.shape.rank_of
+        return sender is not None and rank_of(sender.stage) != rank_of(receiver.stage)
+
+    def play(self) -> PipelineRun:
+        for rank in range(self.shape.num_ranks):
+            self._exchange(rank, 0, None)
+        while self.heap:
+            now_ns, what, _, rank, _, task = heappop(self.heap)
+            if what == ENDED:
+                self._ranks[rank].is_busy = False
+                self._ranks[rank].ended_ns = now_ns
+                self._exchange(rank, now_ns, task)
+            else:
+                self._passed(now_ns, task)
+        return self.result()
+
+    def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
+        """Send what the tasks up to this one have given, and receive what the next ones need."""
+        this = self._ranks[rank]
+        sent = [] if ended is None else this.sends[ended]
+        needed = this.receives[ended]
+        peers = {other for task in (*sent, *needed) for other in self._ends(task) if other != rank}
+        self._open(rank, now_ns, sent)
+        if not sent or self.shape.num_chunks > 1 or len(peers) == 1:
+            self._open(rank, now_ns, needed)
+        else:
+            this.asks_later = needed
+        self._go_on(rank, now_ns)
+
+    def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
+        """A rank is there for messages; each passes once its other rank is there too."""
+        for task in messages:
+            self._ranks[rank].open.add(task)
+            if task not in self._half_met:
+                self._half_met.add(task)
+                continue
+            self._half_met.remove(task)
+            sender, receiver = self._ends(task)
+            end_ns = now_ns
+            if self.world.transfer is not None:
+                end_ns += self.world.transfer(sender, receiver, task)
+            if self.world.lateness is not None:
+                # The members run as one: all go on when the last one's message has passed.
+                others = range(1, self.world.num_members)
+                end_ns += max((self.world.lateness(each, task) for each in others), default=0)
+            if self.log is not None:
+                for member in range(self.world.num_members):
+                    self.log.passed(sender, receiver, member, now_ns, end_ns, task)
+            self.push(end_ns, CAME, receiver, 0, task)
+
+    def _ends(self, message: Task) -> tuple[int, int]:
+        """The ranks that send and receive a message."""
+        sender = self.shape.sender(message)
+        assert sender is not None
+        return self.shape.rank_of(sender.stage), self.shape.rank_of(message.stage)
+
+    def _passed(self, now_ns: int, task: Task) -> None:
+        sender, receiver = self._ends(task)
+        for member in range(self.world.num_members):
+            self.came(receiver, member, now_ns, task)
+        for rank in (sender, receiver):
+            this = self._ranks[rank]
+            this.open.remove(task)
+            if not this.open:
+                later, this.asks_later = this.asks_later, []
+                self._open(rank, now_ns, later)
+            self._go_on(rank, now_ns)
+
+    def _go_on(self, rank: int, now_ns: int) -> None:
+        """Run the next task of the row, if the rank is free for it."""
+        this = self._ranks[rank]
+        if this.is_busy or this.num_run == len(this.row):
+            return
+        if this.open and this.row[this.num_run].kind is not Kind.W:
+            return
+        run = self.handle(rank, 0, now_ns, IDLE)
+        assert run is not None, "its input has passed, and its row binds"
+        if self.log is not None and now_ns > this.ended_ns:
+            cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
+            for member in range(self.world.num_members):
+                self.log.waited(rank, member, Waited(cause, this.ended_ns, now_ns))
+        this.num_run += 1
+        this.is_busy = True
+        self.run(rank, now_ns, run)
+
+
+def check_meets(order: Order) -> None:
+    """Raise RrfpError when an order deadlocks over blocking transfers, whatever they take: what a
+    rank sends and receives, and when, follows from its row alone."""
+    shape = order.shape
+    times = [[1] * shape.num_microbatches] * shape.num_stages
+    policy = Policy(order, order, Dispatch.FIXED)
+    BlockingStep(shape, policy, World(TaskTimes(times, times, times)), None).play()

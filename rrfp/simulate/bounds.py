@@ -1,0 +1,162 @@
+"""What no schedule can beat, and what readiness-first never exceeds.
+
+Every microbatch goes through one chain: F of stage 0, 1, .., S-1, then B of stage S-1, .., 1, 0.
+A message lies between two tasks of the chain on different ranks. Where the backward is split, a W
+hangs off each B, and nothing follows a W. Two facts bound every schedule from below, whatever its
+order, its chunks and their placement:
+
+1. *A rank's load.* A rank runs one task at a time. It starts with a task of its first stage in the
+   chain, after some microbatch has come to it: at the soonest after the shortest *way in*. It has
+   run its part of the chain (F and B) when it ends the last task of that, which is one of its last
+   place in the chain, so `way in + F and B` is the soonest for that end. Then some microbatch must
+   still go the rest of the chain, each B with its W beside it: at least the shortest *way out*. And
+   the rank's own W must all have run: those before that end have put it off by as much, those after
+   it take their time. Both at once: `way in + F and B + max(way out, W)`.
+2. *The critical path.* One microbatch's chain, with the W that ends last, takes its time.
+
+Messages are counted with the time that they take alone. To wait for a link or for the other end of
+a blocking transfer only adds to it, as do bounds on memory, rounds of agreement and any delay.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import add
+
+from rrfp.errors import UsageError
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.world import TaskTimes, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least that a step can take, in nanoseconds."""
+
+    load_ns: int
+    """The largest load of a rank, alone."""
+    way_ns: int
+    """The largest over the ranks of the load with the shortest way in before and out after it."""
+    critical_path_ns: int
+    """The longest chain of tasks that wait for one another."""
+
+    @property
+    def ns(self) -> int:
+        """The floor that results are quoted against."""
+        return max(self.way_ns, self.critical_path_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One place in the chain; every list is by microbatch, in nanoseconds."""
+
+    rank: int
+    message_ns: Sequence[int]
+    """The message that comes before the task."""
+    task_ns: Sequence[int]
+    aside_ns: Sequence[int]
+    """The W that may begin with the task's end, and that the chain does not wait for."""
+
+
+def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> Floor:
+    """The floor of one pipeline's step, whose backward is split as the shape says.
+
+    `transfer` is called for every message between two ranks; without it they take no time.
+    """
+    places = _chain(shape, times, transfer)
+    chain_ns: defaultdict[int, int] = defaultdict(int)
+    aside_ns: defaultdict[int, int] = defaultdict(int)
+    for place in places:
+        chain_ns[place.rank] += sum(place.task_ns)
+        aside_ns[place.rank] += sum(place.aside_ns)
+
+    way_in_ns: dict[int, int] = {}
+    before_ns: Sequence[int] = [0] * shape.num_microbatches
+    for place in places:
+        start_ns = list(map(add, before_ns, place.message_ns))
+        way_in_ns.setdefault(place.rank, min(start_ns))
+        before_ns = list(map(add, start_ns, place.task_ns))
+
+    way_out_ns: dict[int, int] = {}
+    after_ns: Sequence[int] = [0] * shape.num_microbatches
+    for place in reversed(places):
+        left_ns = list(map(max, after_ns, place.aside_ns))
+        way_out_ns.setdefault(place.rank, min(left_ns))
+        after_ns = list(map(sum, zip(place.message_ns, place.task_ns, left_ns, strict=True)))
+
+    ranks = range(shape.num_ranks)
+    return Floor(
+        load_ns=max(chain_ns[rank] + aside_ns[rank] for rank in ranks),
+        way_ns=max(
+            way_in_ns[rank] + chain_ns[rank] + max(way_out_ns[rank], aside_ns[rank])
+            for rank in ranks
+        ),
+        critical_path_ns=max(after_ns),
+    )
+
+
+def _chain(shape: Shape, times: TaskTimes, transfer: Transfer | None) -> list[_Place]:
+    """The places of the chain, in its sequence; a step without backward ends with its forwards."""
+    microbatches = range(shape.num_microbatches)
+    stages = range(shape.num_stages)
+    nothing = [0] * shape.num_microbatches
+    times_ns = times.by_kind(split=shape.splits_backward)
+    places = []
+    for kind, in_sequence in ((Kind.F, stages), (Kind.B, reversed(stages))):
+        if kind not in shape.kinds:
+            continue
+        for stage in in_sequence:
+            rank = shape.rank_of(stage)
+            sender = shape.sender(Task(stage, kind, 0))
+            message_ns = nothing
+            if transfer is not None and sender is not None and shape.rank_of(sender.stage) != rank:
+                from_rank = shape.rank_of(sender.stage)
+                message_ns = [transfer(from_rank, rank, Task(stage, kind, m)) for m in microbatches]
+            is_split = kind is Kind.B and shape.splits_backward
+            aside_ns = times_ns[Kind.W][stage] if is_split else nothing
+            places.append(_Place(rank, message_ns, times_ns[kind][stage], aside_ns))
+    return places
+
+
+def paper_bound_ns(shape: Shape, times: TaskTimes) -> int:
+    """The paper's upper bound on a step under `bf`, and on one under `bfw`.
+
+        forwards + backwards + sum_{j=1}^{M-1} (F^j_max - F^j_last)
+                             + sum_{j=0}^{M-2} (B^j_max - B^j_last)
+
+    `forwards` is the makespan of the forwards alone, `backwards` that of the backwards alone with
+    all their inputs there from the start; F^j_max is the longest forward of microbatch j on any
+    stage, F^j_last the one on the last stage. The backward is B and W together, split or not
+    (paper section 6, appendix B; for `bfw` it is what we found to hold, not what they prove). It
+    holds where messages take no time and no limit withholds anything. Raises UsageError when a rank
+    has several chunks, for which there is no such bound.
+    """
+    if shape.num_chunks > 1:
+        raise UsageError(
+            f"the paper's bound is for one chunk a rank, not {shape.num_chunks}; "
+            "compare with the floor, or use --chunks 1"
+        )
+    whole = times.by_kind(split=False)
+    forwards, backwards = whole[Kind.F], whole[Kind.B]
+    return (
+        one_way_ns(forwards)
+        + one_way_ns(backwards[::-1])
+        + sum(_excess_ns(forwards)[1:])
+        + sum(_excess_ns(backwards)[:-1])
+    )
+
+
+def one_way_ns(times: Sequence[Sequence[int]]) -> int:
+    """The makespan of a pipeline of one direction, its first stage first, whose microbatches are
+    all there at the start and pass in sequence; `[stage][microbatch]`."""
+    ends_ns = [0] * len(times[0])
+    for of_stage in times:
+        free_ns = 0
+        for microbatch, time_ns in enumerate(of_stage):
+            free_ns = ends_ns[microbatch] = max(free_ns, ends_ns[microbatch]) + time_ns
+    return ends_ns[-1]
+
+
+def _excess_ns(times: Sequence[Sequence[int]]) -> list[int]:
+    """By how much each microbatch takes longer on its slowest stage than on the last."""
+    return [max(by_stage) - by_stage[-1] for by_stage in zip(*times, strict=True)]

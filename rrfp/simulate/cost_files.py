@@ -1,0 +1,82 @@
+"""Where `--costs` finds what it names: a preset, a table, rows, a model, or a recorded run."""
+
+import tomllib
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+
+from rrfp.errors import UsageError
+from rrfp.simulate.cost_rows import parse_rows
+from rrfp.simulate.costs import Costs
+from rrfp.simulate.flops import parse_flops
+from rrfp.simulate.table import PRESETS, parse_table, preset
+from rrfp.trace.rundir import resolve_trace
+
+_DRAWN = "drawn:"
+"""Before the path of a run: its tasks' times are drawn from those recorded."""
+
+_OF_A_MODEL = {"language", "device"}
+"""Keys that a model's document has and a table has not."""
+
+
+def resolve_costs(text: str) -> Costs:
+    """The costs of that name, or those in the file, trace or run directory of that path.
+
+    Raises UsageError for what is neither, and for a file that cannot be read or is wrong;
+    RrfpError for a run that has no whole trace.
+    """
+    if text in PRESETS:
+        return preset(text)
+    is_drawn = text.startswith(_DRAWN)
+    rest = text.removeprefix(_DRAWN)
+    path = Path(rest)
+    # To wait for what somebody may write into a pipe would be to hang.
+    mode = _mode(path)
+    if mode and not (S_ISREG(mode) or S_ISDIR(mode)):
+        raise UsageError(f"cannot read the costs {path}: it is no regular file; choose another one")
+    # An empty path is the directory that the user is in.
+    if rest and (is_drawn or path.suffix == ".pftrace" or S_ISDIR(mode)):
+        return _recorded(path, is_drawn)
+    if path.suffix not in (".csv", ".toml"):
+        raise UsageError(
+            f"'{text}' is not costs: choose {', '.join(PRESETS)}, a .toml or .csv file, or a run's "
+            "directory or trace"
+        )
+    content = _read(path)
+    if path.suffix == ".csv":
+        return parse_rows(content, text)
+    try:
+        document = tomllib.loads(content)
+    except ValueError as error:  # a number of thousands of digits is one, and no TOMLDecodeError
+        raise UsageError(f"{text} is not TOML ({error}); correct it") from None
+    except RecursionError:
+        raise UsageError(f"{text} is nested too deeply to be costs; choose another file") from None
+    return (parse_flops if _OF_A_MODEL & document.keys() else parse_table)(document, text)
+
+
+def _mode(path: Path) -> int:
+    """What is at a path, as of `stat`; 0 for nothing that can be found."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return 0
+
+
+def _read(path: Path) -> str:
+    """A file's text, without the byte order mark that spreadsheets write."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the costs {path}: {reason}") from None
+
+
+def _recorded(path: Path, is_drawn: bool) -> Costs:
+    # Perfetto's module is slow to import, and most costs are no recorded ones.
+    from rrfp.simulate.replay import costs_of
+    from rrfp.trace.perfetto import read_trace
+
+    try:
+        trace = resolve_trace(path)
+    except OSError as error:
+        raise UsageError(f"cannot read the costs {path}: {error.strerror}") from None
+    return costs_of(read_trace(trace), drawn=is_drawn)

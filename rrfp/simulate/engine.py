@@ -1,0 +1,331 @@
+"""One pipeline's step in virtual time: events in, and the runtime's own dispatchers decide.
+
+Events are ordered by (time, priority, counter): at one instant tasks end first, then messages
+arrive, then ranks that are free decide, so that a decision has taken in everything that has
+arrived, as the runtime's does. Nothing depends on the machine.
+
+The members of a group (tensor parallelism) run each task as one, for it holds collectives; only
+their messages come at moments of their own. The leader's dispatcher counts them all. It decides for
+the next task while one runs, so early that the round of agreement is just over when that task ends;
+where nothing was ready by then, the group waits for a decision and its round.
+
+Messages pass beside the work here, one at a time on a directed link, in the sequence in which they
+were sent. `rrfp.simulate.blocking` is the other way.
+"""
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+from rrfp.errors import RrfpError
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.dispatcher import (
+    ComputeIdle,
+    DecideAhead,
+    Dispatcher,
+    Group,
+    InputArrived,
+    RunTask,
+    Stimulus,
+    TaskAgreed,
+    Waited,
+)
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.world import Policy, World
+
+ENDED, CAME, DECIDES_AHEAD = range(3)
+"""What an event is, and its priority among those of one instant."""
+
+IDLE = ComputeIdle()
+
+_NUM_TOLD = 3
+"""Ranks that an error names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """What one pipeline's step came to, by pipeline rank."""
+
+    ends_ns: tuple[int, ...]
+    """When its last task ended, from the start of the step."""
+    busy_ns: tuple[int, ...]
+    """Time in F, B and W."""
+    peak_held: tuple[int, ...]
+    """The most activations held, in slots of one chunk and one microbatch."""
+
+    @property
+    def makespan_ns(self) -> int:
+        return max(self.ends_ns)
+
+
+class Log(Protocol):
+    """Keeps what happens on every member of every pipeline rank."""
+
+    def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None: ...
+
+    def waited(self, rank: int, member: int, waited: Waited) -> None: ...
+
+    def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
+        """Every member of a rank runs a task."""
+
+    def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
+        """A group's round for a task; another one may run meanwhile."""
+
+    def passed(
+        self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
+    ) -> None:
+        """The message for a task goes from a member of one rank to that member of another."""
+
+
+class Step:
+    """The ranks of a step: what both ways of sending have in common."""
+
+    deadlock: str
+    """Why a step of this kind stands still, and what to do."""
+
+    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+        self.shape = shape
+        self.world = world
+        self.log = log
+        self.heap: list[tuple[int, int, int, int, int, Task]] = []
+        """Events to come: time, priority, counter; rank, member and task."""
+        # Followers decide nothing: without a log nobody asks why they wait.
+        num_members = world.num_members if log is not None else 1
+        self.members: list[list[Dispatcher]] = [
+            [
+                policy.dispatcher(shape, rank, self._group(policy, each))
+                for each in range(num_members)
+            ]
+            for rank in range(shape.num_ranks)
+        ]
+        """The dispatchers of each rank, its leader's first."""
+        self._num_events = 0
+        self._num_left = shape.num_ranks * shape.num_tasks_of_a_rank
+        self._ends_ns = [0] * shape.num_ranks
+        self._busy_ns = [0] * shape.num_ranks
+        times = world.times.by_kind(split=shape.splits_backward)
+        self._forward_ns, self._backward_ns = times[Kind.F], times[Kind.B]
+        self._weight_gradient_ns = times.get(Kind.W, ())
+
+    def _group(self, policy: Policy, member: int) -> Group | None:
+        num_members = self.world.num_members
+        return Group(num_members, member == 0, policy.rule) if num_members > 1 else None
+
+    def push(self, time_ns: int, what: int, rank: int, member: int, task: Task) -> None:
+        self._num_events += 1
+        heappush(self.heap, (time_ns, what, self._num_events, rank, member, task))
+
+    def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
+        """Hand a stimulus to a dispatcher; the task that it answers with, if any."""
+        instructions = self.members[rank][member].handle(now_ns, stimulus)
+        if self.log is not None:
+            self.log.took_in(rank, member, now_ns, stimulus)
+            for instruction in instructions:
+                if type(instruction) is Waited:
+                    self.log.waited(rank, member, instruction)
+        # What is to be done now stands last.
+        if instructions and type(instructions[-1]) is RunTask:
+            return instructions[-1]
+        return None
+
+    def run(self, rank: int, start_ns: int, run: RunTask) -> int:
+        """Let every member of a rank run a task; when it ends."""
+        task = run.task
+        stage, kind, microbatch = task
+        if kind is Kind.F:
+            time_ns = self._forward_ns[stage][microbatch]
+        elif kind is Kind.B:
+            time_ns = self._backward_ns[stage][microbatch]
+        else:
+            time_ns = self._weight_gradient_ns[stage][microbatch]
+        if self.world.stretch is not None:
+            time_ns = self.world.stretch(rank, start_ns, task, time_ns)
+        end_ns = start_ns + time_ns
+        self._num_left -= 1
+        self._ends_ns[rank] = end_ns
+        self._busy_ns[rank] += time_ns
+        self.push(end_ns, ENDED, rank, 0, task)
+        if self.log is not None:
+            for member in range(1, self.world.num_members):
+                self.handle(rank, member, start_ns, TaskAgreed(task))
+            self.log.ran(rank, start_ns, end_ns, run)
+        return end_ns
+
+    def came(self, rank: int, member: int, now_ns: int, task: Task) -> None:
+        """The input of a task is there on a member: its leader counts it, and itself."""
+        arrived = InputArrived(task, member)
+        if self.log is None:
+            # An arrival is never answered.
+            self.members[rank][0].handle(now_ns, arrived)
+            return
+        self.handle(rank, 0, now_ns, arrived)
+        if member:
+            self.handle(rank, member, now_ns, InputArrived(task))
+
+    def result(self) -> PipelineRun:
+        """What the step came to; RrfpError where it stopped before its end."""
+        if self._num_left:
+            firsts = [of_rank[0].unfinished()[:1] for of_rank in self.members]
+            places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]
+            more = f" and {len(places) - _NUM_TOLD} more" if len(places) > _NUM_TOLD else ""
+            raise RrfpError(
+                f"the step stands still with {self._num_left} tasks left, "
+                f"{', '.join(places[:_NUM_TOLD])}{more}: {self.deadlock}"
+            )
+        return PipelineRun(
+            tuple(self._ends_ns),
+            tuple(self._busy_ns),
+            tuple(of_rank[0].peak_held for of_rank in self.members),
+        )
+
+
+class AsyncStep(Step):
+    """A step whose messages pass beside the work."""
+
+    deadlock = "its order deadlocks as a binding one; reorder it or choose --dispatch ready"
+
+    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+        super().__init__(shape, policy, world, log)
+        self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
+        self._is_busy = [False] * shape.num_ranks
+        self._to_decide = set(range(shape.num_ranks))
+        # A group's next task, decided ahead, and when its round is over.
+        self._ahead: dict[int, tuple[RunTask, int]] = {}
+        self._receives = dict(_receiving_stages(shape))
+        self._link_free_ns: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._last_came_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+
+    def play(self) -> PipelineRun:
+        heap = self.heap
+        now_ns = 0
+        while True:
+            for rank in sorted(self._to_decide):
+                if not self._is_busy[rank]:
+                    self._decide(rank, now_ns)
+            self._to_decide.clear()
+            if not heap:
+                return self.result()
+            now_ns = heap[0][0]
+            while heap and heap[0][0] == now_ns:
+                _, what, _, rank, member, task = heappop(heap)
+                if what == ENDED:
+                    self._is_busy[rank] = False
+                    self._to_decide.add(rank)
+                    self._send_output(rank, now_ns, task)
+                elif what == CAME:
+                    self.came(rank, member, now_ns, task)
+                    self._to_decide.add(rank)
+                else:
+                    self._decide_ahead(rank, now_ns)
+
+    def _decide(self, rank: int, now_ns: int) -> None:
+        """Let a rank that is free begin a task, if there is one."""
+        if rank in self._ahead:
+            run, agreed_ns = self._ahead.pop(rank)
+            start_ns = max(now_ns, agreed_ns)
+        else:
+            decided = self.handle(rank, 0, now_ns, IDLE)
+            if decided is None:
+                if self.log is not None:
+                    self._idle_followers(rank, now_ns)
+                return
+            run = decided
+            start_ns = now_ns + self._agreement_ns
+            if self.log is not None:
+                self._log_round(self.log, rank, now_ns, start_ns, run.task)
+        if self.log is not None and start_ns > now_ns:
+            self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, start_ns))
+            # The others have the task too, and wait to be told.
+            self._idle_followers(rank, now_ns)
+        self._is_busy[rank] = True
+        end_ns = self.run(rank, start_ns, run)
+        if self._agreement_ns:
+            ahead_ns = max(start_ns, end_ns - self._agreement_ns)
+            self.push(ahead_ns, DECIDES_AHEAD, rank, 0, run.task)
+
+    def _idle_followers(self, rank: int, now_ns: int) -> None:
+        for member in range(1, len(self.members[rank])):
+            self.handle(rank, member, now_ns, IDLE)
+
+    def _decide_ahead(self, rank: int, now_ns: int) -> None:
+        run = self.handle(rank, 0, now_ns, DecideAhead())
+        if run is not None:
+            agreed_ns = now_ns + self._agreement_ns
+            self._ahead[rank] = (run, agreed_ns)
+            if self.log is not None:
+                self._log_round(self.log, rank, now_ns, agreed_ns, run.task)
+
+    def _log_round(self, log: Log, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
+        if self.world.num_members > 1:
+            log.agreed(rank, start_ns, end_ns, task)
+
+    def _send_output(self, rank: int, now_ns: int, task: Task) -> None:
+        """Send what the rank that takes a task's output needs of it."""
+        stage, kind, microbatch = task
+        receives = self._receives.get((stage, kind))
+        if receives is None:
+            return
+        to_rank, to_stage = receives
+        receiver = Task(to_stage, kind, microbatch)
+        world = self.world
+        start_ns = end_ns = now_ns
+        if world.transfer is not None:
+            link = rank, to_rank
+            start_ns = max(now_ns, self._link_free_ns[link])
+            end_ns = start_ns + world.transfer(rank, to_rank, receiver)
+            self._link_free_ns[link] = end_ns
+        for member in range(world.num_members):
+            came_ns = end_ns
+            if member and world.lateness is not None:
+                # A member's own link keeps its sequence, too.
+                end = rank, to_rank, member
+                came_ns = max(self._last_came_ns[end], end_ns + world.lateness(member, receiver))
+                self._last_came_ns[end] = came_ns
+            if self.log is not None:
+                self.log.passed(rank, to_rank, member, start_ns, came_ns, receiver)
+            if came_ns == now_ns:
+                # There at this very instant, before anybody decides: not worth an event.
+                self.came(to_rank, member, now_ns, receiver)
+            else:
+                self.push(came_ns, CAME, to_rank, member, receiver)
+        self._to_decide.add(to_rank)
+
+
+def _receiving_stages(shape: Shape) -> Iterator[tuple[tuple[int, Kind], tuple[int, int]]]:
+    """The rank and stage that take what a stage's tasks of a kind send, if they send."""
+    for stage in range(shape.num_stages):
+        for kind in shape.kinds:
+            receiver = shape.receiver(Task(stage, kind, 0))
+            if receiver is not None:
+                rank = shape.rank_of(receiver.stage)
+                if rank != shape.rank_of(stage):
+                    yield (stage, kind), (rank, receiver.stage)
+
+
+def play(shape: Shape, policy: Policy, world: World, log: Log | None = None) -> PipelineRun:
+    """Run one step of one pipeline, from 0 ns until nothing happens any more.
+
+    Raises RrfpError when tasks are left then: a binding order that deadlocks over its links.
+    """
+    from rrfp.simulate.blocking import BlockingStep
+
+    step = (BlockingStep if world.blocking else AsyncStep)(shape, policy, world, log)
+    with _collector_paused():
+        return step.play()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A step makes millions of tuples and no cycles, which the collector would look for."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

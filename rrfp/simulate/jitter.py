@@ -1,0 +1,348 @@
+"""Jitter: what makes tasks and messages take other times than their costs say.
+
+A spec is parts joined by ``+``, such as ``lognormal:0.5+stop:3:0.2:0.1``. Every draw is keyed by
+the seed, the replica, the part and the task, so that methods compared under one seed meet the same
+jitter, in whatever order they run. The factors of `lognormal`, `pareto` and `length` have mean 1:
+they spread the work and do not add to it. A backward that is not split takes the factors of its two
+parts.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+
+from rrfp.errors import UsageError
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.costs import FACTORS, LONGEST_S, NS_PER_S, Links, check_link, check_rank
+from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, log, lognormals, uniforms
+from rrfp.simulate.ranges import parse_ranges
+from rrfp.simulate.world import Stretch, TaskTimes
+
+_MS = 1e6
+"""ns"""
+
+LEVELS = {
+    "J0": (0.0, 0 * _MS, 0.0),
+    "J1": (0.1, 5 * _MS, 0.5),
+    "J2": (0.2, 10 * _MS, 1.0),
+    "J3": (0.3, 15 * _MS, 1.5),
+}
+"""The paper's levels (section 7.6): probability, base in ns, alpha."""
+
+SPECS = (
+    "none",
+    *LEVELS,
+    "lognormal:SIGMA",
+    "pareto:ALPHA",
+    "length:SIGMA",
+    "slow-stage:RANK:FACTOR",
+    "slow-link:FROM-TO:FACTOR",
+    "stop:RANK:AT_S:FOR_S",
+)
+"""The parts of a spec, as errors name them."""
+
+_Key = tuple[int | str, ...]
+_Ranks = frozenset[int] | None
+"""Pipeline ranks; None: all."""
+_Draw = Callable[..., Floats]
+"""So many factors of a distribution, from its parameter and the draws' key."""
+
+
+def _pareto(num: int, alpha: float, *key: int | str) -> Floats:
+    return (alpha - 1) / alpha * exp(log(1 - uniforms(num, *key)) / -alpha)
+
+
+def _constant(num: int, factor: float, *key: int | str) -> Floats:
+    return np.full(num, factor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A factor on the tasks of some ranks."""
+
+    draw: _Draw
+    value: float
+    """The parameter of the distribution."""
+    key: _Key
+    """Of its draws: its name, and how many parts of that name stand before it."""
+    is_of_task: bool
+    """Every task draws its own; else all tasks of a microbatch share one."""
+    ranks: _Ranks
+
+    def row(self, shape: Shape, stage: int, kind: Kind, key: _Key) -> Floats:
+        """By microbatch."""
+        of_task = (stage, kind) if self.is_of_task else ()
+        return self.draw(shape.num_microbatches, self.value, *key, *self.key, *of_task)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delays:
+    """The paper's delays: after some tasks, in proportion to what the rank's tasks take lately."""
+
+    probability: float
+    base_ns: float
+    alpha: float
+    key: _Key
+    ranks: _Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """A rank does nothing for a while."""
+
+    rank: int
+    from_ns: int
+    until_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SlowLink:
+    sender: int
+    receiver: int
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """What a spec asks for."""
+
+    spec: str
+    factors: tuple[_Factor, ...] = ()
+    delays: tuple[_Delays, ...] = ()
+    stops: tuple[_Stop, ...] = ()
+    slow_links: tuple[_SlowLink, ...] = ()
+
+    def times(self, times: TaskTimes, shape: Shape, seed: int, replica: int) -> TaskTimes:
+        """What the tasks take in this step, but for delays and stops.
+
+        Raises UsageError when the spec names a pipeline rank or a link that there is not.
+        """
+        self._check(shape)
+        if not self.factors:
+            return times
+
+        def jittered(kind: Kind, rows: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+            return [
+                self._row(row, shape, stage, kind, (seed, replica))
+                for stage, row in enumerate(rows)
+            ]
+
+        return TaskTimes(
+            jittered(Kind.F, times.forward),
+            jittered(Kind.B, times.input_gradient),
+            jittered(Kind.W, times.weight_gradient),
+        )
+
+    def _row(
+        self, row: Sequence[int], shape: Shape, stage: int, kind: Kind, key: _Key
+    ) -> Sequence[int]:
+        rank = shape.rank_of(stage)
+        factors = [
+            each.row(shape, stage, kind, key) for each in self.factors if _is_on(rank, each.ranks)
+        ]
+        if not factors:
+            return row
+        times_ns = np.asarray(row, dtype=np.float64)
+        for each in factors:
+            times_ns = times_ns * each
+        return list(map(int, np.rint(times_ns).tolist()))
+
+    @property
+    def delays_tasks(self) -> bool:
+        """Whether tasks take longer than `times` tells."""
+        return bool(self.delays or self.stops)
+
+    def stretch(self, shape: Shape, seed: int, replica: int) -> Stretch | None:
+        """The delays and stops of one replica's step, which follow from what its ranks run."""
+        if not self.delays_tasks:
+            return None
+        return _Stretch(self, shape, (seed, replica))
+
+    def links(self, links: Links) -> Links:
+        """How long messages take.
+
+        Raises UsageError when one is to take longer and they take no time.
+        """
+        if not self.slow_links:
+            return links
+        if links.is_free:
+            raise UsageError(
+                f"jitter {self.spec} slows a link and messages take no time; choose --costs with "
+                "links, or leave it out"
+            )
+        factors = dict(links.factors)
+        for each in self.slow_links:
+            link = (each.sender, each.receiver)
+            factors[link] = factors.get(link, 1.0) * each.factor
+        return replace(links, factors=factors)
+
+    def _check(self, shape: Shape) -> None:
+        name = f"jitter {self.spec}"
+        bound_to = (part.ranks for parts in (self.factors, self.delays) for part in parts)
+        for rank in chain.from_iterable(ranks for ranks in bound_to if ranks is not None):
+            check_rank(rank, shape, name)
+        for stop in self.stops:
+            check_rank(stop.rank, shape, name)
+        for slow in self.slow_links:
+            check_link(slow.sender, slow.receiver, shape, name)
+
+
+NO_JITTER = Jitter("none")
+
+
+class _Stretch:
+    """The delays and stops of one replica's step: a `Stretch`."""
+
+    def __init__(self, jitter: Jitter, shape: Shape, key: _Key) -> None:
+        self._num_microbatches = shape.num_microbatches
+        self._key = key
+        self._delays = [
+            [each for each in jitter.delays if _is_on(rank, each.ranks)]
+            for rank in range(shape.num_ranks)
+        ]
+        stops = sorted(jitter.stops, key=lambda stop: stop.from_ns)
+        self._stops = [
+            [each for each in stops if each.rank == rank] for rank in range(shape.num_ranks)
+        ]
+        self._lately_ns: list[float] = [0.0] * shape.num_ranks
+        """The paper's e: what a rank's tasks take, the last ones most."""
+        self._drawn: dict[_Key, list[float]] = {}
+
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int:
+        stretched_ns = time_ns
+        if self._delays[rank]:
+            # The first task is all that is known of a rank.
+            before_ns = self._lately_ns[rank] or time_ns
+            lately_ns = self._lately_ns[rank] = 0.9 * before_ns + 0.1 * time_ns
+            for delays in self._delays[rank]:
+                scale = self._scales(delays, task.stage, task.kind)[task.microbatch]
+                stretched_ns += round(scale * max(delays.base_ns, lately_ns))
+        return self._end_ns(rank, start_ns, stretched_ns) - start_ns
+
+    def _scales(self, delays: _Delays, stage: int, kind: Kind) -> list[float]:
+        """By microbatch, how many times e, or base, a task is delayed by."""
+        key = (*self._key, *delays.key, stage, kind)
+        if key not in self._drawn:
+            # The level is not in the key: what J1 delays, J2 delays too.
+            num = self._num_microbatches
+            is_hit = uniforms(num, *key, "whether") < delays.probability
+            sizes = delays.alpha * (0.5 + uniforms(num, *key, "how much"))
+            self._drawn[key] = (is_hit * sizes).tolist()
+        return self._drawn[key]
+
+    def _end_ns(self, rank: int, start_ns: int, time_ns: int) -> int:
+        """When a task ends that works for so long while its rank is not stopped."""
+        now_ns, left_ns = start_ns, time_ns
+        for stop in self._stops[rank]:
+            if now_ns < stop.until_ns and now_ns + left_ns > stop.from_ns:
+                left_ns -= max(0, stop.from_ns - now_ns)
+                now_ns = stop.until_ns
+        return now_ns + left_ns
+
+
+def _is_on(rank: int, ranks: _Ranks) -> bool:
+    return ranks is None or rank in ranks
+
+
+_NUMBER = re.compile(r"\d{1,12}(\.\d{0,12})?", re.ASCII)
+_RANK = re.compile(r"\d{1,6}", re.ASCII)
+_DISTRIBUTIONS: dict[str, tuple[_Draw, float, float]] = {
+    "lognormal": (lognormals, 0.0, LARGEST_SIGMA),
+    "pareto": (_pareto, 1.01, 1000.0),
+    "length": (lognormals, 0.0, LARGEST_SIGMA),
+}
+"""How the factors of a name are drawn, and the range of their parameter."""
+_LIST_ITEM = re.compile(r"\d{1,6}(-\d{1,6})?", re.ASCII)
+"""What is left of a part's ranks when somebody splits a spec at its commas."""
+
+
+def parse_jitter(spec: str) -> Jitter:
+    """Read a spec: `none`, or parts joined by ``+``.
+
+    Those that are drawn may be bound to pipeline ranks, ``lognormal:0.5@0-2,5``. Raises UsageError
+    for a part that is none, and for a number out of range.
+    """
+    if spec == "none":
+        return NO_JITTER
+    reader = _Reader(spec)
+    for part in spec.split("+"):
+        reader.read(part)
+    return Jitter(
+        spec,
+        tuple(reader.factors),
+        tuple(reader.delays),
+        tuple(reader.stops),
+        tuple(reader.slow_links),
+    )
+
+
+class _Reader:
+    """Takes a spec part by part."""
+
+    def __init__(self, spec: str) -> None:
+        self.factors: list[_Factor] = []
+        self.delays: list[_Delays] = []
+        self.stops: list[_Stop] = []
+        self.slow_links: list[_SlowLink] = []
+        self._names: list[str] = []
+
+    def read(self, part: str) -> None:
+        what, at, bound_to = part.partition("@")
+        ranks: _Ranks = None
+        if at:
+            ranges = parse_ranges(bound_to, f"jitter {part}")
+            ranks = frozenset().union(*ranges)
+        match what.split(":"):
+            case [name] if name in LEVELS:
+                self.delays.append(_Delays(*LEVELS[name], self._key("delays"), ranks))
+            case [name, value] if name in _DISTRIBUTIONS:
+                draw, least, most = _DISTRIBUTIONS[name]
+                number = _number(value, least, most, part)
+                self.factors.append(_Factor(draw, number, self._key(name), name != "length", ranks))
+            case ["slow-stage", rank, factor] if not at:
+                number = _number(factor, *FACTORS, part)
+                self.factors.append(
+                    _Factor(_constant, number, (), False, frozenset([_rank(rank, part)]))
+                )
+            case ["slow-link", link, factor] if not at:
+                sender, _, receiver = link.partition("-")
+                number = _number(factor, *FACTORS, part)
+                self.slow_links.append(
+                    _SlowLink(_rank(sender, part), _rank(receiver, part), number)
+                )
+            case ["stop", rank, from_s, for_s] if not at:
+                from_ns = round(_number(from_s, 0.0, LONGEST_S, part) * NS_PER_S)
+                for_ns = round(_number(for_s, 0.0, LONGEST_S, part) * NS_PER_S)
+                self.stops.append(_Stop(_rank(rank, part), from_ns, from_ns + for_ns))
+            case ["none"] if not at:
+                raise UsageError("jitter none stands alone; leave it out beside other parts")
+            case [item] if _LIST_ITEM.fullmatch(item):
+                raise UsageError(
+                    f"'{part}' is not jitter; put a value with commas, such as J1@0,2, into --row, "
+                    "as --sweep divides it"
+                )
+            case _:
+                raise UsageError(f"'{part}' is not jitter; write {', '.join(SPECS)}")
+
+    def _key(self, name: str) -> _Key:
+        """Its name, and its number among the parts of that name: they draw independently."""
+        self._names.append(name)
+        return (name, self._names.count(name) - 1)
+
+
+def _number(text: str, least: float, most: float, part: str) -> float:
+    if not _NUMBER.fullmatch(text) or not least <= float(text) <= most:
+        raise UsageError(
+            f"jitter {part}: '{text}' must be a number from {least:g} to {most:g}; correct it"
+        )
+    return float(text)
+
+
+def _rank(text: str, part: str) -> int:
+    if not _RANK.fullmatch(text):
+        raise UsageError(f"jitter {part}: '{text}' must be a pipeline rank, from 0 on; correct it")
+    return int(text)

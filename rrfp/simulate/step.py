@@ -1,0 +1,65 @@
+"""One step of a whole run: pipelines side by side, which meet at its end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.engine import play
+from rrfp.simulate.recording import StepLog, end_of
+from rrfp.simulate.world import Policy, World
+from rrfp.trace.records import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStep:
+    """What a step came to."""
+
+    makespan_ns: int
+    """From its start to the end of the last rank, the reduction of gradients included."""
+    busy_ns: tuple[tuple[int, ...], ...]
+    """Time in F, B and W, by replica, then pipeline rank."""
+    peak_held: tuple[int, ...]
+    """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time in the step that is no work."""
+        num_ranks = len(self.peak_held) * len(self.busy_ns)
+        return 1 - sum(map(sum, self.busy_ns)) / (self.makespan_ns * num_ranks)
+
+
+def simulate_step(
+    shape: Shape,
+    policy: Policy,
+    worlds: Sequence[World],
+    *,
+    gradient_sync_ns: int = 0,
+    recording: Recording | None = None,
+    step: int = 0,
+) -> SimulatedStep:
+    """Simulate a step of data-parallel replicas, one in each world.
+
+    A pipeline rank leaves the step `gradient_sync_ns` after it has ended its last task on every
+    replica. `recording`, made for this shape and so many replicas, gets the
+    step's records behind what it holds; its steps are to be numbered from 0. Raises RrfpError when
+    an order deadlocks.
+    """
+    origin_ns = 0 if recording is None else end_of(recording)
+    logs = [
+        None
+        if recording is None
+        else StepLog(recording, shape, replica, step, origin_ns, world.num_bytes)
+        for replica, world in enumerate(worlds)
+    ]
+    runs = [play(shape, policy, world, log) for world, log in zip(worlds, logs, strict=True)]
+    last_ends_ns = map(max, zip(*(run.ends_ns for run in runs), strict=True))
+    finishes_ns = [end_ns + gradient_sync_ns for end_ns in last_ends_ns]
+    for run, log in zip(runs, logs, strict=True):
+        if log is not None:
+            for rank, (end_ns, finish_ns) in enumerate(zip(run.ends_ns, finishes_ns, strict=True)):
+                log.returned(rank, end_ns, finish_ns)
+    return SimulatedStep(
+        max(finishes_ns),
+        tuple(run.busy_ns for run in runs),
+        tuple(max(held) for held in zip(*(run.peak_held for run in runs), strict=True)),
+    )

@@ -1,0 +1,267 @@
+"""Trials: settings to be compared, each simulated under the same seeds.
+
+A seed stands for one step's data and jitter. Draws are keyed by what they are for and not by when
+they are asked for, so that under one seed every setting meets the same costs and the same jitter,
+and what differs between rows is what the settings do about them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.admission import Admit, admitted
+from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
+from rrfp.simulate.costs import NS_PER_S, Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.draws import uniforms
+from rrfp.simulate.jitter import NO_JITTER, Jitter
+from rrfp.simulate.step import simulate_step
+from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.trace.records import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything that makes a row of a comparison."""
+
+    shape: Shape
+    """Its kinds are those of the policy's hint."""
+    policy: Policy
+    costs: Costs
+    jitter: Jitter = NO_JITTER
+    admit: Admit = Admit.GIVEN
+    blocking: bool = False
+    """Transfers lie on the compute path, as in Megatron's own schedules."""
+    num_members: int = 1
+    """Ranks that run each pipeline rank's tasks together (tensor parallelism)."""
+    num_replicas: int = 1
+    """Pipelines that meet at the end of the step (data parallelism)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One simulated step of a setting."""
+
+    makespan_ns: int
+    """From the start to the end of the last replica, their gradient reduction included."""
+    floor_ns: int
+    """No schedule is faster (`rrfp.simulate.bounds.floor`)."""
+    load_ns: int
+    """The work of the rank that has most, with the gradient reduction."""
+    bound_ns: int | None
+    """The paper's upper bound (`rrfp.simulate.bounds.paper_bound_ns`), where it applies."""
+    bubble_fraction: float
+    peak_held: tuple[int, ...]
+    """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a setting came to over all seeds. Ratios are those of the means."""
+
+    trials: tuple[Trial, ...]
+    num_chunks: int
+
+    @property
+    def makespans_s(self) -> list[float]:
+        return [trial.makespan_ns / NS_PER_S for trial in self.trials]
+
+    @property
+    def mean_s(self) -> float:
+        return fmean(self.makespans_s)
+
+    @property
+    def min_s(self) -> float:
+        return min(self.makespans_s)
+
+    @property
+    def max_s(self) -> float:
+        return max(self.makespans_s)
+
+    @property
+    def spread(self) -> float:
+        """How far apart the fastest and the slowest step lie, as a share of the mean."""
+        return (self.max_s - self.min_s) / self.mean_s
+
+    @property
+    def floor_s(self) -> float:
+        return fmean(trial.floor_ns / NS_PER_S for trial in self.trials)
+
+    @property
+    def load_s(self) -> float:
+        return fmean(trial.load_ns / NS_PER_S for trial in self.trials)
+
+    @property
+    def bound_s(self) -> float | None:
+        """The mean of the paper's upper bound; None where it does not apply."""
+        bounds_ns = [trial.bound_ns for trial in self.trials if trial.bound_ns is not None]
+        return fmean(bound_ns / NS_PER_S for bound_ns in bounds_ns) if bounds_ns else None
+
+    @property
+    def ratio_to_floor(self) -> float:
+        return self.mean_s / self.floor_s
+
+    @property
+    def ratio_to_load(self) -> float:
+        return self.mean_s / self.load_s
+
+    def ratio_to(self, other: "Row") -> float:
+        return self.mean_s / other.mean_s
+
+    @property
+    def peak_held(self) -> tuple[float, ...]:
+        """The most that a rank held under any seed, in microbatches of the whole rank."""
+        by_rank = zip(*(trial.peak_held for trial in self.trials), strict=True)
+        return tuple(max(slots) / self.num_chunks for slots in by_rank)
+
+    @property
+    def bubble_fraction(self) -> float:
+        return fmean(trial.bubble_fraction for trial in self.trials)
+
+
+def run_settings(
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    *,
+    recordings: Sequence[Recording] | None = None,
+    finished: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """Simulate a step of every setting under every seed; a row a setting.
+
+    `recordings`, one a setting, are given a step a seed. `finished` is called after each trial.
+    Raises UsageError when costs do not fit a setting's shape, and RrfpError when a binding order
+    deadlocks over its links.
+    """
+    trials: list[list[Trial]] = [[] for _ in settings]
+    for step, seed in enumerate(seeds):
+        # What settings share is drawn once, and dropped with its seed: it may be large.
+        drawn: dict[object, _Drawn] = {}
+        for number, setting in enumerate(settings):
+            recording = None if recordings is None else recordings[number]
+            trials[number].append(_run(setting, seed, drawn, recording, step))
+            finished()
+    return [
+        Row(tuple(of_setting), setting.shape.num_chunks)
+        for setting, of_setting in zip(settings, trials, strict=True)
+    ]
+
+
+def check_fits(setting: Setting) -> None:
+    """Raise UsageError when the costs or the jitter do not fit the shape."""
+    shape = replace(setting.shape, kinds=SPLIT_BACKWARD)
+    _draw(setting, shape, seed=0, replica=0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What a replica meets under a seed, whatever its policy."""
+
+    costs: StepCosts
+    times: TaskTimes
+    links: Links
+    floors: dict[tuple[Kind, ...], Floor] = field(default_factory=dict)
+
+    def floor(self, shape: Shape) -> Floor:
+        if shape.kinds not in self.floors:
+            transfer = None if self.links.is_free else self.links
+            self.floors[shape.kinds] = floor(shape, self.times, transfer)
+        return self.floors[shape.kinds]
+
+
+def _draw(setting: Setting, shape: Shape, seed: int, replica: int) -> _Drawn:
+    costs = admitted(setting.costs.step(shape, seed, replica), setting.admit)
+    jitter = setting.jitter
+    times = jitter.times(costs.times, shape, seed, replica)
+    check_takes_time(times, f"jitter {jitter.spec}")
+    return _Drawn(costs, times, jitter.links(costs.links))
+
+
+def _run(
+    setting: Setting,
+    seed: int,
+    drawn: dict[object, _Drawn],
+    recording: Recording | None,
+    step: int,
+) -> Trial:
+    # Costs know both parts of the backward, whether or not the hint splits it.
+    shape = replace(setting.shape, kinds=SPLIT_BACKWARD)
+    replicas = []
+    for replica in range(setting.num_replicas):
+        # The settings keep these two alive, so that no other object has their identity.
+        key = (id(setting.costs), id(setting.jitter), setting.admit, shape, replica)
+        if key not in drawn:
+            drawn[key] = _draw(setting, shape, seed, replica)
+        replicas.append(drawn[key])
+    sync_ns = max(each.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
+    done = simulate_step(
+        setting.shape,
+        setting.policy,
+        [_world(setting, each, seed, replica) for replica, each in enumerate(replicas)],
+        gradient_sync_ns=sync_ns,
+        recording=recording,
+        step=step,
+    )
+    floors = [each.floor(setting.shape) for each in replicas]
+    return Trial(
+        done.makespan_ns,
+        max(each.ns for each in floors) + sync_ns,
+        max(each.load_ns for each in floors) + sync_ns,
+        _bound_ns(setting, replicas, sync_ns),
+        done.bubble_fraction,
+        done.peak_held,
+    )
+
+
+def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int | None:
+    """The paper's upper bound: of `bf` and `bfw`, one chunk, free links, and nothing withheld."""
+    shape, policy = setting.shape, setting.policy
+    applies = (
+        policy.hint in (TURNS["bf"], TURNS["bfw"])
+        and policy.dispatch is Dispatch.READY
+        and policy.hold is None
+        and (policy.limit is None or policy.limit >= shape.num_microbatches)
+        and shape.num_chunks == setting.num_members == 1
+        and all(each.links.is_free for each in replicas)
+        and not setting.jitter.delays_tasks
+    )
+    if not applies:
+        return None
+    return max(paper_bound_ns(shape, each.times) for each in replicas) + sync_ns
+
+
+def _world(setting: Setting, drawn: _Drawn, seed: int, replica: int) -> World:
+    costs = drawn.costs
+    binds = setting.policy.dispatch is Dispatch.FIXED
+    return World(
+        drawn.times,
+        transfer=None if drawn.links.is_free else drawn.links,
+        stretch=setting.jitter.stretch(setting.shape, seed, replica),
+        blocking=setting.blocking,
+        num_members=setting.num_members,
+        lateness=_Skew(setting.shape, costs.lateness_ns, seed, replica)
+        if setting.num_members > 1 and costs.lateness_ns
+        else None,
+        num_bytes=drawn.links.num_bytes,
+        # Where one order binds there is nothing to agree on.
+        agreement_ns=0 if binds else costs.agreement_ns,
+    )
+
+
+class _Skew:
+    """A `Lateness`: evenly from none to a most, drawn for each message and member."""
+
+    def __init__(self, shape: Shape, most_ns: int, seed: int, replica: int) -> None:
+        self._num_microbatches = shape.num_microbatches
+        self._most_ns = most_ns
+        self._key = (seed, replica, "lateness")
+        self._drawn: dict[tuple[int, int, Kind], list[int]] = {}
+
+    def __call__(self, member: int, task: Task) -> int:
+        key = (member, task.stage, task.kind)
+        if key not in self._drawn:
+            shares = uniforms(self._num_microbatches, *self._key, *key)
+            self._drawn[key] = [int(share * self._most_ns) for share in shares.tolist()]
+        return self._drawn[key][task.microbatch]

@@ -1,0 +1,118 @@
+"""What a simulated step is made of: the policy that steers it, and the world that it meets.
+
+A policy is what a dispatcher is made from. A world is everything that no dispatcher decides: how
+long tasks and messages take, and what comes between. All times are whole nanoseconds, so that sums
+are exact and the same on every machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rrfp.schedule.dispatcher import (
+    AgreementRule,
+    Dispatch,
+    Dispatcher,
+    Group,
+    WeightGradients,
+)
+from rrfp.schedule.hints import Hint
+from rrfp.schedule.order import Order
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What steers every rank of a step."""
+
+    hint: Hint
+    order: Order | None = None
+    """The order that the hint gives; without it, positions in the hint are not counted."""
+    dispatch: Dispatch = Dispatch.READY
+    limit: int | None = None
+    """The D at which the paper's backpressure starts."""
+    hold: int | None = None
+    """The bound on activations held, in slots of one chunk and one microbatch."""
+    w: WeightGradients = WeightGradients.IDLE
+    rule: AgreementRule = AgreementRule.INTERSECTION
+
+    def dispatcher(self, shape: Shape, rank: int, group: Group | None = None) -> Dispatcher:
+        return Dispatcher(
+            shape,
+            rank,
+            self.hint,
+            dispatch=self.dispatch,
+            limit=self.limit,
+            hold=self.hold,
+            w=self.w,
+            order=self.order,
+            group=group,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTimes:
+    """Nanoseconds of every task of a step, `[stage][microbatch]`.
+
+    `input_gradient` and `weight_gradient` are the two parts of the backward; one that is not split
+    takes their sum.
+    """
+
+    forward: Sequence[Sequence[int]]
+    input_gradient: Sequence[Sequence[int]]
+    weight_gradient: Sequence[Sequence[int]]
+
+    def by_kind(self, *, split: bool) -> dict[Kind, Sequence[Sequence[int]]]:
+        """The times of F, B and W tasks, or of F and whole B ones."""
+        if split:
+            return {
+                Kind.F: self.forward,
+                Kind.B: self.input_gradient,
+                Kind.W: self.weight_gradient,
+            }
+        whole = [
+            [b + w for b, w in zip(*rows, strict=True)]
+            for rows in zip(self.input_gradient, self.weight_gradient, strict=True)
+        ]
+        return {Kind.F: self.forward, Kind.B: whole}
+
+
+class Transfer(Protocol):
+    """How long the message for a task takes from one pipeline rank to another, in ns."""
+
+    def __call__(self, sender: int, receiver: int, task: Task) -> int: ...
+
+
+class Stretch(Protocol):
+    """How long a task really takes, which may follow from what its rank ran before, or from when it
+    starts. Called once a task, in the sequence in which a rank starts them."""
+
+    def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
+
+
+class Lateness(Protocol):
+    """How much later than at its group's first member a message is at another one, in ns."""
+
+    def __call__(self, member: int, task: Task) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything about one pipeline's step that no dispatcher decides."""
+
+    times: TaskTimes
+    transfer: Transfer | None = None
+    """None: messages take no time."""
+    stretch: Stretch | None = None
+    blocking: bool = False
+    """A transfer starts when both ranks are there, and both wait for it, as in Megatron's own
+    schedules; else it passes beside the work, one at a time on a directed link, in order."""
+    num_members: int = 1
+    """Ranks that run each pipeline rank's tasks together and must agree (tensor parallelism)."""
+    lateness: Lateness | None = None
+    num_bytes: Sequence[int] = ()
+    """Of a message, by microbatch, for the records; none: 0."""
+    agreement_ns: int = 0
+    """What a round of agreement takes. It passes unseen where it is over before the task that runs
+    meanwhile, else the group waits."""

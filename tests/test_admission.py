@@ -1,0 +1,113 @@
+"""Admission: light microbatches at both ends of the step, by what is known of them beforehand."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.errors import UsageError
+from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.admission import Admit, admission_order, admitted
+from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.costs import StepCosts
+from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.trial import Setting, run_settings
+from rrfp.simulate.world import Policy, TaskTimes
+from tests.effort import examples
+
+ROOT = Path(__file__).parent.parent
+
+weights = st.lists(st.integers(0, 9), min_size=1, max_size=30)
+
+
+def of_weights(weights: list[int]) -> TaskTimes:
+    """Times whose sums over stages and kinds are these, though no stage's alone are."""
+    return TaskTimes([weights, [5] * len(weights)], [[0] * len(weights)] * 2, [weights, weights])
+
+
+def test_the_given_order_is_kept() -> None:
+    assert admission_order(of_weights([3, 1, 2]), Admit.GIVEN) == [0, 1, 2]
+
+
+def test_a_pyramid_is_light_heavy_light() -> None:
+    order = admission_order(of_weights([30, 10, 50, 20, 40]), Admit.PYRAMID)
+    assert order == [1, 0, 2, 4, 3]
+
+
+def test_a_microbatch_weighs_what_it_takes_on_all_stages() -> None:
+    times = TaskTimes([[9, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 7]], [[1, 1, 1], [1, 2, 9]])
+    assert admission_order(times, Admit.PYRAMID) == [1, 2, 0]
+
+
+@given(weights)
+@examples(quick=100, thorough=1000)
+def test_a_pyramid_rises_and_then_falls(weights: list[int]) -> None:
+    order = admission_order(of_weights(weights), Admit.PYRAMID)
+    assert sorted(order) == list(range(len(weights)))
+    admitted = [weights[each] for each in order]
+    top = admitted.index(max(admitted))
+    assert admitted[: top + 1] == sorted(admitted[: top + 1])
+    assert admitted[top:] == sorted(admitted[top:], reverse=True)
+
+
+def test_what_is_admitted_is_what_costs_say_of_it() -> None:
+    costs = StepCosts(of_weights([3, 1, 2]), agreement_ns=5)
+    assert admitted(costs, Admit.GIVEN) is costs
+    assert admitted(costs, Admit.PYRAMID) == costs.permuted([1, 0, 2])
+
+
+def test_nobody_can_sort_by_what_is_drawn() -> None:
+    costs = resolve_costs(f"drawn:{ROOT / 'traces' / 'gpt-pp4-bf.pftrace'}").step(Shape(4, 8), 0, 0)
+    assert admitted(costs, Admit.GIVEN) is costs
+    with pytest.raises(UsageError, match=r"--admit pyramid sorts by .* choose --admit given"):
+        admitted(costs, Admit.PYRAMID)
+
+
+COLUMNS = (
+    ("language", "none", Admit.GIVEN),
+    ("language", "lognormal:0.5", Admit.GIVEN),
+    ("multimodal", "none", Admit.GIVEN),
+    ("multimodal", "none", Admit.PYRAMID),
+)
+FIGURES = re.findall(
+    r"^\| `(\S+)`.* \| (\d+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \|$",
+    (ROOT / "docs" / "costs.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+"""Of docs/costs.md, "Presets": the hint, what is held, and a figure for each of `COLUMNS`."""
+
+
+def test_the_table_of_the_presets_is_found() -> None:
+    assert [line[:2] for line in FIGURES] == [
+        (hint, hold) for hint in ("bf", "bfw", "bfw-deep") for hold in ("8", "12", "16")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hint", "hold", "figures"),
+    [
+        pytest.param(hint, int(hold), figures, marks=[pytest.mark.slow] * (hold != "8"))
+        for hint, hold, *figures in FIGURES
+    ],
+)
+def test_the_presets_come_to_what_the_documentation_says(
+    hint: str, hold: int, figures: list[str]
+) -> None:
+    num_chunks, placement = (2, Placement.V) if hint == "bfw-deep" else (1, Placement.LOOP)
+    ranking = hint_named(hint, Shape(8, 32, num_chunks, placement))
+    shape = Shape(8, 32, num_chunks, placement, kinds_of(ranking))
+    settings = [
+        Setting(
+            shape=shape,
+            policy=Policy(ranking, hold=hold * num_chunks),
+            costs=resolve_costs(costs),
+            jitter=parse_jitter(jitter),
+            admit=admit,
+        )
+        for costs, jitter, admit in COLUMNS
+    ]
+    rows = run_settings(settings, range(20))
+    assert [f"{row.ratio_to_load:.2f}" for row in rows] == figures

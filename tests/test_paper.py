@@ -1,0 +1,90 @@
+"""The page with the paper's tables says what its command makes."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import tables
+from benchmarks.paper.workload import Method, Simulation, Workload, document, load
+from rrfp.simulate.flops import parse_flops
+
+PAGE = Path("docs/paper.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_a_row_as_it_is_simulated() -> None:
+    row = load("published")["rows"][0]
+    comparison = tables.compare(row, Simulation(load("parameters")))
+    line = "| " + " | ".join(tables.speedup_cells(comparison)) + " |"
+    assert line in PAGE.splitlines()
+    assert comparison.is_fitted
+
+
+def test_every_published_row_is_on_the_page() -> None:
+    rows = load("published")["rows"]
+    assert len(rows) == 20
+    for row in rows:
+        workload = Workload(**row["workload"])
+        line = next(
+            line
+            for line in PAGE.splitlines()
+            if line.startswith(f"| {workload.models} | {workload.ranks} |")
+        )
+        for method in tables.COMPARED[1:]:
+            published = row["seconds"][Method.BLOCKING_1F1B] / row["seconds"][method]
+            assert f"/ {published:.2f} |" in line
+
+
+def test_every_workload_is_a_model_that_the_simulator_reads() -> None:
+    parameters = load("parameters")
+    for row in load("published")["rows"]:
+        workload = Workload(**row["workload"])
+        asynchronous, blocking = (
+            parse_flops(document(workload, parameters, is_blocking=each), workload.models)
+            for each in (False, True)
+        )
+        assert asynchronous.tensor_parallel.size == workload.tp
+        assert blocking.links.latency_s - asynchronous.links.latency_s == pytest.approx(
+            parameters["fitted"]["meeting_s"]
+        )
+
+
+def test_every_parameter_says_where_it_comes_from() -> None:
+    """Models say it once, in the line of their name; all else in its own line or the one above."""
+    text = (Path("benchmarks/paper") / "parameters.toml").read_text(encoding="utf-8")
+    before, is_model = "", False
+    for line in text.splitlines():
+        if line.startswith("["):
+            is_model = line.startswith(("[language.", "[vision."))
+            assert not is_model or "#" in line, line
+        elif line and not line.startswith("#") and not is_model:
+            assert "#" in line or before.startswith("#"), line
+        before = line
+
+
+def test_signs_and_errors() -> None:
+    workload = Workload("GPT3-Large", 1, 8, 1, 64, "ViT-H")
+    published = dict(zip(tables.COMPARED, (4.0, 3.0, 2.0, 1.0), strict=True))
+    simulated = dict(zip(tables.COMPARED, (4.0, 1.0, 2.0, 2.5), strict=True))
+    comparison = tables.Comparison(workload, published, simulated)
+    assert comparison.wrong_signs == [
+        (Method.ZB, Method.BF),
+        (Method.ZB, Method.BFW),
+        (Method.BF, Method.BFW),
+    ]
+    assert comparison.error(Method.BF) == 0
+    assert comparison.error(Method.BFW) == pytest.approx(-0.6)
+    assert tables.mean_error([comparison]) == pytest.approx(0.3)
+
+
+def test_the_page_has_the_prose_it_is_made_from() -> None:
+    prose = Path("benchmarks/paper/page.md").read_text(encoding="utf-8")
+    fixed = [line for line in prose.splitlines() if "$" not in line]
+    assert len(fixed) > 40
+    lines = set(PAGE.splitlines())
+    assert [line for line in fixed if line not in lines] == []
+
+
+def test_the_page_has_the_commands_it_quotes() -> None:
+    for table in load("equal_memory").values():
+        assert f"```\n{table['command'].strip()}\n```" in PAGE
+        assert len(table["labels"]) == table["command"].count("--row")
