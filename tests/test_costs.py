@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.costs import Links, StepCosts, part_of
@@ -311,6 +311,14 @@ def test_the_first_task_without_a_row_is_named(rows: Path, missing: str, microba
     )
     with pytest.raises(UsageError, match=f"no row for 1{missing}{microbatch}: kind {missing}"):
         step(rows, text, Shape(2, 3))
+
+
+def test_without_any_w_a_backward_is_whole_and_cannot_be_split(rows: Path) -> None:
+    text = HEADING + "F,0,,,0.02\nB,0,,,0.03\n"
+    times = step(rows, text, Shape(1, 2)).times
+    assert times.by_kind(split=False)[Kind.B] == [[30 * MS, 30 * MS]]
+    with pytest.raises(UsageError, match="no row for 0W0"):
+        step(rows, text, Shape(1, 2, kinds=SPLIT_BACKWARD))
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,9 @@ def setting(
     )
 
 
-def test_what_rows_share_is_drawn_once_a_seed_and_replica() -> None:
+def test_what_rows_of_one_shape_share_is_drawn_once_a_seed_and_replica() -> None:
     costs = DrawnCosts()
-    settings = [setting(costs, hint, num_replicas=2) for hint in ("bf", "bfw", "1f1b")]
+    settings = [setting(costs, hint, num_replicas=2) for hint in ("bf", "fb", "1f1b")]
     run_settings([replace(each, jitter=settings[0].jitter) for each in settings], range(5, 8))
     assert costs.asked == [(seed, replica) for seed in range(5, 8) for replica in range(2)]
 

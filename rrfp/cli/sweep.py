@@ -26,7 +26,7 @@ from rrfp.schedule.dispatcher import (
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import check_binding, order_of
-from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
+from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.admission import Admit
 from rrfp.simulate.blocking import check_meets
 from rrfp.simulate.cost_files import resolve_costs
@@ -179,7 +179,7 @@ class _Sources:
         self.check_meets = cache(check_meets)
 
     def check_fits(self, costs: str, jitter: str, setting: Setting) -> None:
-        key = costs, jitter, replace(setting.shape, kinds=SPLIT_BACKWARD)
+        key = costs, jitter, setting.shape
         if key not in self._fitting:
             check_fits(setting)
             self._fitting.add(key)

@@ -40,11 +40,20 @@ class RowCosts:
         for _, rank, chunk, _ in self.rows_ns:
             check_rank(rank, shape, self.name)
             check_chunk(chunk or 0, shape, self.name)
-        times = TaskTimes(
-            *([self._row(shape, stage, kind) for stage in range(shape.num_stages)] for kind in Kind)
-        )
+        times = TaskTimes(*(self._rows(shape, kind) for kind in Kind))
         check_takes_time(times, self.name)
         return StepCosts(times)
+
+    def _rows(self, shape: Shape, kind: Kind) -> list[list[int]]:
+        """Nanoseconds of the tasks of one kind, by stage and microbatch."""
+        if kind is Kind.W and not shape.splits_backward and self._knows_no_weight_gradient:
+            # Then B was measured as a whole, and the step has no W.
+            return [[0] * shape.num_microbatches] * shape.num_stages
+        return [self._row(shape, stage, kind) for stage in range(shape.num_stages)]
+
+    @property
+    def _knows_no_weight_gradient(self) -> bool:
+        return all(kind is not Kind.W for kind, *_ in self.rows_ns)
 
     def _row(self, shape: Shape, stage: int, kind: Kind) -> list[int]:
         """Nanoseconds of a stage's tasks of one kind, by microbatch."""

@@ -6,12 +6,12 @@ and what differs between rows is what the settings do about them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from statistics import fmean
 
 from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.hints import TURNS
-from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.admission import Admit, admitted
 from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
@@ -151,8 +151,7 @@ def run_settings(
 
 def check_fits(setting: Setting) -> None:
     """Raise UsageError when the costs or the jitter do not fit the shape."""
-    shape = replace(setting.shape, kinds=SPLIT_BACKWARD)
-    _draw(setting, shape, seed=0, replica=0)
+    _draw(setting, seed=0, replica=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,21 +161,16 @@ class _Drawn:
     costs: StepCosts
     times: TaskTimes
     links: Links
-    floors: dict[tuple[Kind, ...], Floor] = field(default_factory=dict)
-
-    def floor(self, shape: Shape) -> Floor:
-        if shape.kinds not in self.floors:
-            transfer = None if self.links.is_free else self.links
-            self.floors[shape.kinds] = floor(shape, self.times, transfer)
-        return self.floors[shape.kinds]
+    floor: Floor
 
 
-def _draw(setting: Setting, shape: Shape, seed: int, replica: int) -> _Drawn:
+def _draw(setting: Setting, seed: int, replica: int) -> _Drawn:
+    shape, jitter = setting.shape, setting.jitter
     costs = admitted(setting.costs.step(shape, seed, replica), setting.admit)
-    jitter = setting.jitter
     times = jitter.times(costs.times, shape, seed, replica)
     check_takes_time(times, f"jitter {jitter.spec}")
-    return _Drawn(costs, times, jitter.links(costs.links))
+    links = jitter.links(costs.links)
+    return _Drawn(costs, times, links, floor(shape, times, None if links.is_free else links))
 
 
 def _run(
@@ -186,14 +180,12 @@ def _run(
     recording: Recording | None,
     step: int,
 ) -> Trial:
-    # Costs know both parts of the backward, whether or not the hint splits it.
-    shape = replace(setting.shape, kinds=SPLIT_BACKWARD)
     replicas = []
     for replica in range(setting.num_replicas):
         # The settings keep these two alive, so that no other object has their identity.
-        key = (id(setting.costs), id(setting.jitter), setting.admit, shape, replica)
+        key = (id(setting.costs), id(setting.jitter), setting.admit, setting.shape, replica)
         if key not in drawn:
-            drawn[key] = _draw(setting, shape, seed, replica)
+            drawn[key] = _draw(setting, seed, replica)
         replicas.append(drawn[key])
     sync_ns = max(each.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
     done = simulate_step(
@@ -204,11 +196,10 @@ def _run(
         recording=recording,
         step=step,
     )
-    floors = [each.floor(setting.shape) for each in replicas]
     return Trial(
         done.makespan_ns,
-        max(each.ns for each in floors) + sync_ns,
-        max(each.load_ns for each in floors) + sync_ns,
+        max(each.floor.ns for each in replicas) + sync_ns,
+        max(each.floor.load_ns for each in replicas) + sync_ns,
         _bound_ns(setting, replicas, sync_ns),
         done.bubble_fraction,
         done.peak_held,
