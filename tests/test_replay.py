@@ -16,11 +16,12 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.measured import measure
-from rrfp.simulate.recorded import RecordedRun, read_run, redispatch, task_of
+from rrfp.simulate.recorded import RecordedRun, read_run, redispatch
 from rrfp.simulate.replay import costs_of, replay, task_times
 from rrfp.simulate.world import Policy, World
 from rrfp.trace.perfetto import read_trace
 from rrfp.trace.records import Recording
+from rrfp.trace.stimuli import task_of
 from tests.effort import examples
 from tests.step_times import MEGATRONS, OURS, policy_of, random_times, simulated
 from tests.trained import rrfp

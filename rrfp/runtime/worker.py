@@ -52,7 +52,8 @@ from rrfp.schedule.dispatcher import (
     Waited,
 )
 from rrfp.schedule.tasks import Task
-from rrfp.trace.records import Record, StimulusRecord, TaskRecord, WaitRecord
+from rrfp.trace.records import Record, TaskRecord, WaitRecord
+from rrfp.trace.stimuli import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +163,7 @@ class Worker:
 
     def _handle(self, stimulus: Stimulus) -> tuple[Instruction, ...]:
         now_ns = self._clock()
-        stage, kind, microbatch, member = -1, "", -1, 0
-        match stimulus:
-            case InputArrived():
-                (stage, kind, microbatch), member = stimulus
-            case TaskAgreed():
-                ((stage, kind, microbatch),) = stimulus
-        name = stimulus.__class__.__name__
-        self._record(StimulusRecord(now_ns, self._step, name, kind, stage, microbatch, member))
+        self._record(record_of(now_ns, self._step, stimulus))
         return self._dispatcher.handle(now_ns, stimulus)
 
     def _take_in(self, events: Iterable[Event]) -> None:

@@ -27,10 +27,10 @@ from rrfp.simulate.recorded import (
     RecordedRun,
     StepRecords,
     redispatch,
-    task_of,
 )
 from rrfp.simulate.world import Stretch, Transfer
 from rrfp.trace.records import WaitRecord
+from rrfp.trace.stimuli import task_of
 
 Span = tuple[int, int]
 """From and to, in ns."""

@@ -15,22 +15,17 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.dispatcher import (
     DEFAULT_LIMIT,
     AgreementRule,
-    ComputeIdle,
-    DecideAhead,
     Dispatch,
     Dispatcher,
     Group,
-    InputArrived,
     RunTask,
-    Stimulus,
-    TaskAgreed,
     WeightGradients,
 )
 from rrfp.schedule.hints import HINT_NAMES, Hint, hint_named, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.schedule.tasks import Kind, Task, format_task
+from rrfp.schedule.tasks import Task, format_task
 from rrfp.simulate.world import Policy
 from rrfp.trace.records import (
     RankInfo,
@@ -42,6 +37,7 @@ from rrfp.trace.records import (
     WaitRecord,
 )
 from rrfp.trace.steps import Window, step_windows
+from rrfp.trace.stimuli import stimulus_of, task_of
 
 _MEGATRON = "megatron"
 """The dispatch of Megatron-Core's own schedules, which bind and whose transfers block."""
@@ -171,33 +167,6 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
         tuple(whole),
         tuple(step for step in asked if step not in kept),
     )
-
-
-def stimulus_of(record: StimulusRecord) -> Stimulus:
-    """The stimulus that was recorded. Raises RrfpError for a record of none."""
-    match record.name:
-        case "ComputeIdle":
-            return ComputeIdle()
-        case "DecideAhead":
-            return DecideAhead()
-        case "TaskAgreed":
-            return TaskAgreed(task_of(record))
-        case "InputArrived":
-            return InputArrived(task_of(record), record.member)
-    raise RrfpError(
-        f"the trace has a stimulus '{record.name}' of step {record.step}, which no dispatcher "
-        "takes; see 'rrfp trace check'"
-    )
-
-
-def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
-    """The task that a record is about. Raises RrfpError for one of no kind."""
-    if record.kind not in list(Kind):
-        raise RrfpError(
-            f"the trace has a task of kind '{record.kind}' in step {record.step}, which is none of "
-            f"{', '.join(Kind)}; see 'rrfp trace check'"
-        )
-    return Task(record.stage, Kind(record.kind), record.microbatch)
 
 
 def decisions(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import InputArrived, RunTask, Stimulus, TaskAgreed, Waited
+from rrfp.schedule.dispatcher import RunTask, Stimulus, Waited
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import (
@@ -17,10 +17,10 @@ from rrfp.trace.records import (
     ReceiveRecord,
     Recording,
     SendRecord,
-    StimulusRecord,
     TaskRecord,
     WaitRecord,
 )
+from rrfp.trace.stimuli import record_of
 
 HOST = "simulated"
 
@@ -74,16 +74,7 @@ class StepLog:
         }
 
     def took_in(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> None:
-        name = type(stimulus).__name__
-        stage, kind, microbatch, reporter = -1, "", -1, 0
-        match stimulus:
-            case InputArrived():
-                (stage, kind, microbatch), reporter = stimulus
-            case TaskAgreed():
-                ((stage, kind, microbatch),) = stimulus
-        record = StimulusRecord(
-            self._origin_ns + now_ns, self._step, name, kind, stage, microbatch, reporter
-        )
+        record = record_of(self._origin_ns + now_ns, self._step, stimulus)
         self._members[rank][member].stimuli.append(record)
 
     def waited(self, rank: int, member: int, waited: Waited) -> None:

@@ -1,0 +1,52 @@
+"""Stimuli of a dispatcher as records, and back: what a rank took in can be handed in again."""
+
+from rrfp.errors import RrfpError
+from rrfp.schedule.dispatcher import (
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Stimulus,
+    TaskAgreed,
+)
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import ReceiveRecord, StimulusRecord, TaskRecord
+
+
+def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
+    """The record of a stimulus that a dispatcher takes in at this time."""
+    stage, kind, microbatch, member = -1, "", -1, 0
+    match stimulus:
+        case InputArrived():
+            (stage, kind, microbatch), member = stimulus
+        case TaskAgreed():
+            ((stage, kind, microbatch),) = stimulus
+    return StimulusRecord(
+        time_ns, step, stimulus.__class__.__name__, kind, stage, microbatch, member
+    )
+
+
+def stimulus_of(record: StimulusRecord) -> Stimulus:
+    """The stimulus that was recorded. Raises RrfpError for a record of none."""
+    match record.name:
+        case "ComputeIdle":
+            return ComputeIdle()
+        case "DecideAhead":
+            return DecideAhead()
+        case "TaskAgreed":
+            return TaskAgreed(task_of(record))
+        case "InputArrived":
+            return InputArrived(task_of(record), record.member)
+    raise RrfpError(
+        f"the trace has a stimulus '{record.name}' of step {record.step}, which no dispatcher "
+        "takes; see 'rrfp trace check'"
+    )
+
+
+def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
+    """The task that a record is about. Raises RrfpError for one of no kind."""
+    if record.kind not in list(Kind):
+        raise RrfpError(
+            f"the trace has a task of kind '{record.kind}' in step {record.step}, which is none of "
+            f"{', '.join(Kind)}; see 'rrfp trace check'"
+        )
+    return Task(record.stage, Kind(record.kind), record.microbatch)
