@@ -88,3 +88,48 @@ def test_the_page_has_the_commands_it_quotes() -> None:
     for table in load("equal_memory").values():
         assert f"```\n{table['command'].strip()}\n```" in PAGE
         assert len(table["labels"]) == table["command"].count("--row")
+
+
+def test_the_picture_is_of_the_tables_on_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("altair", reason="the picture needs the extra `report`")
+    pytest.importorskip("vl_convert", reason="the picture needs the extra `report`")
+    from benchmarks.paper import charts
+
+    for heading, num_rows in {"Table 6": 3, "Table 7": 3, "Table 8": 5, "Figure 5": 2}.items():
+        assert len(charts.table(PAGE, heading)) == 1 + num_rows
+    drawn = tmp_path / "paper.svg"
+    drawn.write_text(charts.draw(PAGE), encoding="utf-8")
+    assert drawn.read_bytes() == charts.PICTURE.read_bytes()
+    assert f"]({charts.PICTURE.relative_to('docs')})" in PAGE
+
+
+def test_every_figure_of_the_tables_is_drawn() -> None:
+    pytest.importorskip("altair", reason="the picture needs the extra `report`")
+    from benchmarks.paper import charts
+
+    published = load("published")
+    jitter, hints = charts.slowdowns(PAGE)
+    *scaling, limits = charts.speedups(PAGE)
+    drawn = (jitter, hints, *scaling, limits)
+    for chart in drawn:
+        assert {len(curve.values) for curve in chart.curves} == {len(chart.places)}
+    assert {curve.name for chart in drawn for curve in chart.curves} == set(charts.COLOURS)
+    slows = {c.name: c.values for c in jitter.curves if c.source == "published"}
+    assert slows["BF"] == tuple(
+        pytest.approx(100 * published["jitter"][level]["bf"], abs=0.06) for level in jitter.places
+    )
+    assert len(hints.curves) == 4
+    for chart, row in zip(scaling, published["scaling"], strict=True):
+        assert chart.places == tuple(map(str, row["values"]))
+        assert chart.curves[1].values == tuple(row["speedups"])
+    assert limits.places == tuple(map(str, published["limits"]["values"]))
+    assert [curve.name for curve in limits.curves] == ["BF", "BFW"]
+
+
+def test_a_page_without_a_table_is_told() -> None:
+    pytest.importorskip("altair", reason="the picture needs the extra `report`")
+    from benchmarks.paper import charts
+
+    page = PAGE.replace("## Table 7: hints", "## Hints")
+    with pytest.raises(ValueError, match=r"no table `Table 7`"):
+        charts.slowdowns(page)

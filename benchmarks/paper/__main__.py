@@ -1,12 +1,10 @@
-"""Simulates all of it and writes the page: `python -m benchmarks.paper`."""
+"""Simulates all of it, writes the page and draws its picture: `python -m benchmarks.paper`."""
 
-from pathlib import Path
 from string import Template
 
-from benchmarks.paper import tables
+from benchmarks.paper import charts, tables
 from benchmarks.paper.workload import FOLDER, Simulation, load
 
-PAGE = Path("docs/paper.md")
 _TRIED_ON_HINTS = ("as chosen", "no limit", "images all of one size")
 
 
@@ -34,8 +32,9 @@ def main() -> None:
         **{name: tables.at_equal_memory(table) for name, table in load("equal_memory").items()},
     }
     prose = (FOLDER / "page.md").read_text(encoding="utf-8")
-    PAGE.write_text(Template(prose).substitute(parts), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    charts.PAGE.write_text(Template(prose).substitute(parts), encoding="utf-8")
+    print(f"wrote {charts.PAGE}")
+    charts.main()
 
 
 if __name__ == "__main__":
