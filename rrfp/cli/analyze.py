@@ -2,15 +2,15 @@
 
 import csv
 import json
-import re
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.cli.options import Steps, TracePath, parse_steps
+from rrfp.cli.orders import critical_path, deviations, misalignment
+from rrfp.errors import RrfpError
 from rrfp.hint_files import resolve_hint
 from rrfp.schedule.dispatcher import Dispatch
 
@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from rrfp.simulate.recorded import RecordedRun
 
 app = typer.Typer(help="Reports from a run's trace.", no_args_is_help=True)
-
-TracePath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[PATH]", help="A run's directory or its trace file; none means the newest run."
-    ),
-]
-Steps = Annotated[
-    str | None,
-    typer.Option(metavar="A:B", help="Only the steps from A up to, not including, B."),
-]
 
 
 class Format(StrEnum):
@@ -63,7 +52,7 @@ def bubbles(
     ] = None,
 ) -> None:
     """Show how much of each rank's time was idle, and why."""
-    asked = None if steps is None else _parse_steps(steps)
+    asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.bubbles import bubbles as divide
     from rrfp.trace.perfetto import read_trace
@@ -137,7 +126,7 @@ def whatif(
     in every row, and each --hint makes one; without any, a sensible set is shown.
     Savings are shares of the run's own replayed time.
     """
-    asked = None if steps is None else _parse_steps(steps)
+    asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.whatif import Change, what_if
     from rrfp.cli.sweep import count_or_none
@@ -176,15 +165,11 @@ def whatif(
             _print_whatif_csv(report)
 
 
-def _parse_steps(text: str) -> range:
-    match = re.fullmatch(r"(\d*):(\d*)", text)
-    if match is None:
-        raise UsageError(f"--steps takes a range such as 3:10, not '{text}'")
-    start = int(match[1] or 0)
-    stop = int(match[2]) if match[2] else sys.maxsize
-    if start >= stop:
-        raise UsageError(f"--steps {text} is empty; the second number must be the larger one")
-    return range(start, stop)
+app.command(epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(deviations)
+app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(misalignment)
+app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
+    critical_path
+)
 
 
 def tell_left_out(steps: tuple[int, ...], why: str) -> None:

@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from rrfp.analyze.bubbles import Bubbles
     from rrfp.analyze.whatif import WhatIf
     from rrfp.simulate.trial import Row
@@ -107,6 +109,16 @@ def whatif_table(report: "WhatIf") -> Table:
             f"{100 * row.saving:.1f}",
             f"{max(row.peak_held):g}",
         )
+    return table
+
+
+def frame_table(frame: "pl.DataFrame") -> Table:
+    """The rows of a report as they are, with four digits of what is not whole."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in frame.columns:
+        table.add_column(name.replace("_", "\n"), justify="right", vertical="bottom")
+    for row in frame.iter_rows():
+        table.add_row(*(f"{each:.4g}" if isinstance(each, float) else str(each) for each in row))
     return table
 
 

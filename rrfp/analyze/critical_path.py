@@ -1,0 +1,240 @@
+"""Which chain of tasks, messages and waits made a step as long as it was, and who owns it.
+
+The chain is walked from the end of the step back to its start. A task began when the last thing
+that it needed was there: where its message came after its rank was free, that is the message, and
+the chain goes on with the task that sent it; else it is the task before it on its rank. Every
+nanosecond of the step is somebody's: of the task that ran, of the link (its receiver's) while a
+message was under way, or of what a rank waited for. The members of a group run their tasks as one:
+the last one's message counts for all.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import polars as pl
+
+from rrfp.analyze.bubbles import OVERHEAD
+from rrfp.analyze.frames import NS_PER_S, Frames
+from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Kind
+
+LINK = "link"
+
+
+class Stretch(NamedTuple):
+    """A stretch of the chain."""
+
+    start_ns: int
+    end_ns: int
+    pp_rank: int
+    kind: str
+    """F, B or W; `link`; or the cause of a wait."""
+
+
+class Owner(NamedTuple):
+    """Who owns how much of the step."""
+
+    pp_rank: int
+    kind: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """The chain of one step, in order of time and without gaps."""
+
+    step: int
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def length_ns(self) -> int:
+        return self.stretches[-1].end_ns - self.stretches[0].start_ns
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The most first; their times sum to the length."""
+        times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
+        for start_ns, end_ns, pp_rank, kind in self.stretches:
+            times_ns[pp_rank, kind] += end_ns - start_ns
+        owners = [Owner(*who, time_ns) for who, time_ns in times_ns.items() if time_ns]
+        return sorted(owners, key=lambda owner: (-owner.time_ns, owner.pp_rank, owner.kind))
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share that links and waits own."""
+        idle_ns = sum(owner.time_ns for owner in self.owners if owner.kind not in list(Kind))
+        return idle_ns / self.length_ns
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """The owners: a row each, the most first."""
+        return pl.DataFrame(
+            [(*owner[:2], owner.time_ns / NS_PER_S) for owner in self.owners],
+            schema={"pp_rank": pl.Int32, "kind": pl.String, "seconds": pl.Float64},
+            orient="row",
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The object that `rrfp analyze critical-path --format json` prints."""
+        return {
+            "step": self.step,
+            "length_s": self.length_ns / NS_PER_S,
+            "owners": [
+                {"pp_rank": pp_rank, "kind": kind, "seconds": time_ns / NS_PER_S}
+                for pp_rank, kind, time_ns in self.owners
+            ],
+        }
+
+
+class _Task(NamedTuple):
+    """A task on a rank."""
+
+    start_ns: int
+    end_ns: int
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What one rank did in the step."""
+
+    pp_rank: int
+    group: tuple[int, int]
+    entry_ns: int
+    tasks: list[_Task]
+    waits: list[tuple[int, int, str]]
+
+
+def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
+    """The chain of a step; without one, of that which took longest.
+
+    Raises RrfpError when no step was finished by every rank, and UsageError for a step that was
+    not.
+    """
+    windows = _windows(frames)
+    if not windows:
+        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    if step is None:
+        step = max(windows, key=lambda each: windows[each][1] - windows[each][0])
+    if step not in windows:
+        raise UsageError(
+            f"step {step} is none that every rank finished; choose one from {min(windows)} to "
+            f"{max(windows)}"
+        )
+    return _Walk(frames.of_steps(range(step, step + 1)), step, windows[step]).path()
+
+
+def _windows(frames: Frames) -> dict[int, tuple[int, int]]:
+    """The window of each step that every rank finished."""
+    schedules = frames.phases.filter(pl.col("phase") == "schedule")
+    num_ranks = frames.phases["rank"].n_unique()
+    found = (
+        schedules.group_by("step")
+        .agg(pl.col("rank").n_unique(), pl.col("start_ns").min(), pl.col("end_ns").max())
+        .filter(pl.col("rank") == num_ranks)
+        .sort("step")
+    )
+    return {step: (start, end) for step, _, start, end in found.iter_rows()}
+
+
+class _Walk:
+    """The way back through one step."""
+
+    def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
+        self._step = step
+        self._window = window
+        self._ranks: dict[int, _Rank] = {}
+        schedules = frames.phases.filter(pl.col("phase") == "schedule")
+        for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
+            rank, pp_rank, dp_rank, entry_ns = row
+            self._ranks[rank] = _Rank(pp_rank, (pp_rank, dp_rank), entry_ns, [], [])
+        columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
+        for row in frames.tasks.select(columns).sort("start_ns").iter_rows():
+            task = _Task(*row)
+            self._ranks[task.rank].tasks.append(task)
+        for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
+            self._ranks[rank].waits.append((wait[0], wait[1], wait[2]))
+        for of_rank in self._ranks.values():
+            of_rank.waits.sort()
+        self._senders = {
+            (task.rank, task.kind, task.stage, task.microbatch): task
+            for of_rank in self._ranks.values()
+            for task in of_rank.tasks
+        }
+        # The last message for a task of a group: when it came, and the rank that sent it.
+        self._came: dict[tuple[tuple[int, int], str, int, int], tuple[int, int]] = {}
+        names = ("to_rank", "kind", "stage", "microbatch", "came_ns", "from_rank")
+        for to_rank, kind, stage, microbatch, came_ns, from_rank in frames.messages.select(
+            names
+        ).iter_rows():
+            key = (self._ranks[to_rank].group, kind, stage, microbatch)
+            self._came[key] = max(self._came.get(key, (0, 0)), (came_ns, from_rank))
+
+    def path(self) -> CriticalPath:
+        tasks = [task for of_rank in self._ranks.values() for task in of_rank.tasks]
+        start_ns, end_ns = self._window
+        if not tasks:
+            raise RrfpError(f"step {self._step} of the trace has no tasks; see 'rrfp trace check'")
+        last = max(tasks, key=lambda task: (task.end_ns, -task.rank))
+        back = [*self._idle(last.rank, last.end_ns, end_ns, after_all=True)]
+        task: _Task | None = last
+        until_ns = last.end_ns
+        while task is not None:
+            pp_rank = self._ranks[task.rank].pp_rank
+            begin_ns = min(task.start_ns, until_ns)
+            back.append(Stretch(begin_ns, until_ns, pp_rank, task.kind))
+            task, until_ns = self._before(task, begin_ns, back)
+        if until_ns > start_ns:
+            back.append(Stretch(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
+        return CriticalPath(
+            self._step, tuple(reversed([each for each in back if each[0] < each[1]]))
+        )
+
+    def _before(self, task: _Task, begin_ns: int, back: list[Stretch]) -> tuple[_Task | None, int]:
+        """What a task waited for last, and until when that took; what lies between is added."""
+        of_rank = self._ranks[task.rank]
+        place = bisect_left(of_rank.tasks, task)
+        previous = of_rank.tasks[place - 1] if place else None
+        free_ns = of_rank.entry_ns if previous is None else previous.end_ns
+        came_ns, from_rank = self._came.get(
+            (of_rank.group, task.kind, task.stage, task.microbatch), (0, 0)
+        )
+        sender = self._sender(task, from_rank) if came_ns > free_ns else None
+        if sender is None:
+            reached_ns = min(free_ns, begin_ns)
+            back += self._idle(task.rank, reached_ns, begin_ns)
+            return previous, reached_ns
+        came_ns = min(came_ns, begin_ns)
+        back += self._idle(task.rank, came_ns, begin_ns)
+        left_ns = min(sender.end_ns, came_ns)
+        back.append(Stretch(left_ns, came_ns, of_rank.pp_rank, LINK))
+        return sender, left_ns
+
+    def _sender(self, task: _Task, from_rank: int) -> _Task | None:
+        """The task whose output a message for this one carried."""
+        stage = task.stage - 1 if task.kind == "F" else task.stage + 1
+        return self._senders.get((from_rank, task.kind, stage, task.microbatch))
+
+    def _idle(
+        self, rank: int, start_ns: int, end_ns: int, *, after_all: bool = False
+    ) -> Iterator[Stretch]:
+        """Why a rank ran nothing, from the end back: its recorded waits, and what none of them
+        explains."""
+        of_rank = self._ranks[rank]
+        rest = Cause.DRAIN if after_all else OVERHEAD
+        cursor_ns = end_ns
+        for begin_ns, stop_ns, cause in reversed(of_rank.waits):
+            begin_ns, stop_ns = max(begin_ns, start_ns), min(stop_ns, cursor_ns)
+            if begin_ns >= stop_ns:
+                continue
+            yield Stretch(stop_ns, cursor_ns, of_rank.pp_rank, rest)
+            yield Stretch(begin_ns, stop_ns, of_rank.pp_rank, cause)
+            cursor_ns = begin_ns
+        yield Stretch(start_ns, cursor_ns, of_rank.pp_rank, rest)

@@ -1,0 +1,59 @@
+"""How far each rank departed from its hint's order.
+
+A dispatch deviates by the number of unfinished tasks that the hint ranks above it (its
+*displacement*; for hints that rank in rounds, that precede it in the order that they give when all
+times are equal). Each pair of tasks that ran in the other order than the hint's is counted by one
+of these, so that their sum is Kendall's distance between the two orders.
+"""
+
+import polars as pl
+
+from rrfp.analyze.frames import Frames
+from rrfp.errors import RrfpError
+
+DEVIATIONS = {
+    "pp_rank": pl.Int32,
+    "dispatches": pl.Int64,
+    "deviating_fraction": pl.Float64,
+    "mean_displacement": pl.Float64,
+    "max_displacement": pl.Int64,
+    "kendall_tau_distance": pl.Float64,
+}
+
+
+def deviations(frames: Frames) -> pl.DataFrame:
+    """A row a pipeline rank, over its steps and replicas; the members of a group, which run the
+    same tasks, count once. The distance is a share of all pairs of a step's tasks, the mean over
+    steps.
+
+    Raises RrfpError for a run that recorded no places in a hint's order.
+    """
+    leads = frames.tasks.filter(pl.col("tp_rank") == pl.col("tp_rank").min().over("pp_rank"))
+    if leads.is_empty() or leads["skipped"].min() < 0:  # type: ignore[operator]
+        raise RrfpError(
+            "the trace has no places of its tasks in a hint's order; record one with 'rrfp train'"
+        )
+    by_step = leads.group_by("pp_rank", "dp_rank", "step").agg(
+        pl.len().alias("num"), pl.col("skipped").sum().alias("inversions")
+    )
+    num_pairs = pl.col("num") * (pl.col("num") - 1) / 2
+    distances = by_step.group_by("pp_rank").agg(
+        (pl.col("inversions") / num_pairs).fill_nan(0).mean().alias("kendall_tau_distance")
+    )
+    return (
+        leads.group_by("pp_rank")
+        .agg(
+            pl.len().alias("dispatches"),
+            (pl.col("skipped") > 0).mean().alias("deviating_fraction"),
+            pl.col("skipped").mean().alias("mean_displacement"),
+            pl.col("skipped").max().alias("max_displacement"),
+        )
+        .join(distances, on="pp_rank")
+        .sort("pp_rank")
+        .cast(DEVIATIONS)  # type: ignore[arg-type]
+    )
+
+
+def as_json(report: pl.DataFrame) -> dict[str, object]:
+    """The object that `rrfp analyze deviations --format json` prints."""
+    return {"ranks": report.to_dicts()}

@@ -1,0 +1,96 @@
+"""How messages and their stages missed each other.
+
+A message is *queued* while it lies ready and its task has not started: work waited for the stage.
+A stage is *starved* while it idles before the message comes that ends its wait: the stage waited
+for work. A message that comes while the stage works, or that does not end its wait, starved nobody.
+"""
+
+import polars as pl
+
+from rrfp.analyze.frames import NS_PER_S, Frames
+from rrfp.errors import RrfpError
+
+LINK = ("from", "to", "direction")
+
+
+def misalignment(frames: Frames) -> pl.DataFrame:
+    """A row a directed link between pipeline ranks: how many messages it carried, and the median
+    and the 95th percentile over them of the seconds queued, and starved.
+
+    Raises RrfpError for a run that recorded no messages.
+    """
+    messages = timed_messages(frames)
+    if messages.is_empty():
+        raise RrfpError(
+            "the trace has no messages between stages; record one with 'rrfp train' under its own "
+            "transport"
+        )
+    return (
+        messages.group_by(*LINK)
+        .agg(
+            pl.len().alias("messages"),
+            *(
+                (pl.col(f"{what}_ns").quantile(share, "linear") / NS_PER_S).alias(
+                    f"{what}_s_{name}"
+                )
+                for what in ("queued", "starved")
+                for name, share in (("median", 0.5), ("p95", 0.95))
+            ),
+        )
+        .sort(*LINK)
+    )
+
+
+def as_json(report: pl.DataFrame) -> dict[str, object]:
+    """The object that `rrfp analyze misalignment --format json` prints."""
+    return {
+        "links": [
+            {
+                **{name: row[name] for name in (*LINK, "messages")},
+                **{
+                    what: {share: row[f"{what}_{share}"] for share in ("median", "p95")}
+                    for what in ("queued_s", "starved_s")
+                },
+            }
+            for row in report.to_dicts()
+        ]
+    }
+
+
+def timed_messages(frames: Frames) -> pl.DataFrame:
+    """Every message with its link and how long it was queued, and starved its stage, in ns."""
+    # Since when a rank was idle at a moment: the end of its last task, or its entry into the step.
+    entries = frames.phases.filter(pl.col("phase") == "schedule").select(
+        pl.col("rank").alias("to_rank"),
+        pl.col("start_ns").alias("since_ns"),
+        pl.col("start_ns").alias("idle_ns"),
+    )
+    tasks = frames.tasks.select(
+        pl.col("rank").alias("to_rank"),
+        pl.col("start_ns").alias("since_ns"),
+        pl.col("end_ns").alias("idle_ns"),
+    )
+    free = pl.concat([entries, tasks]).sort("since_ns")
+    direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
+    return (
+        frames.messages.sort("came_ns")
+        .join_asof(
+            free,
+            left_on="came_ns",
+            right_on="since_ns",
+            by="to_rank",
+            # The very task that began with the message tells nothing of the time before.
+            allow_exact_matches=False,
+            check_sortedness=False,
+        )
+        .with_columns(
+            pl.col("from_pp_rank").alias("from"),
+            pl.col("to_pp_rank").alias("to"),
+            direction.alias("direction"),
+            (pl.col("used_ns") - pl.col("came_ns")).clip(0).alias("queued_ns"),
+            pl.when(pl.col("came_ns") == pl.col("came_ns").max().over("to_rank", "since_ns"))
+            .then((pl.col("came_ns") - pl.col("idle_ns")).fill_null(0).clip(0))
+            .otherwise(0)
+            .alias("starved_ns"),
+        )
+    )

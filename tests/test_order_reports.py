@@ -1,0 +1,263 @@
+"""Deviations, misalignment and the critical path, on runs whose answers are known beforehand."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+
+from rrfp.analyze import deviations, misalignment
+from rrfp.analyze.critical_path import Owner, critical_path
+from rrfp.analyze.frames import MESSAGES, TASKS, frames_of
+from rrfp.cli import main as cli
+from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.order import parse_order
+from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.world import TaskTimes
+from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.cases import Case, cases
+from tests.effort import examples
+from tests.simulated import simulated, simulated_case
+from tests.step_times import random_times
+
+TRACES = sorted(Path("traces").glob("*.pftrace"))
+
+TWO_STAGES = Shape(2, 3, kinds=FORWARD_ONLY)
+SLOW_STAGE = TaskTimes([[10] * 3, [30] * 3], [[0] * 3] * 2, [[0] * 3] * 2)
+
+
+def slow_link() -> Recording:
+    """Three forwards over a link that takes 25 ns for each."""
+    return simulated("bf", TWO_STAGES, transfer=lambda *_: 25)
+
+
+def owners(recording: Recording, step: int | None = None) -> dict[tuple[int, str], int]:
+    path = critical_path(frames_of(recording), step)
+    return {(owner.pp_rank, owner.kind): owner.time_ns for owner in path.owners}
+
+
+# The tables.
+
+
+def test_the_tables_have_their_schemas_also_where_they_are_empty() -> None:
+    for recording in (Recording({}, []), simulated("bf", Shape(2, 3))):
+        frames = frames_of(recording)
+        assert dict(frames.tasks.schema) == TASKS
+        assert dict(frames.messages.schema) == MESSAGES
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
+def test_every_record_of_a_real_run_is_a_row(trace: Path) -> None:
+    recording = read_trace(trace)
+    frames = frames_of(recording)
+    for frame, name in ((frames.tasks, "task"), (frames.waits, "wait"), (frames.phases, "phase")):
+        assert frame.height == sum(len(each.by_name()[name]) for each in recording.ranks)
+    assert frames.messages.height == sum(len(each.receives) for each in recording.ranks)
+
+
+# Deviations.
+
+
+def test_what_ran_out_of_turn_is_counted_by_what_stood_before_it() -> None:
+    # Microbatch 0 is on its way until 1 and 2 are there: stage 1 runs 1, 2 and then 0.
+    late = {Task(1, Kind.F, 0): 100}
+    order = parse_order("0F1,0F2,0F0,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", Shape(2, 3), "mine")
+    recording = simulated(order, Shape(2, 3), transfer=lambda _s, _r, task: late.get(task, 0))
+    ranks = deviations.deviations(frames_of(recording)).to_dicts()
+    ran = [(task.kind, task.microbatch) for task in recording.ranks[1].tasks]
+    assert ran[0] == ("F", 1)
+    assert ranks[1]["dispatches"] == 6
+    assert ranks[1]["max_displacement"] >= 1
+    assert ranks[1]["kendall_tau_distance"] == distance(recording, 1)
+
+
+def distance(recording: Recording, rank: int) -> float:
+    """Kendall's, pair by pair."""
+    places = [task.hint_position for task in recording.ranks[rank].tasks]
+    pairs = list(combinations(places, 2))
+    return sum(first > second for first, second in pairs) / len(pairs) if pairs else 0.0
+
+
+@examples(quick=60, thorough=1000)
+@given(cases())
+def test_the_distance_is_kendall_s(case: Case) -> None:
+    recording = simulated_case(case, random_times(random.Random(case.seed), case.shape))
+    report = deviations.deviations(frames_of(recording))
+    leads = [each.info.rank for each in recording.ranks if each.info.tp_rank == 0]
+    assert report["kendall_tau_distance"].to_list() == pytest.approx(
+        [distance(recording, rank) for rank in leads]
+    )
+
+
+def test_a_fixed_order_deviates_from_nothing() -> None:
+    report = deviations.deviations(
+        frames_of(simulated("1f1b", Shape(3, 6), dispatch=Dispatch.FIXED, num_steps=2))
+    )
+    assert report["dispatches"].to_list() == [24, 24, 24]
+    for column in ("deviating_fraction", "mean_displacement", "kendall_tau_distance"):
+        assert report[column].to_list() == [0, 0, 0]
+
+
+# Misalignment.
+
+
+def test_a_slow_link_starves_the_stage_behind_it() -> None:
+    (link,) = misalignment.misalignment(frames_of(slow_link())).to_dicts()
+    # Messages come at 35, 60 and 85; the stage was free from 0, 45 and 70 on.
+    assert link["starved_s_median"] == pytest.approx(15e-9)
+    assert (link["queued_s_median"], link["queued_s_p95"]) == (0, 0)
+
+
+def test_messages_queue_before_a_slow_stage() -> None:
+    frames = frames_of(simulated("bf", TWO_STAGES, SLOW_STAGE))
+    # They come at 10, 20 and 30, and their tasks begin at 10, 40 and 70.
+    timed = misalignment.timed_messages(frames)
+    assert timed["queued_ns"].to_list() == [0, 20, 40]
+    assert timed["starved_ns"].to_list() == [10, 0, 0]
+
+
+def test_a_message_that_is_withheld_starves_nobody() -> None:
+    """Stage 0 may run one forward ahead: it idles for gradients, and stage 1 for activations."""
+    frames = frames_of(simulated("bf", Shape(2, 3), limit=1))
+    timed = misalignment.timed_messages(frames)
+    backward = timed.filter(pl.col("direction") == "backward")
+    assert backward["starved_ns"].to_list() == [30] * 3
+
+
+# The critical path.
+
+
+def test_a_slow_link_owns_the_step() -> None:
+    assert owners(slow_link()) == {
+        (0, "F"): 30,
+        (1, "link"): 55,
+        (1, "F"): 10,
+    }
+
+
+def test_a_slow_stage_owns_the_step() -> None:
+    assert owners(simulated("bf", TWO_STAGES, SLOW_STAGE)) == {(0, "F"): 10, (1, "F"): 90}
+
+
+def test_a_round_of_agreement_owns_what_it_takes() -> None:
+    recording = simulated("bf", TWO_STAGES, num_members=2, agreement_ns=7, transfer=lambda *_: 50)
+    found = owners(recording)
+    assert found[1, "coordination"] == 7
+    assert sum(found.values()) == step_windows(recording)[0][1]
+
+
+def test_the_slowest_step_is_looked_at_unless_another_is_asked_for() -> None:
+    recording = simulated("bf", TWO_STAGES, num_steps=2)
+    path = critical_path(frames_of(recording))
+    assert path.step == 0
+    assert critical_path(frames_of(recording), 1).step == 1
+    with pytest.raises(UsageError, match="step 2 is none that every rank finished; choose one"):
+        critical_path(frames_of(recording), 2)
+
+
+@examples(quick=60, thorough=1000)
+@given(cases())
+def test_the_path_has_no_gap_and_ends_where_the_step_does(case: Case) -> None:
+    recording = simulated_case(
+        case,
+        random_times(random.Random(case.seed), case.shape),
+        transfer=lambda *_: case.seed % 200,
+        lateness=lambda member, _: case.seed % 30 * member,
+        agreement_ns=case.seed % 11,
+    )
+    path = critical_path(frames_of(recording))
+    start_ns, end_ns = step_windows(recording)[0]
+    assert (path.stretches[0].start_ns, path.stretches[-1].end_ns) == (start_ns, end_ns)
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(path.stretches))
+    assert sum(owner.time_ns for owner in path.owners) == path.length_ns == end_ns - start_ns
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda path: path.stem)
+def test_so_it_is_on_real_runs(trace: Path) -> None:
+    recording = read_trace(trace)
+    for step, (start_ns, end_ns) in step_windows(recording).items():
+        path = critical_path(frames_of(recording), step)
+        assert path.length_ns == end_ns - start_ns == sum(each.time_ns for each in path.owners)
+        assert isinstance(path.owners[0], Owner)
+
+
+# The commands.
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run("deviations", ...)` on a simulated run, 80 columns wide."""
+    trace = tmp_path / "trace.pftrace"
+    write_trace(trace, simulated("bf", Shape(2, 3), num_steps=2, transfer=lambda *_: 25))
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def rrfp(command: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rrfp", "analyze", command, str(trace), *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return rrfp
+
+
+def test_the_json_has_the_keys_that_other_tools_read(run: Run) -> None:
+    (rank, _) = json.loads(run("deviations", "--format", "json")[1])["ranks"]
+    assert set(rank) == {
+        *("pp_rank", "dispatches", "deviating_fraction", "mean_displacement", "max_displacement"),
+        "kendall_tau_distance",
+    }
+    links = json.loads(run("misalignment", "--format", "json")[1])["links"]
+    assert [(link["from"], link["to"], link["direction"]) for link in links] == [
+        (0, 1, "forward"),
+        (1, 0, "backward"),
+    ]
+    assert set(links[0]) == {"from", "to", "direction", "messages", "queued_s", "starved_s"}
+    assert set(links[0]["queued_s"]) == set(links[0]["starved_s"]) == {"median", "p95"}
+    path = json.loads(run("critical-path", "--format", "json")[1])
+    assert set(path) == {"step", "length_s", "owners"}
+    assert sum(owner["seconds"] for owner in path["owners"]) == pytest.approx(path["length_s"])
+    assert set(path["owners"][0]) == {"pp_rank", "kind", "seconds"}
+
+
+@pytest.mark.parametrize("command", ["deviations", "misalignment", "critical-path"])
+def test_tables_keep_to_80_columns_and_csv_has_a_heading(run: Run, command: str) -> None:
+    code, table, _ = run(command)
+    assert code == 0
+    assert max(map(len, table.splitlines())) <= 80
+    heading, *rows = run(command, "--format", "csv")[1].splitlines()
+    assert rows
+    assert all(len(row.split(",")) == len(heading.split(",")) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "code", "words"),
+    [
+        ("misalignment", ("--fail-above", "0"), 1, "above the 0 of --fail-above"),
+        ("deviations", ("--fail-above", "1"), 0, ""),
+        ("critical-path", ("--fail-above", "0.1"), 1, "what links and waits own"),
+        ("deviations", ("--stage", "7"), 2, "no tasks of stage 7; its stages are 0, 1"),
+        ("misalignment", ("--steps", "5:"), 2, "none of the steps asked for; it has those from 0"),
+        ("critical-path", ("--step", "9"), 2, "step 9 is none that every rank finished"),
+    ],
+)
+def test_thresholds_and_bad_choices(
+    run: Run, command: str, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    found, _, told = run(command, *arguments)
+    assert (found, words in told, told.count("\n") <= 1) == (code, True, True)
+
+
+def test_a_run_without_messages_is_told_so() -> None:
+    with pytest.raises(RrfpError, match="no messages between stages"):
+        misalignment.misalignment(frames_of(simulated("bf", Shape(1, 3))))
