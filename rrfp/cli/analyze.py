@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.compare import compare
 from rrfp.cli.options import Steps, TracePath, parse_steps
 from rrfp.cli.orders import critical_path, deviations, misalignment
 from rrfp.errors import RrfpError
@@ -167,6 +168,7 @@ def whatif(
 
 app.command(epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(deviations)
 app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(misalignment)
+app.command(epilog="Example: rrfp analyze compare runs/before runs/after --steps 1:")(compare)
 app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
     critical_path
 )

@@ -1,13 +1,18 @@
-"""Arguments that several reports take."""
+"""What several reports take and how they are printed."""
 
+import json
 import re
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.errors import UsageError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 TracePath = Annotated[
     Path | None,
@@ -21,6 +26,18 @@ Steps = Annotated[
 ]
 
 
+class Format(StrEnum):
+    """How a report is printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+    PARQUET = "parquet"
+
+
+FrameFormat = Annotated[Format, typer.Option("--format", help="How to print the report.")]
+
+
 def parse_steps(text: str) -> range:
     """Read `A:B`, either of which may be left out; UsageError for anything else."""
     match = re.fullmatch(r"(\d*):(\d*)", text)
@@ -31,3 +48,25 @@ def parse_steps(text: str) -> range:
     if start >= stop:
         raise UsageError(f"--steps {text} is empty; the second number must be the larger one")
     return range(start, stop)
+
+
+def print_frame(report: "pl.DataFrame", as_json: dict[str, object], output_format: Format) -> None:
+    """Print a report on stdout; UsageError for bytes on a terminal."""
+    match output_format:
+        case Format.TABLE:
+            from rich.console import Console
+
+            from rrfp.cli.tables import frame_table
+
+            Console().print(frame_table(report))
+        case Format.JSON:
+            print(json.dumps(as_json))
+        case Format.CSV:
+            sys.stdout.write(report.write_csv())
+        case Format.PARQUET:
+            if sys.stdout.isatty():
+                raise UsageError(
+                    "--format parquet is no text for a terminal; send it to a file with "
+                    "> report.parquet"
+                )
+            report.write_parquet(sys.stdout.buffer)

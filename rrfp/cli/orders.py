@@ -1,32 +1,17 @@
 """`rrfp analyze deviations`, `misalignment` and `critical-path`: how a run's order came about."""
 
-import json
-import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.options import Steps, TracePath, parse_steps
-from rrfp.errors import RrfpError, UsageError
+from rrfp.cli.options import Format, FrameFormat, Steps, TracePath, parse_steps, print_frame
+from rrfp.errors import RrfpError
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from rrfp.analyze.frames import Frames
 
 
-class Format(StrEnum):
-    """How a report is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
-    PARQUET = "parquet"
-
-
-OutputFormat = Annotated[Format, typer.Option("--format", help="How to print the report.")]
 Stage = Annotated[
     int | None, typer.Option(min=0, help="Only the pipeline rank that holds this stage.")
 ]
@@ -36,7 +21,7 @@ def deviations(
     path: TracePath = None,
     steps: Steps = None,
     stage: Stage = None,
-    output_format: OutputFormat = Format.TABLE,
+    output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Exit with 1 when a rank deviates more often than this."),
@@ -51,7 +36,7 @@ def deviations(
     from rrfp.analyze import deviations as module
 
     report = module.deviations(_frames(path, steps, stage))
-    _print(report, module.as_json(report), output_format)
+    print_frame(report, module.as_json(report), output_format)
     _fail_above(fail_above, report["deviating_fraction"].max(), "a rank's deviating fraction")
 
 
@@ -59,7 +44,7 @@ def misalignment(
     path: TracePath = None,
     steps: Steps = None,
     stage: Stage = None,
-    output_format: OutputFormat = Format.TABLE,
+    output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
         typer.Option(min=0, help="Exit with 1 when a link's p95 of seconds starved is above this."),
@@ -69,7 +54,7 @@ def misalignment(
     from rrfp.analyze import misalignment as module
 
     report = module.misalignment(_frames(path, steps, stage))
-    _print(report, module.as_json(report), output_format)
+    print_frame(report, module.as_json(report), output_format)
     _fail_above(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")
 
 
@@ -78,7 +63,7 @@ def critical_path(
     step: Annotated[
         int | None, typer.Option(min=0, help="The step to look at; the slowest one without it.")
     ] = None,
-    output_format: OutputFormat = Format.TABLE,
+    output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
         typer.Option(
@@ -96,7 +81,7 @@ def critical_path(
     report = walk(_frames(path), step)
     if output_format is Format.TABLE:
         typer.echo(f"Step {report.step} took {report.length_ns / 1e9:.4g} s, of which")
-    _print(report.frame, report.as_json(), output_format)
+    print_frame(report.frame, report.as_json(), output_format)
     _fail_above(fail_above, report.idle_fraction, "what links and waits own of the step")
 
 
@@ -112,27 +97,6 @@ def _frames(path: Path | None, steps: str | None = None, stage: int | None = Non
     if asked is not None:
         frames = frames.of_steps(asked)
     return frames if stage is None else frames.of_stage(stage)
-
-
-def _print(report: "pl.DataFrame", as_json: dict[str, object], output_format: Format) -> None:
-    match output_format:
-        case Format.TABLE:
-            from rich.console import Console
-
-            from rrfp.cli.tables import frame_table
-
-            Console().print(frame_table(report))
-        case Format.JSON:
-            print(json.dumps(as_json))
-        case Format.CSV:
-            sys.stdout.write(report.write_csv())
-        case Format.PARQUET:
-            if sys.stdout.isatty():
-                raise UsageError(
-                    "--format parquet is no text for a terminal; send it to a file with "
-                    "> report.parquet"
-                )
-            report.write_parquet(sys.stdout.buffer)
 
 
 def _fail_above(most: float | None, found: Any, what: str) -> None:

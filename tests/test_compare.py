@@ -1,0 +1,109 @@
+"""Two runs side by side: a difference is told, noise is not called one."""
+
+import json
+import sys
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from rrfp.analyze.compare import Comparison, compare
+from rrfp.cli import main as cli
+from rrfp.errors import RrfpError
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.simulate.recording import new_recording
+from rrfp.simulate.step import simulate_step
+from rrfp.simulate.world import Policy, World
+from rrfp.trace.perfetto import write_trace
+from rrfp.trace.records import Recording
+from tests.step_times import equal_times
+
+SHAPE = Shape(2, 3, kinds=FORWARD_ONLY)
+STEADY = (100, 101, 99, 100, 102, 100, 98, 100)
+
+
+def run_of(task_ns: tuple[int, ...], transfer_ns: int = 0) -> Recording:
+    """A step for each time of its tasks."""
+    recording = new_recording(SHAPE, 1, 1, {"world": 2})
+    for step, each in enumerate(task_ns):
+        world = World(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
+        simulate_step(SHAPE, Policy(TURNS["bf"]), [world], recording=recording, step=step)
+    return recording
+
+
+def moved(comparison: Comparison) -> set[str]:
+    return {cause for cause, each in comparison.causes_s.items() if each.leaves_out(0)}
+
+
+def test_a_faster_run_is_told_with_what_made_it_so() -> None:
+    comparison = compare(run_of(STEADY), run_of(tuple(each // 2 for each in STEADY)))
+    # Three tasks on each of two stages, the second one a task later.
+    assert comparison.step_s == (400e-9, 200e-9)
+    assert comparison.step_time_ratio.median == pytest.approx(0.5)
+    assert comparison.step_time_ratio.leaves_out(1)
+    assert comparison.causes_s["work"].median == pytest.approx(-150e-9)
+    assert moved(comparison) == {"work", "warmup", "drain"}
+
+
+def test_a_slower_link_moves_the_waits_and_not_the_work() -> None:
+    comparison = compare(run_of(STEADY), run_of(STEADY, transfer_ns=150))
+    assert comparison.step_time_ratio.low > 1
+    assert comparison.causes_s["work"].median == 0
+    assert "work" not in moved(comparison)
+    assert "forward_input" in moved(comparison)
+
+
+def test_noise_is_not_called_a_gain() -> None:
+    noisy = (100, 140, 90, 120, 80, 130, 95, 110)
+    comparison = compare(run_of(noisy), run_of(noisy[::-1]))
+    assert comparison.step_time_ratio.median == 1
+    assert not comparison.step_time_ratio.leaves_out(1)
+    assert comparison.step_time_ratio.low < 1 < comparison.step_time_ratio.high
+    assert moved(comparison) == set()
+
+
+def test_the_same_runs_have_the_same_intervals() -> None:
+    a, b = run_of(STEADY), run_of((100, 120, 80, 110))
+    assert compare(a, b) == compare(a, b)
+
+
+def test_one_step_tells_no_difference() -> None:
+    with pytest.raises(RrfpError, match="have 8 and 1 whole steps, and it takes 2 of each"):
+        compare(run_of(STEADY), run_of((100,)))
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    write_trace(Path("a.pftrace"), run_of(STEADY))
+    write_trace(Path("b.pftrace"), run_of(STEADY, transfer_ns=150))
+
+    def rrfp(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rrfp", "analyze", "compare", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    code, out, _ = rrfp("a.pftrace", "b.pftrace", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert set(found["step_time_ratio"]) == {"median", "low", "high"}
+    assert set(found["causes"]["forward_input"]) == {"median", "low", "high"}
+    table = rrfp("a.pftrace", "b.pftrace")[1]
+    assert "B is slower" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert rrfp("a.pftrace", "a.pftrace", "--fail-above", "1")[0] == 0
+    code, _, told = rrfp("a.pftrace", "b.pftrace", "--fail-above", "1.1")
+    assert code == 1
+    assert "above the 1.1 of --fail-above" in told
+    assert rrfp("a.pftrace", "missing.pftrace")[0] == 1
+
+
+def test_the_frame_has_a_row_for_each_figure() -> None:
+    comparison = compare(run_of(STEADY), run_of(STEADY, transfer_ns=150))
+    frame = comparison.frame
+    assert frame["what"].to_list() == ["step_time_ratio", *comparison.causes_s]
+    assert frame.filter(pl.col("low") > pl.col("high")).is_empty()
