@@ -18,7 +18,7 @@ from rrfp.trace.rundir import RunDir
 from tests.trained import rrfp
 
 GROUPED = {"pp2-tp2-sp", "moe-pp2-ep2"}
-SHORT = ("bf", "bfw", "zb-v", "interleaved", RANDOM)
+SHORT = ("bfw", "zb-v", "interleaved", RANDOM)
 
 
 def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def test_every_layout_learns_the_same(layout: str, tmp_path: Path) -> None:
     )
     rules = list(AgreementRule) if layout in GROUPED else [None]
     combinations = {(verdict["hint"], verdict["agreement"]) for verdict in found}
-    assert combinations >= {(hint, rule) for hint in ("bf", "bfw", RANDOM) for rule in rules}
+    assert combinations >= {(hint, rule) for hint in ("bfw", RANDOM) for rule in rules}
     assert {verdict["dropout"] > 0 for verdict in found} == {False, True}
     assert {verdict["reference"].split()[0] for verdict in found if not verdict["dropout"]} == {
         DispatchMode.FIXED if layout == "pp2-c2-v" else DispatchMode.MEGATRON

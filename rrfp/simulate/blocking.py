@@ -14,7 +14,6 @@ the calls in Megatron-Core's schedules.py:
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from heapq import heappop
 
 from rrfp.errors import UsageError
 from rrfp.schedule.causes import Cause
@@ -102,14 +101,15 @@ class BlockingStep(Step):
     def play(self) -> PipelineRun:
         for rank in range(self.shape.num_ranks):
             self._exchange(rank, 0, None)
-        while self.heap:
-            now_ns, what, _, rank, _, task = heappop(self.heap)
-            if what == ENDED:
-                self._ranks[rank].is_busy = False
-                self._ranks[rank].ended_ns = now_ns
-                self._exchange(rank, now_ns, task)
-            else:
-                self._passed(now_ns, task)
+        while self.has_events():
+            now_ns, events = self.take()
+            for what, rank, _, task in events:
+                if what == ENDED:
+                    self._ranks[rank].is_busy = False
+                    self._ranks[rank].ended_ns = now_ns
+                    self._exchange(rank, now_ns, task)
+                else:
+                    self._passed(now_ns, task)
         return self.result()
 
     def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Protocol
 
 from rrfp.errors import RrfpError
@@ -40,6 +41,10 @@ from rrfp.simulate.world import Policy, World
 
 ENDED, CAME, DECIDES_AHEAD = range(3)
 """What an event is, and its priority among those of one instant."""
+
+Event = tuple[int, int, int, Task]
+"""What it is; the rank, the member and the task that it is about."""
+_PRIORITY = itemgetter(0)
 
 IDLE = ComputeIdle()
 
@@ -92,8 +97,9 @@ class Step:
         self.shape = shape
         self.world = world
         self.log = log
-        self.heap: list[tuple[int, int, int, int, int, Task]] = []
-        """Events to come: time, priority, counter; rank, member and task."""
+        # Events to come by their time, in the sequence in which they were made; and those times.
+        self._events: dict[int, list[Event]] = {}
+        self._times_ns: list[int] = []
         # Followers decide nothing: without a log nobody asks why they wait.
         num_members = world.num_members if log is not None else 1
         self.members: list[list[Dispatcher]] = [
@@ -104,7 +110,6 @@ class Step:
             for rank in range(shape.num_ranks)
         ]
         """The dispatchers of each rank, its leader's first."""
-        self._num_events = 0
         self._num_left = shape.num_ranks * shape.num_tasks_of_a_rank
         self._ends_ns = [0] * shape.num_ranks
         self._busy_ns = [0] * shape.num_ranks
@@ -117,8 +122,24 @@ class Step:
         return Group(num_members, member == 0, policy.rule) if num_members > 1 else None
 
     def push(self, time_ns: int, what: int, rank: int, member: int, task: Task) -> None:
-        self._num_events += 1
-        heappush(self.heap, (time_ns, what, self._num_events, rank, member, task))
+        events = self._events.get(time_ns)
+        if events is None:
+            heappush(self._times_ns, time_ns)
+            self._events[time_ns] = [(what, rank, member, task)]
+        else:
+            events.append((what, rank, member, task))
+
+    def has_events(self) -> bool:
+        """Whether anything is still to come."""
+        return bool(self._times_ns)
+
+    def take(self) -> tuple[int, list[Event]]:
+        """The next time and its events, by priority, then counter."""
+        now_ns = heappop(self._times_ns)
+        events = self._events.pop(now_ns)
+        if len(events) > 1:
+            events.sort(key=_PRIORITY)
+        return now_ns, events
 
     def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
         """Hand a stimulus to a dispatcher; the task that it answers with, if any."""
@@ -201,18 +222,16 @@ class AsyncStep(Step):
         self._last_came_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
     def play(self) -> PipelineRun:
-        heap = self.heap
         now_ns = 0
         while True:
             for rank in sorted(self._to_decide):
                 if not self._is_busy[rank]:
                     self._decide(rank, now_ns)
             self._to_decide.clear()
-            if not heap:
+            if not self.has_events():
                 return self.result()
-            now_ns = heap[0][0]
-            while heap and heap[0][0] == now_ns:
-                _, what, _, rank, member, task = heappop(heap)
+            now_ns, events = self.take()
+            for what, rank, member, task in events:
                 if what == ENDED:
                     self._is_busy[rank] = False
                     self._to_decide.add(rank)
