@@ -59,6 +59,7 @@ def pipeline() -> list[list[RankRun]]:
     return run_ranks(4, train_natively, {**SMALL, "pp": 4, "steps": STEPS}, 2, timeout_s=100)
 
 
+@pytest.mark.slow
 def test_four_stages_train_and_the_loss_falls() -> None:
     losses = pipeline()[0][0].losses
     assert losses[-1] < losses[0] - 0.5
@@ -150,6 +151,7 @@ def test_a_pipeline_recomputes_drops_and_ties() -> None:
     assert dropped.losses == pytest.approx(plain.losses, rel=0.05)
 
 
+@pytest.mark.slow
 def test_variable_lengths_train_on_a_tensor_parallel_pipeline() -> None:
     settings = {**SMALL, "pp": 2, "tp": 2, "seq_length": 256, "variable_lengths": True}
     runs = run_ranks(4, train_natively, settings, timeout_s=100)

@@ -105,7 +105,7 @@ def test_megatrons_run_is_read_as_blocking_and_has_no_decisions() -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--pp=2", "--tp=2", "--hint=bfw"), id="group"),
+        pytest.param(("--pp=2", "--tp=2", "--hint=bfw"), id="group", marks=pytest.mark.slow),
         pytest.param(
             ("--pp=2", "--chunks=2", "--placement=v", "--hint=zb-v", "--hold=3"),
             id="chunks",

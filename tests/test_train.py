@@ -159,6 +159,7 @@ def track_events(trace: Path) -> Iterator[tuple[int, int, str, dict[str, Any]]]:
             yield kind, event.track_uuid, event.name, notes
 
 
+@pytest.mark.slow
 def test_a_fixed_order_holds_what_it_says_and_nothing_need_be_recorded(tmp_path: Path) -> None:
     flags = ("--dispatch", "fixed", "--hint", "1f1b", "--no-trace", "--steps", "2")
     finished = Finished(tmp_path, *flags, *TINY)
@@ -190,7 +191,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize(
-    ("rank", "flags"), [*KILLS[:2], *(pytest.param(*k, marks=pytest.mark.slow) for k in KILLS[2:])]
+    ("rank", "flags"), [KILLS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in KILLS[1:])]
 )
 def test_a_killed_rank_ends_the_run_and_is_named(
     tmp_path: Path, rank: int, flags: list[str]

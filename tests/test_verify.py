@@ -31,10 +31,10 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_learns_the_same(layout: str, tmp_path: Path) -> None:
-    """The short version: fewer hints, two steps."""
+    """The short version: fewer hints, one step."""
     hints = [f"--hint={hint}" for hint in SHORT]
     found = verdicts(
-        rrfp(tmp_path, "verify", f"--layout={layout}", *hints, "--steps=2", "--format=json")
+        rrfp(tmp_path, "verify", f"--layout={layout}", *hints, "--steps=1", "--format=json")
     )
     rules = list(AgreementRule) if layout in GROUPED else [None]
     combinations = {(verdict["hint"], verdict["agreement"]) for verdict in found}
