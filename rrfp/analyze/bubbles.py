@@ -19,14 +19,13 @@ from itertools import pairwise
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.trace.records import RankInfo, RankRecords, Recording, TaskRecord, WaitRecord
+from rrfp.trace.records import NS_PER_S, RankInfo, RankRecords, Recording, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_windows
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
 """Every part of a bubble, in the order in which reports show them."""
 
-NS_PER_S = 1_000_000_000
 
 Interval = tuple[int, int]
 

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from rrfp.analyze.bubbles import CAUSES, NS_PER_S, bubbles
+from rrfp.analyze.bubbles import CAUSES, bubbles
 from rrfp.errors import RrfpError
 from rrfp.simulate.draws import uniforms
-from rrfp.trace.records import Recording
+from rrfp.trace.records import NS_PER_S, Recording
 
 _NUM_RESAMPLES = 2000
 _TAIL_PERCENT = 2.5

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import polars as pl
 
 from rrfp.analyze.bubbles import OVERHEAD
-from rrfp.analyze.frames import NS_PER_S, Frames
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.records import NS_PER_S
 
 LINK = "link"
 

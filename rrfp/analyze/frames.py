@@ -12,8 +12,6 @@ import polars as pl
 from rrfp.errors import UsageError
 from rrfp.trace.records import RankInfo, Recording
 
-NS_PER_S = 1_000_000_000
-
 _PLACE = {"rank": pl.Int32, "pp_rank": pl.Int32, "tp_rank": pl.Int32, "dp_rank": pl.Int32}
 _SPAN = {"start_ns": pl.Int64, "end_ns": pl.Int64, "step": pl.Int32}
 _TASK = {"kind": pl.String, "stage": pl.Int32, "microbatch": pl.Int32}

@@ -7,8 +7,9 @@ for work. A message that comes while the stage works, or that does not end its w
 
 import polars as pl
 
-from rrfp.analyze.frames import NS_PER_S, Frames
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
+from rrfp.trace.records import NS_PER_S
 
 LINK = ("from", "to", "direction")
 

@@ -25,9 +25,7 @@ from rrfp.simulate.recorded import RecordedRun, read_run
 from rrfp.simulate.replay import W_SHARE, replay
 from rrfp.simulate.step import SimulatedStep
 from rrfp.simulate.world import Policy
-from rrfp.trace.records import Recording
-
-NS_PER_S = 1_000_000_000
+from rrfp.trace.records import NS_PER_S, Recording
 
 _LEAST_SAVING = 0.005
 """A saving below this is none worth a word."""

@@ -14,6 +14,7 @@ from rrfp.cli.orders import critical_path, deviations, misalignment
 from rrfp.errors import RrfpError
 from rrfp.hint_files import resolve_hint
 from rrfp.schedule.dispatcher import Dispatch
+from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
     from rrfp.analyze.bubbles import Bubbles
@@ -190,7 +191,7 @@ def _print_table(report: "Bubbles") -> None:
 
 def _print_csv(report: "Bubbles") -> None:
     """A row a rank; times in seconds."""
-    from rrfp.analyze.bubbles import CAUSES, NS_PER_S
+    from rrfp.analyze.bubbles import CAUSES
 
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(["rank", "pp_rank", "stages", "bubble_fraction", "window_s", "busy_s", *CAUSES])
@@ -210,7 +211,6 @@ def _print_csv(report: "Bubbles") -> None:
 def _print_whatif(report: "WhatIf") -> None:
     from rich.console import Console
 
-    from rrfp.analyze.whatif import NS_PER_S
     from rrfp.cli.tables import whatif_table
 
     # The name of an order file may look like a style.

@@ -7,6 +7,7 @@ import typer
 
 from rrfp.cli.options import Format, FrameFormat, Steps, TracePath, parse_steps, print_frame
 from rrfp.errors import RrfpError
+from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
@@ -80,7 +81,7 @@ def critical_path(
 
     report = walk(_frames(path), step)
     if output_format is Format.TABLE:
-        typer.echo(f"Step {report.step} took {report.length_ns / 1e9:.4g} s, of which")
+        typer.echo(f"Step {report.step} took {report.length_ns / NS_PER_S:.4g} s, of which")
     print_frame(report.frame, report.as_json(), output_format)
     _fail_above(fail_above, report.idle_fraction, "what links and waits own of the step")
 

@@ -7,6 +7,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from rrfp.trace.records import NS_PER_S
+
 if TYPE_CHECKING:
     import polars as pl
 
@@ -88,7 +90,6 @@ def trial_table(labels: Sequence[str], rows: "Sequence[Row]") -> Table:
 
 def whatif_table(report: "WhatIf") -> Table:
     """A row a replay: the run as it was, then what each change would have made of it."""
-    from rrfp.analyze.bubbles import NS_PER_S
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("replayed", overflow="fold", vertical="bottom")

@@ -10,7 +10,6 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs import (
     LONGEST_S,
-    NS_PER_S,
     StepCosts,
     check_chunk,
     check_rank,
@@ -18,6 +17,7 @@ from rrfp.simulate.costs import (
     part_of,
 )
 from rrfp.simulate.world import TaskTimes
+from rrfp.trace.records import NS_PER_S
 
 COLUMNS = ("kind", "pp_rank", "chunk", "microbatch", "seconds")
 _MOST = 10**6

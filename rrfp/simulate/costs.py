@@ -11,7 +11,6 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.world import TaskTimes
 
-NS_PER_S = 1_000_000_000
 LONGEST_S = 3600.0
 """What a task may take at most where it is written down; a longer one is a slip."""
 FACTORS = (0.001, 1000.0)

@@ -24,11 +24,12 @@ import numpy as np
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs import FACTORS, LONGEST_S, NS_PER_S, Links, StepCosts, check_takes_time
+from rrfp.simulate.costs import FACTORS, LONGEST_S, Links, StepCosts, check_takes_time
 from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, normals
 from rrfp.simulate.sections import Agreement, GradientSync, LinkSpeed
 from rrfp.simulate.toml_tables import ranged, read_table
 from rrfp.simulate.world import TaskTimes
+from rrfp.trace.records import NS_PER_S
 
 _MOST_LAYERS = 1000
 _MOST_LENGTH = 10**7

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rrfp.simulate.costs import LONGEST_S, NS_PER_S, Links
+from rrfp.simulate.costs import LONGEST_S, Links
 from rrfp.simulate.toml_tables import ranged
+from rrfp.trace.records import NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs import (
     FACTORS,
     LONGEST_S,
-    NS_PER_S,
     Links,
     StepCosts,
     check_chunk,
@@ -27,6 +26,7 @@ from rrfp.simulate.ranges import parse_ranges
 from rrfp.simulate.sections import Agreement, GradientSync, LinkSpeed
 from rrfp.simulate.toml_tables import ranged, read_table
 from rrfp.simulate.world import TaskTimes
+from rrfp.trace.records import NS_PER_S
 
 PRESETS = ("uniform", "language", "multimodal")
 """The tables that come along, in profiles/."""

@@ -15,12 +15,12 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.admission import Admit, admitted
 from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
-from rrfp.simulate.costs import NS_PER_S, Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.costs import Costs, Links, StepCosts, check_takes_time
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import Policy, TaskTimes, World
-from rrfp.trace.records import Recording
+from rrfp.trace.records import NS_PER_S, Recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+NS_PER_S = 1_000_000_000
+
 
 class TaskRecord(NamedTuple):
     """A task that ran, and what the dispatcher knew when it chose it."""
