@@ -115,15 +115,18 @@ def open_rig(
     num_credits: int = 64,
     decides_ahead: bool = True,
     delays_s: float | None = None,
+    record: Callable[[Record], None] | None = None,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
 ) -> Iterator[RankRig]:
     """This process' rank among `num_pp_ranks` times `num_members`, in the environment of
-    `run_ranks`. What the worker and the agreement send goes through `wrap`."""
+    `run_ranks`. What the worker and the agreement send goes through `wrap`. Records go to `record`,
+    or into the rig's own list."""
     torch.set_num_threads(1)
     place = Place(int(os.environ["RANK"]), num_pp_ranks, num_members)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, wait_for_workers=False)
     records: list[Record] = []
+    record = record or records.append
     delays = None if delays_s is None else Delays(0, place.rank, delays_s)
     inbox = Inbox()
     transport = SocketTransport(
@@ -133,17 +136,17 @@ def open_rig(
         place.peers,
         inbox,
         num_credits=num_credits,
-        record=records.append,
+        record=record,
         delays=delays,
     )
     wrapped = wrap(transport)
-    agreement = StarAgreement(place.rank, place.members, wrapped, records.append)
+    agreement = StarAgreement(place.rank, place.members, wrapped, record)
     worker = Worker(
         place.pp_ranks,
         inbox,
         wrapped,
         agreement,
-        records.append,
+        record,
         StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
         stall_s=stall_s,
         decides_ahead=decides_ahead,

@@ -10,7 +10,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto import write_trace
 from rrfp.trace.perfetto_reader import read_contents
-from rrfp.trace.records import Recording
+from rrfp.trace.records import LossRecord, Recording
 from tests.recordings import make_recording
 
 NUM_RANKS = 3
@@ -150,6 +150,24 @@ def test_a_torn_last_step_is_reported_as_what_it_is(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_rank_had_no_room_for_is_told_and_no_more(tmp_path: Path) -> None:
+    recording = make_recording(NUM_RANKS, 4, 4)
+    full = recording.ranks[1]
+    num_before = sum(map(len, full.by_name().values()))
+    for name, found in full.by_name().items():
+        for step in (1, 3):
+            of_step = [place for place, record in enumerate(found) if record.step == step]
+            # Phases come last in a step.
+            num_kept = 0 if name == "phase" else len(of_step) // 2
+            found[:] = [r for place, r in enumerate(found) if place not in of_step[num_kept:]]
+    num_lost = num_before - sum(map(len, full.by_name().values()))
+    full.losses += [LossRecord(1, 1, num_lost - 5), LossRecord(3, 3, 5)]
+    assert _check(tmp_path, recording) == [
+        f"lost: {num_lost} records ({num_lost - 5} in step 1; 5 in step 3) that rank 1 had no "
+        "room for"
+    ]
+
+
 def _drop(predicate: Callable[[Any], bool]) -> Callable[[list[Any]], None]:
     def drop(packets: list[Any]) -> None:
         del packets[next(i for i, packet in enumerate(packets) if predicate(packet))]
@@ -171,7 +189,7 @@ def _is_end(packet: Any) -> bool:
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (_drop(_is_end), "open: 1 slice begin and never end"),
+        (_drop(_is_end), "open: 1 slice without an end"),
         (_drop(lambda p: p.track_event.name == "F0"), "unmatched: 1 ends of slices"),
         (_drop(lambda p: p.track_event.name == "F0"), "lost: 1 of "),
         (_drop(lambda p: p.track_event.name == "end of trace"), "truncated: "),

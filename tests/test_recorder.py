@@ -79,6 +79,51 @@ def test_no_record_is_lost_between_threads(tmp_path: Path) -> None:
         assert [w.start_ns for w in found if w.step == number] == list(range(2000))
 
 
+def test_what_a_step_has_no_room_for_is_counted_and_later_steps_are_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    recorder = Recorder(path, INFO, capacity=3)
+    counts = {0: 3, 1: 5, 2: 2, 3: 4}
+    with caplog.at_level(logging.WARNING):
+        for step, count in counts.items():
+            for number in range(count):
+                recorder.record(WaitRecord(number, number, step, "drain"))
+            recorder.flush(step)
+        recorder.close()
+    records = read_spill(path)
+    assert records is not None
+    assert [(wait.step, wait.start_ns) for wait in records.waits] == [
+        (step, number) for step, count in counts.items() for number in range(min(count, 3))
+    ]
+    assert [loss[1:] for loss in records.losses] == [(1, 2), (3, 1)]
+    assert [cost.num_records for cost in records.costs] == [3, 6, 8, 11]
+    assert [record.message for record in caplog.records] == [
+        "step 1 recorded more than 3 records on this rank; its last 2 are lost, and the trace "
+        "counts what later steps lose"
+    ]
+
+
+def test_what_several_threads_lose_is_counted_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    recorder = Recorder(path, INFO, capacity=100)
+
+    def record() -> None:
+        for number in range(3000):
+            recorder.record(WaitRecord(number, number, 0, "drain"))
+
+    threads = [threading.Thread(target=record) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        recorder.flush(0)
+    recorder.flush(0)
+    recorder.close()
+    records = read_spill(path)
+    assert records is not None
+    assert len(records.waits) + sum(loss.num_lost for loss in records.losses) == 9000
+
+
 def test_a_full_disk_switches_recording_off_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto import read_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
 from rrfp.trace.rundir import RunDir, create_run_dir, resolve_trace
-from rrfp.trace.spill import SpillWriter, encode_rows
+from rrfp.trace.spill import SpillWriter, row_of
 from tests.recordings import make_recording
 
 
@@ -24,7 +24,8 @@ def _spill(run: RunDir, recording: Recording) -> None:
     for records in recording.ranks:
         writer = SpillWriter(run.rank_records(records.info.rank), records.info)
         for found in records.by_name().values():
-            writer.append(encode_rows(found))
+            writer.append(map(row_of, found))
+            writer.flush()
         writer.close()
 
 
@@ -115,7 +116,8 @@ def test_clocks_are_aligned() -> None:
         (RankInfo(1, 1, 0, 0, (1,), "far", 2, clock_offset_ns=1_030, clock_error_ns=3), send),
     ):
         writer = SpillWriter(run.rank_records(info.rank), info)
-        writer.append(encode_rows([record]))
+        writer.append(map(row_of, [record]))
+        writer.flush()
         writer.close()
     ranks = read_trace(encode_run(run.path)).ranks
     assert ranks[0].waits == [wait._replace(start_ns=0, end_ns=100)]

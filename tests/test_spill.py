@@ -10,7 +10,7 @@ import pytest
 
 from rrfp.errors import RrfpError
 from rrfp.trace.records import RankInfo, RankRecords, WaitRecord
-from rrfp.trace.spill import SpillWriter, encode_rows, is_being_written, read_spill
+from rrfp.trace.spill import SpillWriter, is_being_written, read_spill, row_of
 from tests.recordings import make_recording
 
 INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
@@ -19,7 +19,8 @@ INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)
 def _write(path: Path, *flushes: list[WaitRecord]) -> None:
     writer = SpillWriter(path, INFO)
     for records in flushes:
-        writer.append(encode_rows(records))
+        writer.append(map(row_of, records))
+        writer.flush()
     writer.close()
 
 
@@ -28,9 +29,28 @@ def test_every_record_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "records" / "rank-1.jsonl"
     writer = SpillWriter(path, expected.info)
     for found in expected.by_name().values():
-        writer.append(encode_rows(found))
+        writer.append(map(row_of, found))
+        writer.flush()
     writer.close()
     assert read_spill(path) == expected
+
+
+def test_a_flush_of_any_length_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "rank-3.jsonl"
+    waits = [WaitRecord(number, number + 1, 0, "drain") for number in range(2500)]
+    writer = SpillWriter(path, INFO)
+    writer.append(map(row_of, waits[:2100]))
+    writer.append(map(row_of, waits[2100:]))
+    writer.flush()
+    writer.flush()
+    writer.append(map(row_of, waits[:1]))
+    writer.close()
+    whole = path.read_bytes()
+    assert [line.endswith(b"\n") for line in whole.splitlines(keepends=True)] == [
+        *(True, True),
+        False,
+    ]
+    assert read_spill(path) == RankRecords(INFO, waits=waits)
 
 
 def test_a_torn_last_line_loses_only_itself(tmp_path: Path) -> None:

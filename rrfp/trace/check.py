@@ -1,15 +1,17 @@
 """Whether a trace holds all of its run: what is lost, open, unmatched, missing or impossible.
 
-A run that crashed lost the records of the step it was in, on some ranks or on all. That step is
-reported as what it is, and no further check looks at it.
+A run that crashed lost the records of the step it was in, on some ranks or on all; and a rank that
+had no room for all records of a step lost its last ones. Such a step is reported as what it is, and
+no further check looks at it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, islice, pairwise
 from typing import Any
 
 from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
+from rrfp.trace.perfetto_format import MOST_OF_A_KIND
 from rrfp.trace.perfetto_reader import TraceContents
 from rrfp.trace.records import Phase, RankRecords, ReceiveRecord, Recording, SendRecord, TaskRecord
 
@@ -24,6 +26,7 @@ def check_contents(contents: TraceContents) -> list[str]:
     problems = [
         *_check_file(contents),
         *_check_ranks(recording, ranks),
+        *_check_losses(recording),
         *_check_torn(recording, torn),
         *_check_messages(recording, ranks, torn, contents.flow_lengths),
     ]
@@ -46,25 +49,26 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
     elif num_found > num_written:
         yield f"unmatched: {num_found - num_written} events more than the run recorded"
     if contents.open_slices:
-        yield _tell("open: {} begin and never end", "slices", contents.open_slices)
+        yield _tell("open: {} without an end", "slices", contents.open_slices)
     if contents.num_stray_ends:
         yield f"unmatched: {contents.num_stray_ends} ends of slices that never began"
 
 
 def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
-    missing = sorted(_expected_ranks(recording.settings) - ranks)
+    missing = sorted(expected_ranks(recording.settings) - ranks)
     if missing:
         yield _tell("missing: {} of the run left no records", "ranks", missing)
     counts = Counter(records.info.rank for records in recording.ranks)
     twice = [rank for rank, count in counts.items() if count > 1]
     if twice:
-        yield _tell("unmatched: {} are in the trace more than once", "ranks", twice)
+        yield _tell("unmatched: {} in the trace more than once", "ranks", twice)
 
 
-def _expected_ranks(settings: dict[str, object]) -> set[int]:
+def expected_ranks(settings: Mapping[str, object]) -> set[int]:
+    """The ranks that a run had by its settings; none where these do not tell."""
     expected: set[int] = set()
     world = settings.get("world")
-    if isinstance(world, int):
+    if isinstance(world, int) and world <= MOST_OF_A_KIND:
         expected.update(range(world))
     listed = settings.get("ranks")
     if isinstance(listed, list):
@@ -77,9 +81,11 @@ def _expected_ranks(settings: dict[str, object]) -> set[int]:
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
-    """The steps that a run began and did not finish: to each the ranks that did not."""
+    """The steps that a run began and did not finish, or not record: to each the ranks that did
+    not."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
+        - {loss.step for loss in records.losses}
         for records in recording.ranks
     }
     begun = {task.step for records in recording.ranks for task in records.tasks}
@@ -90,11 +96,27 @@ def _torn_steps(recording: Recording) -> dict[int, list[int]]:
     return {step: ranks for step, ranks in sorted(unfinished.items()) if ranks}
 
 
+def _check_losses(recording: Recording) -> Iterator[str]:
+    """What a rank itself says that it lost."""
+    for records in recording.ranks:
+        if records.losses:
+            num_lost = sum(loss.num_lost for loss in records.losses)
+            parts = [f"{loss.num_lost} in step {loss.step}" for loss in records.losses]
+            told = _tell("{}", "records", parts, num_lost)
+            yield f"lost: {told} that rank {records.info.rank} had no room for"
+
+
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
     last_step = max(
         (task.step for records in recording.ranks for task in records.tasks), default=-1
     )
-    for step, ranks in torn.items():
+    known = {
+        (loss.step, records.info.rank) for records in recording.ranks for loss in records.losses
+    }
+    for step, torn_ranks in torn.items():
+        ranks = [rank for rank in torn_ranks if (step, rank) not in known]
+        if not ranks:
+            continue
         told = _tell("{}", "ranks", ranks)
         if step == last_step:
             yield f"incomplete: the run ended in step {step}, which {told} did not finish"
@@ -158,7 +180,8 @@ def _check_messages(
     ):
         if told_of:
             yield _tell(pattern, "messages", told_of)
-    yield from _check_gaps(sends)
+    have_lost = {records.info.rank for records in recording.ranks if records.losses}
+    yield from _check_gaps(key for key in sends if key.source not in have_lost)
     yield from _check_inputs(recording, receives, skipped)
 
 
@@ -168,9 +191,12 @@ def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
     for source, destination, sequence in sends:
         links[source, destination].add(sequence)
     for (source, destination), found in sorted(links.items()):
-        lacking = sorted(set(range(max(found) + 1)) - found)
-        if lacking:
-            told = _tell("lost: {}", "messages", [f"number {number}" for number in lacking])
+        num_lacking = max(found) + 1 - len(found)
+        if num_lacking > 0:
+            # A damaged number may be huge: only the first few that are lacking are looked for.
+            lacking = (f"number {number}" for number in count() if number not in found)
+            examples = list(islice(lacking, min(num_lacking, _NUM_EXAMPLES + 1)))
+            told = _tell("lost: {}", "messages", examples, num_lacking)
             yield f"{told} of the link from rank {source} to {destination}"
 
 
@@ -247,9 +273,10 @@ def _name(task: TaskRecord | TaskKey) -> str:
     return f"{task.kind}{task.microbatch} of step {task.step}, stage {task.stage}"
 
 
-def _tell(pattern: str, noun: str, items: list[Any]) -> str:
-    """Fill in "3 tasks" and append the first few of them."""
-    count = f"{len(items)} {noun if len(items) != 1 else _singular(noun)}"
+def _tell(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
+    """Fill in "3 tasks" and append the first few of them, or of what stands for so many."""
+    num_items = len(items) if num_items is None else num_items
+    count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
     examples = "; ".join(map(str, items[:_NUM_EXAMPLES]))
     more = "; ..." if len(items) > _NUM_EXAMPLES else ""
     return f"{pattern.format(count)} ({examples}{more})"

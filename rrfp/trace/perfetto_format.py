@@ -2,10 +2,14 @@
 
 from rrfp.trace.records import RECORD_TYPES
 
+VERSION = 1
+"""The version of what is written. A reader refuses a later one; older ones it knows."""
 RUN = "run"
 """The name and category of the instant that holds the run's settings."""
 RANK = "rank"
 """The category of the instant that holds a rank's place in the layout."""
+HINT = "hint"
+"""The category of the slices that show what the hint wanted. They are derived, and no records."""
 END_MARK = "end of trace"
 """The name of the last event, which holds the number of records written."""
 
@@ -18,3 +22,16 @@ FIELDS = {
     for name, record_type in RECORD_TYPES.items()
 }
 """The annotations of each record type: the name, and whether it is a text."""
+
+MOST_OF_A_KIND = 1 << 20
+"""No run has more ranks, stages or microbatches. Who believes a trace makes lists of so many."""
+_PLACES = ("stage", "chunk", "microbatch", "peer", "member")
+_MOST_NS = 1 << 62
+
+
+def bounds_of(field: str) -> tuple[int, int]:
+    """The least and the most that a number of a record can be; what is beyond is damage. -1 stands
+    for none."""
+    if field in ("start_ns", "end_ns", "time_ns"):
+        return 0, _MOST_NS
+    return -1, MOST_OF_A_KIND if field in _PLACES else 1 << 53

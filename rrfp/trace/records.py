@@ -131,6 +131,15 @@ class CostRecord(NamedTuple):
     cost_ns: int
 
 
+class LossRecord(NamedTuple):
+    """Records of a step that this rank had no room for: its last ones. The phase that closes the
+    step is one of the last, and without it the step counts as one that the rank did not finish."""
+
+    time_ns: int
+    step: int
+    num_lost: int
+
+
 Record = (
     TaskRecord
     | WaitRecord
@@ -140,6 +149,7 @@ Record = (
     | StimulusRecord
     | PhaseRecord
     | CostRecord
+    | LossRecord
 )
 
 RECORD_TYPES: dict[str, type[Record]] = {
@@ -151,6 +161,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
     "stimulus": StimulusRecord,
     "phase": PhaseRecord,
     "cost": CostRecord,
+    "loss": LossRecord,
 }
 """The name of each record type in spill files."""
 
@@ -185,6 +196,7 @@ class RankRecords:
     stimuli: list[StimulusRecord] = field(default_factory=list)
     phases: list[PhaseRecord] = field(default_factory=list)
     costs: list[CostRecord] = field(default_factory=list)
+    losses: list[LossRecord] = field(default_factory=list)
 
     def by_name(self) -> dict[str, list[Any]]:
         """Each list under the name that its type has in `RECORD_TYPES`; the lists themselves."""
@@ -197,6 +209,7 @@ class RankRecords:
             "stimulus": self.stimuli,
             "phase": self.phases,
             "cost": self.costs,
+            "loss": self.losses,
         }
 
 

@@ -1,8 +1,9 @@
 """A rank's own append-only file of records, `records/rank-<N>.jsonl`.
 
 The first line is a header: format, version and who records. Every further line is one flush: a JSON
-array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line that a crash tore is the
-last one and lacks its newline; it held the step that was running, which is lost, and nothing else.
+array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line that a crash tore, or that
+the disk had no room for, is the last one and lacks its newline; it held the step that was running,
+which is lost, and nothing else.
 
 A writer holds a shared lock on its file for as long as its process lives, so that a reader can tell
 a run that goes on from one that has ended, however it ended. Both open the file for reading and for
@@ -13,6 +14,7 @@ import fcntl
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,24 @@ from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record
 FORMAT = "rrfp records"
 VERSION = 1
 
-_NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
+_BEGINNINGS = {record_type: (name,) for name, record_type in RECORD_TYPES.items()}
 _FIELD_TYPES = {
     name: tuple(record_type.__annotations__[field] for field in record_type._fields)
     for name, record_type in RECORD_TYPES.items()
 }
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
+_NUM_ROWS_OF_A_BATCH = 1000
+"""Encoded by one call, which costs as much as ten rows; larger batches gain nothing."""
 
-def encode_rows(records: Iterable[Record]) -> list[str]:
-    """Each record as one JSON row."""
-    return [_encode((_NAMES[type(record)], *record)) for record in records]
+Row = tuple[str | int, ...]
+"""A record's name and its fields."""
+
+
+def row_of(record: Record) -> Row:
+    """The record as it is written. It is a plain tuple, which costs the garbage collector nothing:
+    a million named ones it would look through again and again."""
+    return _BEGINNINGS[type(record)] + record
 
 
 class SpillWriter:
@@ -42,21 +51,28 @@ class SpillWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w+", encoding="utf-8")
         fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._write({"format": FORMAT, "version": VERSION, "rank": asdict(info)})
+        self._file.write(_encode({"format": FORMAT, "version": VERSION, "rank": asdict(info)}))
+        self._file.write("\n")
+        self._file.flush()
+        self._separator = "["
 
-    def append(self, rows: Iterable[str]) -> None:
-        """Write one flush of encoded rows and hand it to the operating system."""
-        self._write_line(f"[{','.join(rows)}]\n")
+    def append(self, rows: Iterable[Row]) -> None:
+        """Add records to the running flush, as they come out of an iterator."""
+        remaining = iter(rows)
+        while batch := list(islice(remaining, _NUM_ROWS_OF_A_BATCH)):
+            self._file.write(self._separator)
+            self._file.write(_encode(batch)[1:-1])
+            self._separator = ","
+
+    def flush(self) -> None:
+        """End the running flush and hand it to the operating system; an empty one has no line."""
+        if self._separator == ",":
+            self._file.write("]\n")
+            self._file.flush()
+            self._separator = "["
 
     def close(self) -> None:
         self._file.close()
-
-    def _write(self, value: object) -> None:
-        self._write_line(_encode(value) + "\n")
-
-    def _write_line(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
 
 
 def is_being_written(path: Path) -> bool:

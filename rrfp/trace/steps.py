@@ -1,5 +1,7 @@
 """The window of a step: from the first rank's entry into the schedule to the last one's return."""
 
+from collections import Counter
+
 from rrfp.trace.records import Phase, Recording
 
 Window = tuple[int, int]
@@ -8,15 +10,16 @@ Window = tuple[int, int]
 
 def step_windows(recording: Recording) -> dict[int, Window]:
     """The window of each step that every rank finished, by step."""
-    schedules = [
-        {phase.step: phase[:2] for phase in records.phases if phase.phase == Phase.SCHEDULE}
-        for records in recording.ranks
-    ]
-    finished: set[int] = set.intersection(*map(set, schedules)) if schedules else set()
+    num_ranks: Counter[int] = Counter()
+    windows: dict[int, Window] = {}
+    for records in recording.ranks:
+        schedules = [phase for phase in records.phases if phase.phase == Phase.SCHEDULE]
+        num_ranks.update({phase.step for phase in schedules})
+        for start_ns, end_ns, step, _ in schedules:
+            first_ns, last_ns = windows.get(step, (start_ns, end_ns))
+            windows[step] = min(first_ns, start_ns), max(last_ns, end_ns)
     return {
-        step: (
-            min(steps[step][0] for steps in schedules),
-            max(steps[step][1] for steps in schedules),
-        )
-        for step in sorted(finished)
+        step: windows[step]
+        for step, count in sorted(num_ranks.items())
+        if count == len(recording.ranks)
     }

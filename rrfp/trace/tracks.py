@@ -1,4 +1,4 @@
-"""The tree of tracks in a trace: pipeline > stage > compute, wait, send, receive, counters, ...
+"""The tree of tracks in a trace: pipeline > stage > compute, hint, wait, send, receive, ...
 
 Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so a
 link has a track of its own below `send` and `receive`, and what would still overlap goes to a
@@ -9,26 +9,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from rrfp.trace.perfetto_format import HINT, RANK
 from rrfp.trace.records import RankInfo
 
 Node = tuple[int, str]
 """One step of a path in the tree: a place among siblings, and a name."""
 
-COUNTERS = (5, "counters")
-_DETAILS = (7, "details")
+COUNTERS = (6, "counters")
+_DETAILS = (8, "details")
 
 PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
     "task": ((0, "compute"),),
-    "wait": ((1, "wait"),),
-    "agreement": ((2, "agreement"),),
-    "send": ((3, "send"),),
-    "receive": ((4, "receive"),),
-    "phase": ((6, "phases"),),
+    HINT: ((1, "hint"),),
+    "wait": ((2, "wait"),),
+    "agreement": ((3, "agreement"),),
+    "send": ((4, "send"),),
+    "receive": ((5, "receive"),),
+    "phase": ((7, "phases"),),
     "stimulus": (_DETAILS, (0, "stimuli")),
     "cost": (_DETAILS, (1, "recording")),
+    "loss": (_DETAILS, (1, "recording")),
+    RANK: (_DETAILS, (2, "rank")),
 }
-"""Where the records of each type are shown below their stage. What only a replay or an audit of the
-recording asks for is in a group that the viewer keeps closed."""
+"""Where the events of each category are shown below their stage. What only a replay or an audit of
+the recording asks for is in a group that the viewer keeps closed."""
 
 COUNTER_TRACKS = ("D", "held", "ready forwards", "ready backwards")
 
