@@ -34,13 +34,15 @@ FLOORS = {
     "rrfp.__main__": floor("cli"),
     "rrfp.schedule": floor(),
     "rrfp.hint_files": floor("schedule"),
-    "rrfp.trace": floor("schedule", "perfetto google viztracer"),
+    "rrfp.trace": floor("schedule", "perfetto google numpy viztracer"),
+    "rrfp.interchange": floor("schedule trace", "polars"),
     "rrfp.runtime": floor("schedule trace", "torch"),
     "rrfp.simulate": floor("schedule trace", "numpy"),
-    "rrfp.megatron": floor("schedule hint_files trace runtime", "torch numpy megatron"),
+    "rrfp.megatron": floor("schedule hint_files trace interchange runtime", "torch numpy megatron"),
     "rrfp.analyze": floor("schedule trace simulate", "polars numpy altair vl_convert"),
     "rrfp.cli": floor(
-        "schedule hint_files trace runtime simulate megatron analyze", "typer rich polars torch"
+        "schedule hint_files trace interchange runtime simulate megatron analyze",
+        "typer rich polars torch",
     ),
 }
 

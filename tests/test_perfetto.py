@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
+from rrfp.trace import perfetto_reader
 from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.perfetto_format import bounds_of
+from rrfp.trace.perfetto_reader import read_contents
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
 from rrfp.trace.tracks import assign_lanes
 from tests.recordings import make_recording
 
+_BEGIN, _END = pb.TrackEvent.TYPE_SLICE_BEGIN, pb.TrackEvent.TYPE_SLICE_END
+
 _numbers = st.integers(-(2**63), 2**63 - 1)
-_times = st.integers(0, 2**63 - 1)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 
 
@@ -28,9 +32,7 @@ def _records(record_type: Any) -> st.SearchStrategy[Any]:
 def _field(name: str, kind: type) -> st.SearchStrategy[Any]:
     if kind is str:
         return _texts
-    if name == "peer":
-        return st.integers(0, 65_535)
-    return _times if name in ("start_ns", "end_ns", "time_ns") else _numbers
+    return st.integers(0, 65_535) if name == "peer" else st.integers(*bounds_of(name))
 
 
 @st.composite
@@ -62,7 +64,7 @@ def test_what_is_read_is_what_was_written(recording: Recording) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.pftrace"
         write_trace(path, recording)
-        assert read_trace(path) == recording
+        assert read_contents(path).recording == recording
         assert list(Path(folder).iterdir()) == [path]
 
 
@@ -149,6 +151,70 @@ def test_a_task_says_what_it_is(packets: list[Any]) -> None:
         assert notes["rank"].int_value == notes["stage"].int_value
 
 
+def _row(packets: list[Any], name: str) -> list[tuple[str, int, int]]:
+    """The slices of the tracks of that name: their names, begins and ends."""
+    paths = _paths(packets)
+    found, begun = [], {}
+    for packet in packets:
+        track = packet.track_event.track_uuid
+        if not packet.HasField("track_event") or paths[track][-1] != name:
+            continue
+        if packet.track_event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
+            begun[track] = packet
+        else:
+            begin = begun.pop(track)
+            found.append((begin.track_event.name, begin.timestamp, packet.timestamp))
+    assert begun == {}
+    return found
+
+
+def _backwards(recording: Recording) -> Recording:
+    """The same run, whose hint had every step the other way round."""
+    for records in recording.ranks:
+        num_tasks = len([task for task in records.tasks if task.step == 0])
+        records.tasks = [
+            task._replace(hint_position=num_tasks - 1 - task.hint_position)
+            for task in records.tasks
+        ]
+    return recording
+
+
+def test_the_order_of_the_hint_lies_under_the_order_that_happened(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, _backwards(make_recording(1, 6, 1)))
+    packets = _packets(path)
+    ran, hinted = _row(packets, "compute"), _row(packets, "hint")
+    assert [name for name, *_ in hinted] == [f"hint {name}" for name, *_ in reversed(ran)]
+    assert [times for _, *times in hinted] == [times for _, *times in ran]
+
+
+def test_a_task_names_those_that_it_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    recording = _backwards(make_recording(1, 6, 1))
+    write_trace(path, recording)
+    skipped = [
+        {note.name: note.string_value for note in packet.track_event.debug_annotations}.get(
+            "skipped_tasks"
+        )
+        for packet in _events(_packets(path), pb.TrackEvent.TYPE_SLICE_BEGIN)
+        if packet.track_event.categories == ["task"]
+    ]
+    assert skipped[0] == "B5 F5 B4 F4 B3 F3 B2 F2 ..."
+    assert skipped[-3:] == ["B5 F5", "B5", None]
+    assert read_trace(path) == recording
+
+
+def test_a_hint_that_is_not_known_is_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    recording = make_recording(2, 2, 1)
+    first = recording.ranks[0]
+    first.tasks = [task._replace(hint_position=-1, skipped=-1) for task in first.tasks]
+    write_trace(path, recording)
+    paths = set(_paths(_packets(path)).values())
+    assert ("pipeline", "stage 1", "hint") in paths
+    assert ("pipeline", "stage 0", "hint") not in paths
+
+
 def test_the_chunk_is_in_the_name_when_there_are_chunks(tmp_path: Path) -> None:
     recording = make_recording(2, 1, 1)
     info = recording.ranks[0].info
@@ -184,6 +250,37 @@ def test_an_arrow_goes_from_send_to_receive_to_task(packets: list[Any]) -> None:
         send, receive = sorted(passed[flow_id], key=lambda packet: int(packet.timestamp))
         assert send.track_event.name == f"send {task.name}"
         assert receive.track_event.name == f"recv {task.name}"
+
+
+def test_what_an_arrow_comes_from_is_written_before_what_it_leads_to(packets: list[Any]) -> None:
+    """A viewer takes events of the same time in the order of the file."""
+    places: dict[str, list[int]] = {}
+    for place, packet in enumerate(_events(packets, pb.TrackEvent.TYPE_SLICE_BEGIN)):
+        places.setdefault(packet.track_event.categories[0], []).append(place)
+    assert max(places["send"]) < min(places["receive"])
+    assert max(places["receive"]) < min(places["task"])
+
+
+def test_stages_are_met_in_their_order(packets: list[Any]) -> None:
+    """A viewer pins tracks in the order in which it met them, by time."""
+    first: dict[str, Any] = {}
+    paths = _paths(packets)
+    events = [packet for packet in packets if packet.HasField("track_event")]
+    for packet in sorted(events, key=lambda packet: int(packet.timestamp)):
+        _, stage, *_ = *paths[packet.track_event.track_uuid], ""
+        first.setdefault(stage, packet)
+    assert [stage for stage in first if stage.startswith("stage")] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    ]
+
+
+def test_a_negative_time_is_an_error(tmp_path: Path) -> None:
+    recording = make_recording(1, 1, 1)
+    recording.ranks[0].tasks[0] = recording.ranks[0].tasks[0]._replace(start_ns=-1)
+    with pytest.raises(ValueError, match="must not be negative"):
+        write_trace(tmp_path / "trace.pftrace", recording)
 
 
 def test_slices_of_a_track_do_not_overlap(packets: list[Any]) -> None:
@@ -279,3 +376,42 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(RrfpError, match="could not be written"):
         write_trace(tmp_path / "none" / "trace.pftrace", make_recording(1, 1, 1))
+
+
+@pytest.mark.parametrize("batch", [1, 150, 1 << 20])
+def test_slices_that_nest_or_end_late_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    """Other tools write a slice's end where it ends, behind slices of its own and other tracks."""
+    path = tmp_path / "trace.pftrace"
+    recording = make_recording(2, 3, 1)
+    write_trace(path, recording)
+    trace = pb.Trace.FromString(path.read_bytes())
+    head = [p for p in trace.packet if p.track_event.type not in (_BEGIN, _END)]
+    slices = [p for p in trace.packet if p.track_event.type in (_BEGIN, _END)]
+    # Begins in order of time, and ends last first: of one track they nest then.
+    late = [p for p in slices if p.track_event.type == _BEGIN]
+    late += reversed([p for p in slices if p.track_event.type == _END])
+    mark = head.pop()
+    path.write_bytes(pb.Trace(packet=[*head, *late, mark]).SerializeToString())
+    monkeypatch.setattr(perfetto_reader, "_NUM_BYTES_OF_A_BATCH", batch)
+    read = read_trace(path)
+    for found, written in zip(read.ranks, recording.ranks, strict=True):
+        for name, records in written.by_name().items():
+            assert sorted(found.by_name()[name]) == sorted(records)
+
+
+def test_a_trace_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(2, 3, 1))
+    trace = pb.Trace.FromString(path.read_bytes())
+    (version,) = (
+        note
+        for packet in trace.packet
+        for note in packet.track_event.debug_annotations
+        if note.name == "version"
+    )
+    version.int_value = 7
+    path.write_bytes(trace.SerializeToString())
+    with pytest.raises(RrfpError, match="is of version 7, and this rrfp reads up to 1; update"):
+        read_trace(path)

@@ -1,6 +1,7 @@
 """The server of a trace: this machine only, that file only, and the UI's own files."""
 
 import http.client
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
+from rrfp.trace.first_look import FirstLook
+from rrfp.trace.perfetto import write_trace
 from rrfp.trace.view import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
+from tests.recordings import make_recording
 
 CONTENT = bytes(range(256)) * 100
 
@@ -219,7 +224,7 @@ def test_an_address_for_another_host_is_not_given(local: TraceServer, host: str)
 
 
 def test_the_window_asked_for_is_shown_first(trace: Path, ui: Path) -> None:
-    with TraceServer(trace, ui=ui, port=0, window=(1_000, 2_000)) as server:
+    with TraceServer(trace, ui=ui, port=0, look=FirstLook((1_000, 2_000))) as server:
         arguments = parse_qs(urlsplit(server.ui_address("localhost")).fragment)
     assert (arguments["visStart"], arguments["visEnd"]) == (["1000"], ["2000"])
 
@@ -239,3 +244,33 @@ def test_the_local_ui_needs_no_certain_port(
         assert server.port not in (0, public.port)
     with pytest.raises(RrfpError, match="cannot be had"):
         TraceServer(trace, ui=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], ""),
+        (["--preset", "bubbles"], "It shows step 1, the longest.\n"),
+        (
+            ["--preset", "flow"],
+            "It shows step 1, the longest, and the message that a stage idled longest for.\n",
+        ),
+    ],
+)
+def test_the_command_says_which_step_it_shows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    sentence: str,
+) -> None:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(2, 3, 2))
+    monkeypatch.setattr(TraceServer, "serve_forever", lambda _: None)
+    monkeypatch.setattr(
+        sys, "argv", ["rrfp", "trace", "view", str(path), "--no-browser", *arguments]
+    )
+    assert cli.main() == 0
+    first, *rest = capsys.readouterr().out.splitlines(keepends=True)
+    assert first.startswith(f"{path} is at http://127.0.0.1:")
+    assert "".join(rest[:-1]) == sentence

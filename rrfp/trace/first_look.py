@@ -1,53 +1,107 @@
-"""What a viewer shows first: the stages opened, and one typical step of the run."""
+"""What a viewer shows first: which tracks, and which step of the run."""
 
 import json
-from pathlib import Path
-from statistics import median_low
-from urllib.parse import quote
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import quote, urlencode
 
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import Window, step_windows
-
-_MAX_BYTES = 64_000_000
-"""A larger trace is not searched: that would take longer than the viewer takes to load it."""
+from rrfp.trace.steps import Window
 
 _MARGIN_FRACTION = 0.02
 
-_OPEN_STAGES = quote(
-    json.dumps([{"id": "dev.perfetto.ExpandTracksByRegex", "args": ["^(pipeline|stage)"]}])
-)
-"""A command of the Perfetto UI; the names are those of `rrfp.trace.tracks`."""
+
+class Preset(StrEnum):
+    """A question to the trace, and the tracks that answer it."""
+
+    BUBBLES = "bubbles"
+    """Why did each stage wait?"""
+    HINTS = "hints"
+    """Where did each stage depart from the order that its hint wanted, and how far was it ahead?"""
+    FLOW = "flow"
+    """How did messages go from stage to stage?"""
 
 
-def ui_arguments(window: Window | None) -> str:
-    """The arguments of an address of the Perfetto UI that ask for the first look."""
-    arguments = f"hideSidebar=true&startupCommands={_OPEN_STAGES}"
-    if window is None:
-        return arguments
-    return f"{arguments}&visStart={window[0]}&visEnd={window[1]}"
+# Names of `rrfp.trace.tracks`, of tracks that hold something: a group that is pinned is empty.
+_TRACKS_OF = {
+    Preset.BUBBLES: "^(compute|wait)$",
+    Preset.HINTS: "^(compute|hint|D)$",
+    Preset.FLOW: "^(compute$|send to |receive from )",
+}
+_STAGES = "^(pipeline|stage)"
 
 
-def find_typical_step(trace: Path) -> Window | None:
-    """The window of the step of median length, with a margin; None where a trace has no whole step
-    or is too large to be searched. Raises RrfpError for a file that is no trace of a run."""
-    # Perfetto's module is slow to import.
-    from rrfp.trace.perfetto import read_trace
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """What to show of a trace; the default is all of it, the stages opened."""
 
-    if trace.stat().st_size > _MAX_BYTES:
-        return None
-    return typical_step(read_trace(trace))
+    window: Window | None = None
+    """The part of the trace in view. A viewer ignores one that reaches beyond the trace."""
+    preset: Preset | None = None
+    selected_ns: int | None = None
+    """The slice that begins here is selected, by which its arrows are drawn. The viewer then moves
+    the window, so that this is in its middle."""
+
+    def ui_arguments(self) -> str:
+        """The arguments of an address of the Perfetto UI that ask for this look
+        (https://perfetto.dev/docs/visualization/commands-automation-reference)."""
+        arguments = {"hideSidebar": "true", "startupCommands": json.dumps(self._commands())}
+        if self.window is not None:
+            arguments["visStart"], arguments["visEnd"] = map(str, self.window)
+        if self.selected_ns is not None:
+            arguments["ts"] = str(self.selected_ns)
+        return urlencode(arguments, quote_via=quote)
+
+    def _commands(self) -> list[dict[str, object]]:
+        if self.preset is None:
+            return [_command("ExpandTracksByRegex", _STAGES)]
+        tracks = _TRACKS_OF[self.preset]
+        return [
+            # A pinned track does not say which stage it is of. A workspace of these tracks alone
+            # does, so that one is opened; they are pinned in the workspace of all tracks.
+            _command("PinTracksByRegex", tracks),
+            _command("ExpandTracksByRegex", _STAGES),
+            _command("CopyTracksToWorkspaceByRegexWithAncestors", tracks, self.preset),
+            _command("SwitchWorkspace", self.preset),
+            _command("ExpandTracksByRegex", "."),
+        ]
 
 
-def typical_step(recording: Recording) -> Window | None:
-    """The window of the step of median length, with a margin; None without a whole step."""
-    windows = step_windows(recording)
-    if not windows:
-        return None
-    # The first step warms caches up, and is the longest of most runs.
-    candidates = list(windows.values())[1:] or list(windows.values())
-    length_ns = median_low(end_ns - start_ns for start_ns, end_ns in candidates)
-    start_ns, end_ns = next(window for window in candidates if window[1] - window[0] == length_ns)
-    margin_ns = int(length_ns * _MARGIN_FRACTION)
-    # The viewer ignores a window that reaches beyond the trace.
-    last_ns = max(phase.end_ns for records in recording.ranks for phase in records.phases)
-    return max(start_ns - margin_ns, 0), min(end_ns + margin_ns, last_ns)
+def _command(name: str, *arguments: str) -> dict[str, object]:
+    return {"id": f"dev.perfetto.{name}", "args": arguments}
+
+
+def typical_step(windows: Mapping[int, Window]) -> int | None:
+    """The step of median length, None where there is none; the first one only if it is alone."""
+    lengths_ns = _lengths_after_warm_up(windows)
+    shortest_first = sorted(lengths_ns, key=lengths_ns.__getitem__)
+    return shortest_first[(len(shortest_first) - 1) // 2] if shortest_first else None
+
+
+def worst_step(windows: Mapping[int, Window]) -> int | None:
+    """The longest step, None where there is none; the first one only if it is alone."""
+    lengths_ns = _lengths_after_warm_up(windows)
+    return max(lengths_ns, key=lengths_ns.__getitem__, default=None)
+
+
+def _lengths_after_warm_up(windows: Mapping[int, Window]) -> dict[int, int]:
+    """The length of each step, in ns. The first one warms caches up, and is the longest of most
+    runs."""
+    steps = sorted(windows)[1:] or sorted(windows)
+    return {step: windows[step][1] - windows[step][0] for step in steps}
+
+
+def view_of(window: Window, end_ns: int, selected_ns: int | None = None) -> Window:
+    """The part of a trace to show for a window of it: a margin wider, and so wide that all of the
+    window is in view also around what is selected, but nothing beyond the trace, which ends at
+    `end_ns`."""
+    start_ns, stop_ns = window
+    margin_ns = int((stop_ns - start_ns) * _MARGIN_FRACTION)
+    start_ns, stop_ns = start_ns - margin_ns, stop_ns + margin_ns
+    if selected_ns is not None:
+        half_ns = max(selected_ns - start_ns, stop_ns - selected_ns)
+        start_ns, stop_ns = selected_ns - half_ns, selected_ns + half_ns
+        # Moved rather than cut, for the viewer keeps the width.
+        beyond_ns = max(stop_ns - end_ns, 0) or min(start_ns, 0)
+        start_ns, stop_ns = start_ns - beyond_ns, stop_ns - beyond_ns
+    return max(start_ns, 0), min(stop_ns, end_ns)

@@ -2,33 +2,84 @@
 
 An event is known by what is in it: its category and annotations say which record it is, whatever
 its track and wherever it stands. Packets and events of other makers are passed over.
+
+A trace is read a batch of packets at a time, and a batch in columns. Slices that do not end in
+their batch are read again with the next one.
 """
 
 import json
 import mmap
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError
+import numpy as np
+from google.protobuf import message
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
-from rrfp.trace.perfetto_format import END_MARK, FIELDS, RANK, RUN
+from rrfp.trace.perfetto_format import (
+    END_MARK,
+    FIELDS,
+    MOST_OF_A_KIND,
+    RANK,
+    RUN,
+    VERSION,
+    bounds_of,
+)
+from rrfp.trace.protobuf import (
+    LONGEST_NAME,
+    Bytes,
+    DecodeError,
+    Numbers,
+    Rows,
+    Spans,
+    buffer_of,
+    find,
+    read_fields,
+    read_varints,
+)
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
 
-_PACKET_TAG = 0x0A
 _NUM_BYTES_OF_A_BATCH = 1 << 20
+_NUM_BYTES_FREED = 24 << 20
+"""Once a block of this size was freed, glibc keeps smaller ones at hand, where it would else give
+each array's memory back to the system and ask for it anew: a tenth of the time of reading."""
 
 _BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
 _END = pb.TrackEvent.TYPE_SLICE_END
 _INSTANT = pb.TrackEvent.TYPE_INSTANT
 
-_SPECS: dict[str, tuple[Any, tuple[tuple[str, bool], ...]]] = {
-    name: (RECORD_TYPES[name], fields) for name, fields in FIELDS.items()
-}
+_PACKET_TAG = 0x0A
+_MOST_NAMES = 64
+"""Kinds, causes and stimuli are fewer."""
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def _numbers(message: Any, *names: str) -> list[int]:
+    fields = message.DESCRIPTOR.fields_by_name
+    return [fields[name].number for name in names]
+
+
+_TIMESTAMP, _SEQUENCE, _EVENT = _numbers(
+    pb.TracePacket, "timestamp", "trusted_packet_sequence_id", "track_event"
+)
+_TYPE, _TRACK, _CATEGORIES, _NOTES, *_FLOWS = _numbers(
+    pb.TrackEvent,
+    *("type", "track_uuid", "categories", "debug_annotations"),
+    *("flow_ids", "terminating_flow_ids"),
+)
+_NOTE_NAME, _INT, _TEXT = _numbers(pb.DebugAnnotation, "name", "int_value", "string_value")
+
+_CATEGORIES_READ = (*RECORD_TYPES, RUN, RANK)
+_FIELD_NAMES = tuple(sorted({name for fields in FIELDS.values() for name, _ in fields}))
+
+Table = dict[str, Numbers]
+"""Records of one type in columns: `source`, the packet sequence that each was found on, and the
+type's own fields. Of a text it has the place in `TraceReader.texts`."""
 
 
 @dataclass(slots=True)
@@ -51,9 +102,9 @@ def read_trace(path: Path) -> Recording:
 
     Raises RrfpError for a file that is missing, empty, truncated, or not a trace of a run.
     """
-    contents = read_contents(path)
-    if contents.num_records_written is None:
-        raise RrfpError(f"the trace {path} is truncated: its last events are missing")
+    reader = TraceReader(path)
+    contents = reader.contents()
+    reader.check_whole()
     return contents.recording
 
 
@@ -62,156 +113,408 @@ def read_contents(path: Path) -> TraceContents:
 
     Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
     """
-    reader = _Reader(path)
-    try:
-        with path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                raise RrfpError(f"the trace {path} is empty")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                for batch in _batches(path, data):
-                    reader.read(pb.Trace.FromString(batch))
-    except DecodeError as error:
-        raise _foreign(path) from error
-    except OSError as error:
-        raise RrfpError(f"the trace {path} could not be read: {error.strerror}") from error
-    return reader.contents()
+    return TraceReader(path).contents()
 
 
-def _batches(path: Path, data: mmap.mmap) -> Iterator[bytes]:
-    """Cut the file between packets into pieces of about a megabyte."""
-    start = position = 0
-    num_bytes = len(data)
-    while position < num_bytes:
-        if data[position] != _PACKET_TAG:
-            raise _foreign(path)
-        position += 1
-        length = shift = 0
-        while True:
-            if position >= num_bytes or shift > 28:
-                raise _foreign(path) if shift > 28 else _truncated(path)
-            byte = data[position]
-            position += 1
-            length |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
-            shift += 7
-        position += length
-        if position > num_bytes:
-            raise _truncated(path)
-        if position - start >= _NUM_BYTES_OF_A_BATCH or position == num_bytes:
-            yield data[start:position]
-            start = position
-
-
-class _Reader:
-    """Gathers what the packets of one trace hold."""
+class TraceReader:
+    """Reads one trace, once: by `contents` as a whole, or by `tables` piece by piece."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._settings: dict[str, object] | None = None
-        self._infos: dict[int, RankInfo] = {}
-        self._records: defaultdict[int, dict[str, list[Any]]] = defaultdict(
-            lambda: {name: [] for name in RECORD_TYPES}
-        )
-        self._open: defaultdict[int, list[Any]] = defaultdict(list)
-        self._contents = TraceContents(Recording({}, []))
-
-    def read(self, trace: Any) -> None:
-        for packet in trace.packet:
-            if not packet.HasField("track_event"):
-                continue
-            event = packet.track_event
-            event_type = event.type
-            if event_type == _BEGIN:
-                self._count_arrows(event)
-                self._open[event.track_uuid].append(packet)
-            elif event_type == _END:
-                stack = self._open[event.track_uuid]
-                if stack:
-                    self._take_slice(stack.pop(), packet.timestamp)
-                else:
-                    self._contents.num_stray_ends += 1
-            elif event_type == _INSTANT:
-                self._take_instant(packet)
+        self.settings: dict[str, object] = {}
+        self.infos: dict[int, RankInfo] = {}
+        """The ranks, by packet sequence."""
+        self.texts: list[str] = []
+        """Every text of the records, once."""
+        self._vocabulary = _Vocabulary(self.texts)
+        self._is_of_a_run = False
+        self._num_records_written: int | None = None
+        self._open: list[bytes] = []
+        self._num_stray_ends = 0
+        self._num_backward = 0
+        self._flows: list[Numbers] = []
 
     def contents(self) -> TraceContents:
-        """What was read, once all of it was."""
-        if self._settings is None:
-            raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
-        contents = self._contents
-        contents.recording.settings = self._settings
-        contents.open_slices = [
-            packet.track_event.name for stack in self._open.values() for packet in stack
-        ]
-        for sequence, info in self._infos.items():
-            records = RankRecords(info)
-            for name, found in records.by_name().items():
-                found.extend(self._records[sequence][name])
-            contents.recording.ranks.append(records)
-        return contents
+        """Everything. Raises RrfpError as `tables` does."""
+        found: defaultdict[str, list[Table]] = defaultdict(list)
+        for tables in self.tables():
+            for name, table in tables.items():
+                found[name].append(table)
+        texts = np.array([*self.texts, ""], object)
+        ranks = {sequence: RankRecords(info) for sequence, info in self.infos.items()}
+        for name, parts in found.items():
+            table = {key: np.concatenate([each[key] for each in parts]) for key in parts[0]}
+            sources = table.pop("source")
+            are_texts = {key for key, is_text in FIELDS[name] if is_text}
+            for sequence, records in ranks.items():
+                own = sources == sequence
+                columns = (
+                    (texts[each[own]] if key in are_texts else each[own]).tolist()
+                    for key, each in table.items()
+                )
+                records.by_name()[name].extend(map(RECORD_TYPES[name], *columns))
+        return TraceContents(
+            Recording(self.settings, list(ranks.values())),
+            [self._parse(packet).track_event.name for packet in self._open],
+            self._num_stray_ends,
+            _counted(self._flows),
+            self._num_records_written,
+        )
 
-    def _count_arrows(self, event: Any) -> None:
-        for flow_id in event.flow_ids:
-            self._contents.flow_lengths[flow_id] += 1
-        for flow_id in event.terminating_flow_ids:
-            self._contents.flow_lengths[flow_id] += 1
+    def tables(self) -> Iterator[dict[str, Table]]:
+        """The records, some at a time, by the name of their type; those of a type and sequence in
+        the order in which they were recorded. Settings and ranks are known when all were given.
 
-    def _take_slice(self, packet: Any, end_ns: int) -> None:
-        category = _category(packet.track_event)
-        if category in _SPECS:
-            self._take(packet, category, packet.timestamp, end_ns)
-
-    def _take_instant(self, packet: Any) -> None:
-        category = _category(packet.track_event)
-        if category in _SPECS:
-            self._take(packet, category, packet.timestamp)
-        elif category in (RUN, RANK):
-            self._take_mark(packet.trusted_packet_sequence_id, category, packet.track_event)
-
-    def _take(self, packet: Any, category: str, *times_ns: int) -> None:
-        record_type, spec = _SPECS[category]
-        annotations = {note.name: note for note in packet.track_event.debug_annotations}
+        Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
+        """
+        np.empty(_NUM_BYTES_FREED, np.uint8)
         try:
-            fields = [
-                annotations[name].string_value if is_text else annotations[name].int_value
-                for name, is_text in spec
-            ]
-            record = record_type(*times_ns, *fields)
-        except (KeyError, TypeError) as error:
-            name = packet.track_event.name
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) == 0:
+                    raise RrfpError(f"the trace {self._path} is empty")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    position = 0
+                    while position < len(data):
+                        # Slices that never end are read again in few batches, not in all.
+                        size = max(_NUM_BYTES_OF_A_BATCH, sum(map(len, self._open)))
+                        packets, position = _cut(self._path, data, position, size)
+                        yield self._read(packets)
+        except DecodeError as error:
+            raise _foreign(self._path) from error
+        except OSError as error:
             raise RrfpError(
-                f"the trace {self._path} has a damaged {category} '{name}': {error}"
+                f"the trace {self._path} could not be read: {error.strerror}"
             ) from error
-        self._records[packet.trusted_packet_sequence_id][category].append(record)
+        if not self._is_of_a_run:
+            raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
-    def _take_mark(self, sequence: int, category: str, event: Any) -> None:
+    def check_whole(self) -> None:
+        """Raises RrfpError where no figure of what was read would be right: the closing mark was
+        not among it, two sequences are of one rank, or events end before they begin."""
+        if self._num_records_written is None:
+            raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
+        counts = Counter(info.rank for info in self.infos.values())
+        twice = sorted(rank for rank, count in counts.items() if count > 1)
+        if twice:
+            raise RrfpError(
+                f"the trace {self._path} has the records of rank {twice[0]} twice, as if two runs "
+                "were joined; take the trace of one run"
+            )
+        if self._num_backward:
+            raise RrfpError(
+                f"the trace {self._path} is damaged: {self._num_backward} of its events end before "
+                "they begin; 'rrfp trace check' names them"
+            )
+
+    def _read(self, packets: "_Packets") -> dict[str, Table]:
+        num_read_before = len(self._open)
+        batch = _Batch(packets.behind(self._open))
+        begins, ends = batch.pair_slices()
+        self._num_stray_ends += batch.num_stray_ends
+        self._open = [batch.packet(event) for event in batch.unended]
+        self._flows.append(batch.flows(num_read_before))
+        for event in batch.instants_in(RUN, RANK):
+            self._take_mark(self._parse(batch.packet(event)))
+        return {
+            name: table
+            for name in RECORD_TYPES
+            if (table := self._table(name, batch, begins, ends)) is not None
+        }
+
+    def _table(self, name: str, batch: "_Batch", begins: Rows, ends: Rows) -> Table | None:
+        """The records of one type, in the order in which they ended."""
+        is_slice = "end_ns" in RECORD_TYPES[name]._fields
+        own = batch.categories == _CATEGORIES_READ.index(name)
+        slices = own[begins]
+        instants = np.flatnonzero(own & (batch.types == _INSTANT))
+        if slices.any() if not is_slice else instants.size:
+            raise self._damaged(name, batch, begins[slices] if not is_slice else instants, "times")
+        events = begins[slices] if is_slice else instants
+        if not events.size:
+            return None
+        table = {"source": batch.sequences[events]}
+        if is_slice:
+            starts_ns, ends_ns = batch.times[events], batch.times[ends[slices]]
+            table |= {"start_ns": starts_ns, "end_ns": ends_ns}
+            self._num_backward += int(np.count_nonzero(ends_ns < starts_ns))
+        else:
+            table["time_ns"] = batch.times[events]
+        for key, is_text in FIELDS[name]:
+            notes = batch.notes(events, key, _TEXT if is_text else _INT)
+            if notes.min() < 0:
+                raise self._damaged(name, batch, events[notes < 0], f"'{key}'")
+            table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
+        for key in RECORD_TYPES[name]._fields:
+            if (key, True) in FIELDS[name]:
+                continue
+            least, most = bounds_of(key)
+            strange = (table[key] < least) | (table[key] > most)
+            if strange.any():
+                told = f"'{key}' is {table[key][strange][0]}"
+                raise self._damaged(name, batch, events[strange], told)
+        return table
+
+    def _read_texts(self, batch: "_Batch", notes: Rows) -> Numbers:
+        spans = batch.note_texts.take(notes)
+        found = self._vocabulary.find(batch.data, spans)
+        new = np.flatnonzero(found < 0)
+        try:
+            for row, start, end in zip(new, *spans.take(new), strict=True):
+                found[row] = self._vocabulary.place_of(batch.octets[start:end])
+        except UnicodeDecodeError as error:
+            raise RrfpError(
+                f"the trace {self._path} has a text that is not UTF-8: {error.object!r:.60}"
+            ) from error
+        return found
+
+    def _damaged(self, name: str, batch: "_Batch", events: Rows, lacking: str) -> RrfpError:
+        event = self._parse(batch.packet(events[0])).track_event.name
+        return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {lacking}")
+
+    def _take_mark(self, packet: Any) -> None:
+        event = packet.track_event
         notes = {note.name: note for note in event.debug_annotations}
         try:
             if event.name == END_MARK:
-                self._contents.num_records_written = notes["num_records"].int_value
-            elif category == RUN:
-                self._settings = dict(json.loads(notes["settings"].string_value))
+                self._num_records_written = notes["num_records"].int_value
+            elif event.categories[0] == RUN:
+                self._check_version(notes)
+                self.settings = dict(json.loads(notes["settings"].string_value))
+                self._is_of_a_run = True
             else:
-                self._infos[sequence] = _rank_info(notes)
-        except (KeyError, TypeError, ValueError) as error:
+                self.infos[packet.trusted_packet_sequence_id] = _rank_info(notes)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise RrfpError(
                 f"the trace {self._path} has a damaged '{event.name}': {error}"
             ) from error
 
+    def _parse(self, packet: bytes) -> Any:
+        try:
+            return pb.TracePacket.FromString(packet)
+        except message.DecodeError as error:
+            raise _foreign(self._path) from error
 
-def _category(event: Any) -> str:
-    categories = event.categories
-    return categories[0] if categories else ""
+    def _check_version(self, notes: dict[str, Any]) -> None:
+        """Traces that do not state a version are of the first one."""
+        version = notes["version"].int_value if "version" in notes else 1
+        if version > VERSION:
+            raise RrfpError(
+                f"the trace {self._path} is of version {version}, and this rrfp reads up to "
+                f"{VERSION}; update rrfp to read it"
+            )
+
+
+class _Vocabulary:
+    """The place of each text in a list, to which new ones are added."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+        self._places: dict[bytes, int] = {}
+        self._names: tuple[str, ...] = ()
+        """The first texts that are short enough to be found many at once."""
+        self._places_of_names = np.array([-1])
+        """Theirs, and last that of what is none of them."""
+
+    def find(self, data: Bytes, spans: Spans) -> Numbers:
+        """The places of texts, or -1 where one is not known or has to be looked up by itself."""
+        return self._places_of_names[find(data, spans, self._names)]
+
+    def place_of(self, encoded: bytes) -> int:
+        """The place of a text, which may be a new one."""
+        place = self._places.get(encoded)
+        if place is None:
+            self._texts.append(encoded.decode())
+            self._places[encoded] = place = len(self._texts) - 1
+            if len(encoded) <= LONGEST_NAME and len(self._names) < _MOST_NAMES:
+                self._names += (self._texts[-1],)
+                self._places_of_names = np.insert(self._places_of_names, -1, place)
+        return place
+
+
+class _Packets(NamedTuple):
+    """Some packets one behind the other."""
+
+    octets: bytes
+    spans: Spans
+
+    def behind(self, packets: Sequence[bytes]) -> "_Packets":
+        """These packets, behind others."""
+        if not packets:
+            return self
+        ends = np.cumsum([len(packet) for packet in packets])
+        starts = np.concatenate(([0], ends, self.spans.starts + ends[-1]))
+        return _Packets(
+            b"".join(packets) + self.octets,
+            Spans(np.delete(starts, len(ends)), np.concatenate((ends, self.spans.ends + ends[-1]))),
+        )
+
+
+class _Batch:
+    """The track events of some packets, in columns."""
+
+    def __init__(self, packets: _Packets) -> None:
+        self.octets = packets.octets
+        self.data = data = buffer_of(packets.octets)
+        self._spans = packets.spans
+        fields = read_fields(data, self._spans)
+        events = fields.of(_EVENT)
+        num_packets, self._num_events = len(packets.spans.starts), len(events.owners)
+        self._packets = events.owners
+        self.times = fields.last(_TIMESTAMP, num_packets)[events.owners]
+        self.sequences = fields.last(_SEQUENCE, num_packets)[events.owners]
+        self._fields = read_fields(data, events.spans)
+        self.types = self._fields.last(_TYPE, self._num_events)
+        self._tracks = self._fields.last(_TRACK, self._num_events)
+        self.categories = self._find_categories(data)
+        """The place of each event's first category among those that are read, or -1."""
+        self.num_stray_ends = 0
+        self.unended: list[int] = []
+        """The slices that begin in these packets and do not end there."""
+        self._read_notes(data)
+
+    def packet(self, event: int) -> bytes:
+        """The packet of an event."""
+        packet = self._packets[event]
+        return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
+
+    def instants_in(self, *categories: str) -> Rows:
+        chosen = [_CATEGORIES_READ.index(name) for name in categories]
+        return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == _INSTANT))
+
+    def flows(self, num_packets_passed: int) -> Numbers:
+        """The arrows of all events but those of the first so many packets, once an event."""
+        found = [self._fields.of(number) for number in _FLOWS]
+        return np.concatenate(
+            [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
+        )
+
+    def pair_slices(self) -> tuple[Rows, Rows]:
+        """The events that begin a slice, each with the one that ends it, in order of the latter.
+
+        Most slices end in the event right behind the one that begins them. The rest nest, as the
+        slices of a track do; those that have no end are left in `unended`.
+        """
+        slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
+        begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
+        at_once = np.flatnonzero(begins[:-1] & ~begins[1:] & (tracks[:-1] == tracks[1:]))
+        rest = np.delete(slices, np.concatenate((at_once, at_once + 1)))
+        stacks: defaultdict[int, list[int]] = defaultdict(list)
+        nested = []
+        for event, track, event_type in zip(
+            rest.tolist(), self._tracks[rest].tolist(), self.types[rest].tolist(), strict=True
+        ):
+            if event_type == _BEGIN:
+                stacks[track].append(event)
+            elif stacks[track]:
+                nested.append((stacks[track].pop(), event))
+            else:
+                self.num_stray_ends += 1
+        self.unended = sorted(chain.from_iterable(stacks.values()))
+        pairs = np.concatenate(
+            (
+                np.stack((slices[at_once], slices[at_once + 1]), axis=1),
+                np.array(nested, np.intp).reshape(-1, 2),
+            )
+        )
+        pairs = pairs[np.argsort(pairs[:, 1])]
+        return pairs[:, 0], pairs[:, 1]
+
+    def notes(self, events: Rows, name: str, number: int) -> Rows:
+        """The annotation of that name of each event, or -1 where it has none of that type."""
+        found = self._notes[events, _FIELD_NAMES.index(name)]
+        return np.where(self._note_types[found] == number, found, -1)
+
+    def _find_categories(self, data: Bytes) -> Rows:
+        categories = self._fields.of(_CATEGORIES)
+        owners, firsts = np.unique(categories.owners, return_index=True)
+        found = np.full(self._num_events, -1, np.intp)
+        found[owners] = find(data, categories.spans.take(firsts), _CATEGORIES_READ)
+        return found
+
+    def _read_notes(self, data: Bytes) -> None:
+        notes = self._fields.of(_NOTES)
+        notes = notes.take(np.flatnonzero(self.categories[notes.owners] >= 0))
+        num_notes = len(notes.owners)
+        fields = read_fields(data, notes.spans)
+        names = fields.of(_NOTE_NAME)
+        columns = np.full(num_notes, -1, np.intp)
+        columns[names.owners] = find(data, names.spans, _FIELD_NAMES)
+        # One more than there are: -1, no annotation, has no type.
+        self._note_types = np.zeros(num_notes + 1, np.int64)
+        for number in (_INT, _TEXT):
+            self._note_types[fields.of(number).owners] = number
+        self.note_values = fields.last(_INT, num_notes)
+        texts = fields.of(_TEXT)
+        starts, ends = np.zeros(num_notes, np.int64), np.zeros(num_notes, np.int64)
+        starts[texts.owners], ends[texts.owners] = texts.spans
+        self.note_texts = Spans(starts, ends)
+        self._notes = np.full((self._num_events, len(_FIELD_NAMES)), -1, np.intp)
+        known = np.flatnonzero(columns >= 0)
+        self._notes[notes.owners[known], columns[known]] = known
+
+
+def _cut(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[_Packets, int]:
+    """The next packets of a trace, about so many bytes of them, and where they end.
+
+    This loop runs once a packet, and its speed is that of reading.
+    """
+    octets = data[start : start + num_bytes]
+    size = len(octets)
+    tags: list[int] = []
+    end = 0
+    while end < size:
+        tags.append(end)
+        if octets[end] != _PACKET_TAG:
+            raise _foreign(path)
+        begin = end + 2
+        # A length takes one byte, or two; where it takes more, or the piece ends, it is read anew.
+        if begin < size:
+            length = octets[begin - 1]
+            if length >= 0x80:
+                length += (octets[begin] << 7) - 0x80
+                begin += 1
+        if begin >= size or length >= 1 << 14:
+            begin, length = _read_length(path, data, start + end + 1)
+            begin -= start
+        end = begin + length
+    if start + end > len(data):
+        raise _truncated(path)
+    if end > size:
+        octets = data[start : start + end]
+    starts = np.array(tags)
+    _, begins = read_varints(buffer_of(octets), starts + 1)
+    return _Packets(octets, Spans(begins, np.append(starts[1:], end))), start + end
+
+
+def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
+    """Where the contents of the packet whose length stands there begin, and that length."""
+    length = 0
+    for shift in range(0, 35, 7):
+        if position >= len(data):
+            raise _truncated(path)
+        octet = data[position]
+        position += 1
+        length |= (octet & 0x7F) << shift
+        if octet < 0x80:
+            return position, length
+    raise _foreign(path)
+
+
+def _counted(flows: Sequence[Numbers]) -> Counter[int]:
+    ids, counts = np.unique(np.concatenate(flows), return_counts=True)
+    return Counter(dict(zip(ids.view(np.uint64).tolist(), counts.tolist(), strict=True)))
 
 
 def _rank_info(notes: dict[str, Any]) -> RankInfo:
     number = {name: note.int_value for name, note in notes.items()}
+    stages = tuple(map(int, notes["stages"].string_value.split()))
+    places = {name: number[name] for name in ("rank", "pp_rank", "tp_rank", "dp_rank")}
+    for name, place in (*places.items(), *(("stages", stage) for stage in stages)):
+        if not 0 <= place < MOST_OF_A_KIND:
+            raise ValueError(f"'{name}' is {place}")
     return RankInfo(
-        rank=number["rank"],
-        pp_rank=number["pp_rank"],
-        tp_rank=number["tp_rank"],
-        dp_rank=number["dp_rank"],
-        stages=tuple(map(int, notes["stages"].string_value.split())),
+        **places,
+        stages=stages,
         host=notes["host"].string_value,
         pid=number["pid"],
         clock_offset_ns=number["clock_offset_ns"],
@@ -220,7 +523,10 @@ def _rank_info(notes: dict[str, Any]) -> RankInfo:
 
 
 def _foreign(path: Path) -> RrfpError:
-    return RrfpError(f"{path} is not an uncompressed Perfetto trace")
+    with path.open("rb") as file:
+        is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    remedy = "; unpack it first, with gunzip" if is_gzipped else ""
+    return RrfpError(f"{path} is not an uncompressed Perfetto trace{remedy}")
 
 
 def _truncated(path: Path) -> RrfpError:

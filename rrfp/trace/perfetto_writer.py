@@ -5,14 +5,16 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import lru_cache
+from itertools import chain, repeat
 from pathlib import Path
-from typing import IO, Any
-
-from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.flows import TaskKey, key_of, received_by, sent_by
-from rrfp.trace.perfetto_format import END_MARK, FIELDS, RANK, RUN
+from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
+from rrfp.trace.hint_order import MAX_SKIPPED_NAMED, HintedDispatch, beside_hint
+from rrfp.trace.packets import Fields, PacketWriter
+from rrfp.trace.perfetto_format import END_MARK, FIELDS, HINT, RANK, RUN, VERSION
 from rrfp.trace.records import (
     RankInfo,
     RankRecords,
@@ -25,7 +27,6 @@ from rrfp.trace.tracks import (
     COUNTERS,
     PATH_OF_CATEGORY,
     Node,
-    Tracks,
     assign_lanes,
     stage_name,
     stage_path,
@@ -34,16 +35,9 @@ from rrfp.trace.whole_file import open_whole
 
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
-_RUN_PATH = ((1_000_000, RUN), (0, "settings and ranks"))
+_RUN_PATH = ((1_000_000, RUN), (0, "settings"))
 """Below every pipeline. A track at the top without one below it would be moved above them."""
-_NUM_PACKETS_OF_A_BATCH = 4096
-
-Fields = Iterable[tuple[str, int | str]]
-
-_BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
-_END = pb.TrackEvent.TYPE_SLICE_END
-_INSTANT = pb.TrackEvent.TYPE_INSTANT
-_COUNTER = pb.TrackEvent.TYPE_COUNTER
+_FIELDS_OF_HINT = ("kind", "stage", "chunk", "microbatch", "step", "hint_position")
 
 
 def write_trace(path: Path, recording: Recording) -> None:
@@ -53,116 +47,30 @@ def write_trace(path: Path, recording: Recording) -> None:
     """
     try:
         with open_whole(path) as file:
-            _write_run(_PacketWriter(file), recording)
+            _write_run(PacketWriter(file), recording)
     except OSError as error:
         raise RrfpError(f"the trace {path} could not be written: {error.strerror}") from error
 
 
-class _PacketWriter:
-    """Appends packets to a file, in batches."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._batch = pb.Trace()
-        self._tracks = Tracks()
-        self._sequence = _RUN_SEQUENCE
-
-    def start_sequence(self, sequence: int) -> None:
-        """Write what follows as another packet sequence."""
-        self._sequence = sequence
-        self._packet().sequence_flags = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
-
-    def track(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path of (place, name), described before its first use."""
-        uuid = self._tracks.get(*path, lane=lane, is_counter=is_counter)
-        for track in self._tracks.take_new():
-            descriptor = self._packet().track_descriptor
-            descriptor.uuid = track.uuid
-            if track.parent:
-                descriptor.parent_uuid = track.parent
-            descriptor.name = track.name
-            descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
-            descriptor.sibling_order_rank = track.place
-            if track.is_counter:
-                descriptor.counter.unit = pb.CounterDescriptor.UNIT_COUNT
-        return uuid
-
-    def begin(
-        self,
-        time_ns: int,
-        track: int,
-        name: str,
-        category: str,
-        fields: Fields,
-        *,
-        passes: Iterable[int] = (),
-        ends: Iterable[int] = (),
-    ) -> None:
-        """Begin a slice, on the way of some arrows and at the end of others."""
-        event = self._named(_BEGIN, time_ns, track, name, category, fields)
-        event.flow_ids.extend(passes)
-        event.terminating_flow_ids.extend(ends)
-
-    def end(self, time_ns: int, track: int) -> None:
-        """End the track's innermost slice."""
-        self._event(_END, time_ns, track)
-
-    def instant(self, time_ns: int, track: int, name: str, category: str, fields: Fields) -> None:
-        self._named(_INSTANT, time_ns, track, name, category, fields)
-
-    def count(self, time_ns: int, track: int, value: int) -> None:
-        """Write a counter's value."""
-        self._event(_COUNTER, time_ns, track).counter_value = value
-
-    def flush(self) -> None:
-        self._file.write(self._batch.SerializeToString())
-        self._batch.Clear()
-
-    def _named(
-        self,
-        event_type: int,
-        time_ns: int,
-        track: int,
-        name: str,
-        category: str,
-        fields: Fields,
-    ) -> Any:
-        event = self._event(event_type, time_ns, track)
-        event.name = name
-        event.categories.append(category)
-        add = event.debug_annotations.add
-        for key, value in fields:
-            if isinstance(value, str):
-                add(name=key, string_value=value)
-            else:
-                add(name=key, int_value=value)
-        return event
-
-    def _event(self, event_type: int, time_ns: int, track: int) -> Any:
-        packet = self._packet()
-        packet.timestamp = time_ns
-        event = packet.track_event
-        event.type = event_type
-        event.track_uuid = track
-        return event
-
-    def _packet(self) -> Any:
-        if len(self._batch.packet) >= _NUM_PACKETS_OF_A_BATCH:
-            self.flush()
-        return self._batch.packet.add(trusted_packet_sequence_id=self._sequence)
-
-
-def _write_run(out: _PacketWriter, recording: Recording) -> None:
+def _write_run(out: PacketWriter, recording: Recording) -> None:
     infos = [records.info for records in recording.ranks]
-    out.start_sequence(_RUN_SEQUENCE)
+    out.go_to_sequence(_RUN_SEQUENCE)
     run_track = out.track(*_RUN_PATH)
     settings = json.dumps(recording.settings)
-    out.instant(0, run_track, RUN, RUN, [("settings", settings)])
-    for sequence, records in enumerate(recording.ranks, start=_FIRST_RANK_SEQUENCE):
-        out.start_sequence(sequence)
-        _write_rank_info(out, run_track, records.info)
-        _RankWriter(out, records.info, infos).write(records)
-    out.start_sequence(_RUN_SEQUENCE)
+    out.instant(0, run_track, RUN, RUN, [("version", VERSION), ("settings", settings)])
+    sequences = range(_FIRST_RANK_SEQUENCE, _FIRST_RANK_SEQUENCE + len(infos))
+    writers = [_RankWriter(out, records, infos) for records in recording.ranks]
+    # A viewer finds the tracks in the order of their first times: so the stages are in theirs.
+    for sequence, writer in zip(sequences, writers, strict=True):
+        out.go_to_sequence(sequence)
+        writer.write_info()
+    # An arrow goes from one time to a later one. At the same time it goes as they are written, so
+    # that of all ranks what it comes from is written before what it leads to.
+    for write in (_RankWriter.write_sends, _RankWriter.write_receives, _RankWriter.write_rest):
+        for sequence, writer in zip(sequences, writers, strict=True):
+            out.go_to_sequence(sequence)
+            write(writer)
+    out.go_to_sequence(_RUN_SEQUENCE)
     num_records = sum(
         len(found) for records in recording.ranks for found in records.by_name().values()
     )
@@ -170,115 +78,158 @@ def _write_run(out: _PacketWriter, recording: Recording) -> None:
     out.flush()
 
 
-def _write_rank_info(out: _PacketWriter, track: int, info: RankInfo) -> None:
-    fields = asdict(info) | {"stages": " ".join(map(str, info.stages))}
-    out.instant(0, track, f"rank {info.rank}", RANK, fields.items())
+def _task_name(record: Any) -> str:
+    return f"{record.kind}{record.microbatch}"
 
 
 def _stimulus_title(stimulus: StimulusRecord) -> str:
     """`input arrived F3` for the class InputArrived."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", stimulus.name).lower()
-    return f"{words} {stimulus.kind}{stimulus.microbatch}" if stimulus.kind else words
+    words = _words_of(stimulus.name)
+    return f"{words} {_task_name(stimulus)}" if stimulus.kind else words
 
 
-def _no_branch(_: object) -> tuple[Node, ...]:
-    return ()
-
-
-def _no_arrows(_: object) -> tuple[int, ...]:
-    return ()
+@lru_cache
+def _words_of(class_name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", class_name).lower()
 
 
 class _RankWriter:
     """Writes one rank's records on the tracks of its stage, each list in its own order."""
 
-    def __init__(self, out: _PacketWriter, info: RankInfo, infos: Sequence[RankInfo]) -> None:
+    def __init__(self, out: PacketWriter, records: RankRecords, infos: Sequence[RankInfo]) -> None:
         self._out = out
-        self._rank = info.rank
-        self._stage_path = stage_path(info, infos)
+        self._records = records
+        self._rank = records.info.rank
+        self._stage_path = stage_path(records.info, infos)
         self._has_chunks = any(len(other.stages) > 1 for other in infos)
         self._peer_names = {other.rank: stage_name(other) for other in infos}
 
-    def write(self, records: RankRecords) -> None:
+    def write_info(self) -> None:
+        info = self._records.info
+        fields = asdict(info) | {"stages": " ".join(map(str, info.stages))}
+        track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[RANK])
+        self._out.instant(0, track, f"rank {info.rank}", RANK, fields.items())
+
+    def write_sends(self) -> None:
+        self._write_messages("send", self._records.sends, "send", "send to", sent_by)
+
+    def write_receives(self) -> None:
+        received = self._records.receives
+        self._write_messages("receive", received, "recv", "receive from", received_by)
+
+    def write_rest(self) -> None:
+        records = self._records
         self._write_tasks(records)
         self._write_counters(records.tasks)
-        self._write_slices("wait", records.waits, lambda wait: wait.cause)
-        self._write_slices(
-            "send",
-            records.sends,
-            lambda send: f"send {send.kind}{send.microbatch}",
-            branch=lambda send: self._link("send to", send.peer),
-            passes=lambda send: (sent_by(self._rank, send).flow_id,),
-        )
-        self._write_slices(
-            "receive",
-            records.receives,
-            lambda receive: f"recv {receive.kind}{receive.microbatch}",
-            branch=lambda receive: self._link("receive from", receive.peer),
-            passes=lambda receive: (received_by(self._rank, receive).flow_id,),
-        )
-        self._write_slices(
-            "agreement",
-            records.agreements,
-            lambda agreement: f"agree {agreement.kind}{agreement.microbatch}",
-        )
-        self._write_slices("phase", records.phases, lambda phase: phase.phase)
+        waits, agreements, phases = records.waits, records.agreements, records.phases
+        self._write_slices("wait", waits, (wait.cause for wait in waits))
+        self._write_slices("agreement", agreements, (f"agree {_task_name(a)}" for a in agreements))
+        self._write_slices("phase", phases, (phase.phase for phase in phases))
         self._write_instants("stimulus", records.stimuli, _stimulus_title)
         self._write_instants("cost", records.costs, lambda _: "recording cost")
+        self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")
 
     def _write_tasks(self, records: RankRecords) -> None:
+        tasks = records.tasks
         arrows: defaultdict[TaskKey, list[int]] = defaultdict(list)
         for receive in records.receives:
             arrows[key_of(receive)].append(received_by(self._rank, receive).flow_id)
+        dispatches = beside_hint(tasks)
         self._write_slices(
             "task",
-            records.tasks,
-            self._task_title,
-            ends=lambda task: arrows.get(key_of(task), ()),
-            extra=(("rank", self._rank),),
+            tasks,
+            map(self._title, tasks),
+            extra=map(self._notes_of_dispatch, dispatches),
+            ends=(arrows.get(key_of(task), ()) for task in tasks),
         )
+        self._write_hints(tasks, dispatches)
 
-    def _task_title(self, task: TaskRecord) -> str:
-        title = f"{task.kind}{task.microbatch}"
-        return f"{title}.{task.chunk}" if self._has_chunks else title
+    def _title(self, task: TaskRecord) -> str:
+        return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
+
+    def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> Fields:
+        """What a task says besides its record."""
+        rank = ("rank", self._rank)
+        if dispatch is None or not dispatch.skipped:
+            return (rank,)
+        names = [self._title(task) for task in dispatch.skipped]
+        if len(names) > MAX_SKIPPED_NAMED:
+            names[MAX_SKIPPED_NAMED:] = ["..."]
+        return rank, ("skipped_tasks", " ".join(names))
+
+    def _write_hints(
+        self, tasks: Sequence[TaskRecord], dispatches: Sequence[HintedDispatch | None]
+    ) -> None:
+        """Write what the hint wanted in the place, and at the time, of each task."""
+        found = [
+            (task, dispatch)
+            for task, dispatch in zip(tasks, dispatches, strict=True)
+            if dispatch is not None
+        ]
+        tracks = self._tracks_of(HINT, [task for task, _ in found])
+        for (task, dispatch), track in zip(found, tracks, strict=True):
+            wanted = dispatch.wanted
+            fields = [(name, getattr(wanted, name)) for name in _FIELDS_OF_HINT]
+            fields.append(("dispatch_position", dispatch.wanted_place))
+            self._out.begin(task.start_ns, track, f"hint {self._title(wanted)}", HINT, fields)
+            self._out.end(task.end_ns, track)
 
     def _write_counters(self, tasks: Sequence[TaskRecord]) -> None:
-        last_values: dict[str, int] = {}
+        if not tasks:
+            return
+        tracks = [
+            self._out.track(*self._stage_path, COUNTERS, node, is_counter=True)
+            for node in enumerate(COUNTER_TRACKS)
+        ]
+        last_values: Sequence[int | None] = [None] * len(tracks)
         for task in tasks:
             values = (task.depth, task.held, task.ready_forwards, task.ready_backwards)
-            for place, (name, value) in enumerate(zip(COUNTER_TRACKS, values, strict=True)):
-                if last_values.get(name) != value:
-                    last_values[name] = value
-                    path = (*self._stage_path, COUNTERS, (place, name))
-                    self._out.count(task.start_ns, self._out.track(*path, is_counter=True), value)
+            for track, value, last in zip(tracks, values, last_values, strict=True):
+                if value != last:
+                    self._out.count(task.start_ns, track, value)
+            last_values = values
+
+    def _write_messages(
+        self,
+        category: str,
+        messages: Sequence[Any],
+        verb: str,
+        direction: str,
+        key: Callable[[int, Any], MessageKey],
+    ) -> None:
+        links = {
+            peer: ((peer, f"{direction} {self._peer_names.get(peer, f'rank {peer}')}"),)
+            for peer in {message.peer for message in messages}
+        }
+        self._write_slices(
+            category,
+            messages,
+            (f"{verb} {_task_name(message)}" for message in messages),
+            branches=[links[message.peer] for message in messages],
+            passes=((key(self._rank, message).flow_id,) for message in messages),
+        )
 
     def _write_slices(
         self,
         category: str,
         records: Sequence[Any],
-        title: Callable[[Any], str],
+        titles: Iterable[str],
         *,
-        branch: Callable[[Any], tuple[Node, ...]] = _no_branch,
-        passes: Callable[[Any], Iterable[int]] = _no_arrows,
-        ends: Callable[[Any], Iterable[int]] = _no_arrows,
-        extra: Fields = (),
+        branches: Sequence[tuple[Node, ...]] | None = None,
+        extra: Iterable[Fields] = repeat(()),
+        passes: Iterable[Sequence[int]] = repeat(()),
+        ends: Iterable[Sequence[int]] = repeat(()),
     ) -> None:
         """Write a slice a record, below the category's track of the stage."""
-        out = self._out
         names = [name for name, _ in FIELDS[category]]
-        tracks = self._tracks_of(category, records, branch)
-        for record, track in zip(records, tracks, strict=True):
-            fields = (*zip(names, record[2:], strict=True), *extra)
-            out.begin(
-                record.start_ns,
-                track,
-                title(record),
-                category,
-                fields,
-                passes=passes(record),
-                ends=ends(record),
+        tracks = self._tracks_of(category, records, branches)
+        rows = zip(records, tracks, titles, extra, passes, ends, strict=False)
+        for record, track, title, more, passed, ended in rows:
+            fields = chain(zip(names, record[2:], strict=True), more)
+            self._out.begin(
+                record.start_ns, track, title, category, fields, passes=passed, ends=ended
             )
-            out.end(record.end_ns, track)
+            self._out.end(record.end_ns, track)
 
     def _write_instants(
         self, category: str, records: Sequence[Any], title: Callable[[Any], str]
@@ -292,20 +243,20 @@ class _RankWriter:
             self._out.instant(record.time_ns, track, title(record), category, fields)
 
     def _tracks_of(
-        self, category: str, records: Sequence[Any], branch: Callable[[Any], tuple[Node, ...]]
+        self,
+        category: str,
+        records: Sequence[Any],
+        branches: Sequence[tuple[Node, ...]] | None = None,
     ) -> list[int]:
         """The track of each record: its branch's, on a lane where it overlaps no other."""
-        branches = [branch(record) for record in records]
         members: defaultdict[tuple[Node, ...], list[int]] = defaultdict(list)
-        for index, key in enumerate(branches):
-            members[key].append(index)
+        for index, branch in enumerate(branches or repeat((), len(records))):
+            members[branch].append(index)
         tracks = [0] * len(records)
-        for key, indices in members.items():
-            lanes = assign_lanes([(records[i].start_ns, records[i].end_ns) for i in indices])
+        for branch, indices in members.items():
+            lanes = assign_lanes([records[index][:2] for index in indices])
+            path = (*self._stage_path, *PATH_OF_CATEGORY[category], *branch)
+            track_of = [self._out.track(*path, lane=lane) for lane in range(max(lanes) + 1)]
             for index, lane in zip(indices, lanes, strict=True):
-                path = (*self._stage_path, *PATH_OF_CATEGORY[category], *key)
-                tracks[index] = self._out.track(*path, lane=lane)
+                tracks[index] = track_of[lane]
         return tracks
-
-    def _link(self, direction: str, peer: int) -> tuple[Node, ...]:
-        return ((peer, f"{direction} {self._peer_names.get(peer, f'rank {peer}')}"),)

@@ -11,6 +11,9 @@ from rrfp.schedule.dispatcher import (
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, StimulusRecord, TaskRecord
 
+_KINDS = {kind.value: kind for kind in Kind}
+"""A look into a dictionary, where the enumeration's own would be most of a replay's reading."""
+
 
 def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
     """The record of a stimulus that a dispatcher takes in at this time."""
@@ -44,9 +47,10 @@ def stimulus_of(record: StimulusRecord) -> Stimulus:
 
 def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
     """The task that a record is about. Raises RrfpError for one of no kind."""
-    if record.kind not in list(Kind):
+    kind = _KINDS.get(record.kind)
+    if kind is None:
         raise RrfpError(
             f"the trace has a task of kind '{record.kind}' in step {record.step}, which is none of "
             f"{', '.join(Kind)}; see 'rrfp trace check'"
         )
-    return Task(record.stage, Kind(record.kind), record.microbatch)
+    return Task(record.stage, kind, record.microbatch)

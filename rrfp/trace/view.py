@@ -21,8 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rrfp.errors import RrfpError
-from rrfp.trace.first_look import ui_arguments
-from rrfp.trace.steps import Window
+from rrfp.trace.first_look import FirstLook
 
 PUBLIC_UI = "https://ui.perfetto.dev"
 PUBLIC_UI_PORT = 9001
@@ -64,9 +63,9 @@ def find_local_ui() -> Path | None:
 class TraceServer(ThreadingHTTPServer):
     """A server of one trace, and of the UI's own files where `ui` names their folder.
 
-    `window` is the part of the trace to show first; None shows all of it. `port` None takes the
-    public UI's port, or with a local UI any other where that is taken. Raises RrfpError when the
-    port is in use.
+    `look` is what the UI shows first, None being `FirstLook()`. `port` None takes the public UI's
+    port, or with a local UI any other where that is taken. Raises RrfpError when the port is in
+    use.
     """
 
     daemon_threads = True
@@ -77,11 +76,11 @@ class TraceServer(ThreadingHTTPServer):
         *,
         ui: Path | None,
         port: int | None = None,
-        window: Window | None = None,
+        look: FirstLook | None = None,
     ) -> None:
         self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
         self.has_ui = ui is not None
-        self._arguments = ui_arguments(window)
+        self._arguments = (look or FirstLook()).ui_arguments()
         ports = [PUBLIC_UI_PORT if port is None else port]
         if port is None and self.has_ui:
             ports.append(0)

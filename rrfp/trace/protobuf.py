@@ -1,0 +1,212 @@
+"""Protocol-buffer messages in columns: the fields of very many messages at once.
+
+A message object a packet, and an attribute a field, is what reading a trace in Python takes its
+time for. Here the messages of a buffer are walked side by side: the first field of each, then the
+second of each, and so on, with arrays for what a parser has as variables
+(https://protobuf.dev/programming-guides/encoding).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+Rows = NDArray[np.intp]
+Words = NDArray[np.uint64]
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_MOST_BYTES_OF_A_VARINT = 10
+
+_WORD = 8
+"""Bytes of a word, by which texts are compared."""
+LONGEST_NAME = 2 * _WORD
+"""Bytes of a name that `find` can tell from others."""
+_MASKS = np.array([(1 << 8 * size) - 1 for size in range(_WORD + 1)], np.uint64)
+"""By length, the bytes of a word that belong to a text of that length."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplied with, words that differ go on differing."""
+
+
+class DecodeError(ValueError):
+    """The bytes are no messages."""
+
+
+class Spans(NamedTuple):
+    """Where messages, or texts, lie in a buffer: arrays of the same length."""
+
+    starts: Numbers
+    ends: Numbers
+
+    def take(self, rows: Rows) -> "Spans":
+        return Spans(self.starts[rows], self.ends[rows])
+
+
+class Fields(NamedTuple):
+    """Fields of messages: arrays of the same length. Those of one message are in their order."""
+
+    owners: Numbers
+    """Which message each is of."""
+    numbers: Numbers
+    """The field's number."""
+    values: Numbers
+    """What a number is, as a signed one; 0 for a field that is no number."""
+    spans: Spans
+    """Where the contents of a text or a message lie."""
+
+    def take(self, rows: Rows) -> "Fields":
+        return Fields(
+            self.owners[rows], self.numbers[rows], self.values[rows], self.spans.take(rows)
+        )
+
+    def of(self, number: int) -> "Fields":
+        """Those with this number."""
+        return self.take(np.flatnonzero(self.numbers == number))
+
+    def last(self, number: int, count: int, default: int = 0) -> Numbers:
+        """By message, of `count` of them, the value of its last field with this number."""
+        found = np.full(count, default, np.int64)
+        chosen = self.of(number)
+        found[chosen.owners] = chosen.values
+        return found
+
+
+def buffer_of(data: bytes) -> Bytes:
+    """The bytes as an array, with room behind them: a word may be read at each of them."""
+    return np.frombuffer(data + bytes(_WORD), np.uint8)
+
+
+def read_fields(data: Bytes, messages: Spans) -> Fields:
+    """All fields of these messages, which lie in a buffer from `buffer_of`.
+
+    Raises DecodeError where a field reaches beyond its message, or is of a kind that no proto3
+    message has.
+    """
+    owners, (at, ends) = np.arange(len(messages.starts)), messages
+    rounds = []
+    while True:
+        unread = np.flatnonzero(at < ends)
+        if unread.size < at.size:
+            owners, at, ends = owners[unread], at[unread], ends[unread]
+        tags, starts = read_varints(data, at)
+        values, spans = _read_contents(data, tags & 7, starts)
+        if (spans.ends > ends).any():
+            raise DecodeError
+        rounds.append(Fields(owners, tags >> 3, values, spans))
+        if not at.size:
+            return _joined(rounds)
+        at = spans.ends
+
+
+def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:
+    """By text, which of these names it is, or -1; a name has at most `LONGEST_NAME` bytes."""
+    if not names:
+        return np.full(len(texts.starts), -1, np.intp)
+    found = _words_of(data, texts)
+    order, known = _names(names)
+    mixed = known.mixed[order]
+    places = order[np.minimum(np.searchsorted(mixed, found.mixed), len(names) - 1)]
+    is_same = (
+        (found.firsts == known.firsts[places])
+        & (found.lasts == known.lasts[places])
+        & (found.lengths == known.lengths[places])
+    )
+    return np.where(is_same, places, -1)
+
+
+class _TextWords(NamedTuple):
+    """What tells texts of up to 16 bytes apart."""
+
+    firsts: Words
+    lasts: Words
+    """The last word of those that are longer than one."""
+    lengths: Words
+
+    @property
+    def mixed(self) -> Words:
+        """All of it in one word, to look for."""
+        return self.firsts ^ (self.lasts * _ODD) ^ self.lengths
+
+
+@cache
+def _names(names: tuple[str, ...]) -> tuple[Rows, _TextWords]:
+    """What tells the names apart, and their order by that."""
+    encoded = [name.encode() for name in names]
+    assert max(map(len, encoded)) <= LONGEST_NAME
+    ends = np.cumsum([len(name) for name in encoded])
+    starts = np.concatenate(([0], ends[:-1]))
+    words = _words_of(buffer_of(b"".join(encoded)), Spans(starts, ends))
+    assert len(np.unique(words.mixed)) == len(names)
+    return np.argsort(words.mixed), words
+
+
+def _words_of(data: Bytes, texts: Spans) -> _TextWords:
+    lengths = (texts.ends - texts.starts).astype(np.uint64)
+    words = _words(data, _WORD)
+    firsts = words[texts.starts] & _MASKS[np.minimum(lengths, _WORD)]
+    lasts = np.where(lengths > _WORD, words[np.maximum(texts.ends - _WORD, 0)], 0)
+    return _TextWords(firsts, lasts, lengths)
+
+
+def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, Spans]:
+    """The numbers, and the contents, of fields of these wire types that begin at these places."""
+    values = np.zeros(len(at), np.int64)
+    starts, ends = at.copy(), at.copy()
+    for wire in np.flatnonzero(np.bincount(wires, minlength=8)):
+        rows = np.flatnonzero(wires == wire)
+        if wire == _VARINT:
+            values[rows], ends[rows] = read_varints(data, at[rows])
+        elif wire == _LENGTH:
+            lengths, starts[rows] = read_varints(data, at[rows])
+            # A length that is no number of bytes of this buffer must not wrap around.
+            if (lengths.view(np.uint64) > len(data)).any():
+                raise DecodeError
+            ends[rows] = starts[rows] + lengths
+        elif wire in (_FIXED64, _FIXED32):
+            size = 8 if wire == _FIXED64 else 4
+            ends[rows] += size
+            if ends[rows].max() > len(data):
+                raise DecodeError
+            values[rows] = _words(data, size)[at[rows]].astype(np.int64)
+        else:
+            raise DecodeError
+    return values, Spans(starts, ends)
+
+
+def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
+    """The numbers that begin at these places, and the places behind them."""
+    if at.size and at.max() >= len(data):
+        raise DecodeError
+    octets = data[at]
+    values = (octets & 0x7F).astype(np.int64)
+    at = at + 1
+    rows = np.flatnonzero(octets >= 0x80)
+    for place in range(1, _MOST_BYTES_OF_A_VARINT):
+        if not rows.size:
+            break
+        where = at[rows]
+        if where.max() >= len(data):
+            raise DecodeError
+        octets = data[where]
+        values[rows] |= (octets & 0x7F).astype(np.int64) << (7 * place)
+        at[rows] = where + 1
+        rows = rows[octets >= 0x80]
+    if rows.size:
+        raise DecodeError
+    return values, at
+
+
+def _words(data: Bytes, size: int) -> Words:
+    """The number of `size` bytes that begins at each byte."""
+    return np.ndarray((len(data) - size + 1,), f"<u{size}", data, strides=(1,))
+
+
+def _joined(rounds: Sequence[Fields]) -> Fields:
+    owners, numbers, values = (
+        np.concatenate([each[place] for each in rounds]) for place in range(3)
+    )
+    starts, ends = (np.concatenate([each.spans[place] for each in rounds]) for place in range(2))
+    return Fields(owners, numbers, values, Spans(starts, ends))
