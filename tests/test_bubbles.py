@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.bubbles import CAUSES, bubbles, divide_step
+from rrfp.analyze import bubbles as module
+from rrfp.analyze.bubbles import CAUSES, Bubbles, divide
+from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.trace.records import (
@@ -17,6 +19,7 @@ from rrfp.trace.records import (
     TaskRecord,
     WaitRecord,
 )
+from tests.naive_bubbles import divide_step
 from tests.recordings import make_recording
 
 
@@ -32,7 +35,23 @@ def _divide(
     window: tuple[int, int], tasks: list[TaskRecord], waits: list[WaitRecord]
 ) -> dict[str, int]:
     """What is not zero."""
-    return {cause: ns for cause, ns in divide_step(window, tasks, waits).items() if ns}
+    return {cause: ns for cause, ns in _parts(window, tasks, waits).items() if ns}
+
+
+def _parts(
+    window: tuple[int, int], tasks: list[TaskRecord], waits: list[WaitRecord]
+) -> dict[str, int]:
+    """The causes of a step of one rank."""
+    info = RankInfo(0, 0, 0, 0, (0,), "node", 0)
+    phases = [PhaseRecord(*window, 0, "schedule")]
+    ranks = [RankRecords(info, tasks=tasks, waits=waits, phases=phases)]
+    (row,) = divide(frames_of(Recording({}, ranks))).to_dicts()
+    assert row["busy_ns"] + sum(row[cause] for cause in CAUSES) == row["window_ns"]
+    return {cause: row[cause] for cause in CAUSES}
+
+
+def bubbles(recording: Recording, steps: range | None = None) -> Bubbles:
+    return module.bubbles(frames_of(recording), steps)
 
 
 def test_the_parts_of_a_step() -> None:
@@ -81,7 +100,8 @@ def test_the_parts_sum_to_the_window_whatever_was_recorded(
     waits = [
         _wait(start, start + length, cause) for spans, cause in idle for start, length in spans
     ]
-    parts = divide_step(window, tasks, waits)
+    parts = _parts(window, tasks, waits)
+    assert parts == divide_step(window, tasks, waits)
     busy = {t for task in tasks for t in range(task.start_ns, task.end_ns)} & set(range(*window))
     assert all(part >= 0 for part in parts.values())
     assert sum(parts.values()) + len(busy) == 60
@@ -146,7 +166,7 @@ def test_a_step_that_a_rank_misses_is_dropped_for_all() -> None:
 
 def test_what_cannot_be_divided_gets_a_sentence() -> None:
     recording = make_recording(2, 3, 4)
-    with pytest.raises(UsageError, match="the trace has no steps 7:9; it has 0:4"):
+    with pytest.raises(UsageError, match="none of the steps asked for; it has those from 0 to 3"):
         bubbles(recording, range(7, 9))
     with pytest.raises(RrfpError, match="the trace has no steps"):
         bubbles(Recording({}, []))

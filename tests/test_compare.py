@@ -7,7 +7,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from rrfp.analyze.compare import Comparison, compare
+from rrfp.analyze.compare import Comparison
+from rrfp.analyze.compare import compare as compare_frames
+from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.schedule.hints import TURNS
@@ -32,6 +34,10 @@ def run_of(task_ns: tuple[int, ...], transfer_ns: int = 0) -> Recording:
     return recording
 
 
+def compare(first: Recording, second: Recording, stage: int | None = None) -> Comparison:
+    return compare_frames(frames_of(first), frames_of(second), stage)
+
+
 def moved(comparison: Comparison) -> set[str]:
     return {cause for cause, each in comparison.causes_s.items() if each.leaves_out(0)}
 
@@ -52,6 +58,13 @@ def test_a_slower_link_moves_the_waits_and_not_the_work() -> None:
     assert comparison.causes_s["work"].median == 0
     assert "work" not in moved(comparison)
     assert "forward_input" in moved(comparison)
+
+
+def test_of_a_stage_its_own_ranks_are_compared() -> None:
+    slower = run_of(STEADY, transfer_ns=150)
+    waits = [compare(run_of(STEADY), slower, stage).causes_s for stage in (0, 1)]
+    assert "forward_input" not in waits[0]
+    assert waits[1]["forward_input"].median > 0
 
 
 def test_noise_is_not_called_a_gain() -> None:

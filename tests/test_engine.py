@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatch, Group
@@ -253,7 +254,7 @@ def test_replicas_meet_at_the_end() -> None:
     last_ns = max(run.makespan_ns for run in runs)
     assert step.makespan_ns == last_ns + 70
     assert step.busy_ns == tuple(run.busy_ns for run in runs)
-    divided = bubbles(recording)
+    divided = bubbles(frames_of(recording))
     assert divided.window_ns == step.makespan_ns
     assert divided.bubble_fraction == pytest.approx(step.bubble_fraction)
     assert min(rank.causes_ns[Cause.GRADIENT_SYNC] for rank in divided.ranks) >= 70

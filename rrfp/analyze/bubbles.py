@@ -9,40 +9,85 @@ The rest is its bubble, and every nanosecond of that has one cause:
 - after its last task a recorded `gradient_sync`, else `drain`, to the end of the window;
 - `overhead`: the remainder between two tasks.
 
-So work and causes sum to the window exactly.
+So work and causes sum to the window exactly. Where waits overlap, the earlier one counts.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from rrfp.errors import RrfpError, UsageError
+import polars as pl
+
+from rrfp.analyze.frames import Frames, windows
+from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
-from rrfp.trace.records import NS_PER_S, RankInfo, RankRecords, Recording, TaskRecord, WaitRecord
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import NS_PER_S
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
 """Every part of a bubble, in the order in which reports show them."""
 
+_KEY = ("step", "rank")
+_LEAST_EXCESS = 0.005
+"""An excess below this is none worth a word."""
 
-Interval = tuple[int, int]
+
+@dataclass(frozen=True, slots=True)
+class BubbleParts:
+    """Idle time as a share of the measured time; the parts sum to the whole."""
+
+    structural: float
+    excess: float
+
+    @property
+    def fraction(self) -> float:
+        return self.structural + self.excess
+
+    @property
+    def told(self) -> str:
+        """In two sentences."""
+        jitter = f"{'added' if self.excess > 0 else 'took off'} {abs(self.excess):.0%}"
+        if abs(self.excess) < _LEAST_EXCESS:
+            jitter = "changed nothing"
+        return (
+            f"{self.fraction:.0%} of the ranks' time was bubble. Tasks at their mean times would "
+            f"have left {self.structural:.0%}; jitter {jitter}."
+        )
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "fraction": self.fraction,
+            "structural": self.structural,
+            "excess": self.excess,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class RankBubbles:
     """One rank's time, summed over the steps asked for."""
 
-    info: RankInfo
+    rank: int
+    pp_rank: int
+    stages: tuple[int, ...]
     window_ns: int
     busy_ns: int
     causes_ns: dict[str, int]
     """Idle time by cause; every one of `CAUSES`, and with `busy_ns` they sum to `window_ns`."""
+    structural_ns: int | None = None
+    """What of the bubble tasks at their mean durations would have left; None where the run cannot
+    be replayed."""
+
+    @property
+    def bubble_ns(self) -> int:
+        return self.window_ns - self.busy_ns
 
     @property
     def bubble_fraction(self) -> float:
         return 1 - self.busy_ns / self.window_ns
+
+    @property
+    def excess_ns(self) -> int | None:
+        """The rest of the bubble; below 0 where tasks at their means would have left more."""
+        return None if self.structural_ns is None else self.bubble_ns - self.structural_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +111,55 @@ class Bubbles:
         """Idle time by cause, over all ranks."""
         return {cause: sum(rank.causes_ns[cause] for rank in self.ranks) for cause in CAUSES}
 
+    @property
+    def parts(self) -> BubbleParts | None:
+        """The structural part and the excess over all ranks; None where it was not replayed."""
+        whole_ns = self.window_ns * len(self.ranks)
+        parts_ns = [(rank.structural_ns, rank.excess_ns) for rank in self.ranks]
+        structural_ns, excess_ns = (
+            [ns for ns in each if ns is not None] for each in zip(*parts_ns, strict=True)
+        )
+        if not structural_ns:
+            return None
+        return BubbleParts(sum(structural_ns) / whole_ns, sum(excess_ns) / whole_ns)
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """A row a rank; times in seconds."""
+        return pl.DataFrame(
+            [
+                {
+                    "rank": rank.rank,
+                    "pp_rank": rank.pp_rank,
+                    "stages": " ".join(map(str, rank.stages)),
+                    "bubble_fraction": rank.bubble_fraction,
+                    **_parts_s(rank),
+                    "window_s": rank.window_ns / NS_PER_S,
+                    "busy_s": rank.busy_ns / NS_PER_S,
+                    **{cause: ns / NS_PER_S for cause, ns in rank.causes_ns.items()},
+                }
+                for rank in self.ranks
+            ],
+            schema_overrides=dict.fromkeys(("structural", "excess"), pl.Float64),
+        )
+
+    def with_structural(self, shares: Sequence[float]) -> "Bubbles":
+        """With that part of the bubble, by pipeline rank as a share of the window; with none, the
+        run could not be replayed."""
+        if not shares:
+            return self
+        return replace(
+            self,
+            ranks=tuple(
+                replace(rank, structural_ns=round(shares[rank.pp_rank] * rank.window_ns))
+                for rank in self.ranks
+            ),
+        )
+
+    def of_rank(self, pp_rank: int) -> "Bubbles":
+        """The ranks at one place of the pipeline."""
+        return replace(self, ranks=tuple(rank for rank in self.ranks if rank.pp_rank == pp_rank))
+
     def as_json(self) -> dict[str, object]:
         """The object that `rrfp analyze bubbles --format json` prints."""
         return {
@@ -73,150 +167,201 @@ class Bubbles:
             "window_s": self.window_ns / NS_PER_S,
             "ranks": [
                 {
-                    "rank": rank.info.rank,
-                    "pp_rank": rank.info.pp_rank,
-                    "stages": list(rank.info.stages),
+                    "rank": rank.rank,
+                    "pp_rank": rank.pp_rank,
+                    "stages": list(rank.stages),
                     "bubble_fraction": rank.bubble_fraction,
                     "busy_s": rank.busy_ns / NS_PER_S,
-                    "causes": {
-                        cause: cause_ns / NS_PER_S for cause, cause_ns in rank.causes_ns.items()
-                    },
+                    "causes": {cause: ns / NS_PER_S for cause, ns in rank.causes_ns.items()},
+                    **_parts_s(rank),
                 }
                 for rank in self.ranks
             ],
         }
 
 
-def bubbles(recording: Recording, steps: range | None = None) -> Bubbles:
+def _parts_s(rank: RankBubbles) -> dict[str, float | None]:
+    parts_ns = {"structural": rank.structural_ns, "excess": rank.excess_ns}
+    return {name: None if ns is None else ns / NS_PER_S for name, ns in parts_ns.items()}
+
+
+def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
     """Divide the time of a run's steps; None means all of them.
 
     Raises UsageError when the run has none of the steps asked for, RrfpError when no rank finished
-    any of them.
+    any of them, or a rank waited for what is no cause.
     """
-    asked = _select(recording, steps)
-    finished = step_windows(recording)
-    windows = {step: finished[step] for step in asked if step in finished}
-    if not windows:
-        raise RrfpError(f"none of the steps {_span(asked)} was finished by every rank")
-    window_ns = sum(end_ns - start_ns for start_ns, end_ns in windows.values())
-    if window_ns <= 0:
-        raise RrfpError(f"the steps {_span(tuple(windows))} take no time in this trace")
-    return Bubbles(
-        steps=tuple(windows),
-        dropped_steps=tuple(step for step in asked if step not in windows),
-        window_ns=window_ns,
-        ranks=tuple(_RankSteps(records).divide(windows) for records in recording.ranks),
-    )
-
-
-def divide_step(
-    window: Interval, tasks: Sequence[TaskRecord], waits: Sequence[WaitRecord]
-) -> dict[str, int]:
-    """One rank's idle time in a step's window, in nanoseconds, for each of `CAUSES`."""
-    causes_ns = dict.fromkeys(CAUSES, 0)
-    start_ns, end_ns = window
-    work = list(_merged(tasks, window))
-    if not work:
-        causes_ns[Cause.WARMUP] = end_ns - start_ns
-        return causes_ns
-    causes_ns[Cause.WARMUP] = work[0][0] - start_ns
-    by_start = sorted(waits)
-    between = [(end, start) for (_, end), (start, _) in pairwise(work)]
-    causes_ns[OVERHEAD] = _share(between, by_start, causes_ns)
-    syncs = [wait for wait in by_start if wait.cause == Cause.GRADIENT_SYNC]
-    causes_ns[Cause.DRAIN] += _share([(work[-1][1], end_ns)], syncs, causes_ns)
-    return causes_ns
-
-
-def _merged(tasks: Sequence[TaskRecord], window: Interval) -> Iterator[Interval]:
-    """When the rank was at work in the window: disjoint intervals in order of time."""
-    start_ns, end_ns = window
-    current: Interval | None = None
-    for task in sorted(tasks):
-        begin, end = max(task.start_ns, start_ns), min(task.end_ns, end_ns)
-        if begin >= end:
-            continue
-        if current is not None and begin <= current[1]:
-            current = (current[0], max(current[1], end))
-            continue
-        if current is not None:
-            yield current
-        current = (begin, end)
-    if current is not None:
-        yield current
-
-
-def _share(gaps: Sequence[Interval], waits: Sequence[WaitRecord], causes_ns: dict[str, int]) -> int:
-    """Add the parts of the gaps that a wait explains to its cause; give what none explains.
-
-    Gaps and waits come in order of time; where waits overlap, the earlier one counts.
-    """
-    unexplained_ns = 0
-    index = 0
-    for start_ns, end_ns in gaps:
-        position_ns = start_ns
-        while index < len(waits) and waits[index].start_ns < end_ns:
-            wait = waits[index]
-            begin_ns = max(wait.start_ns, position_ns)
-            stop_ns = min(wait.end_ns, end_ns)
-            if begin_ns < stop_ns:
-                unexplained_ns += begin_ns - position_ns
-                causes_ns[wait.cause] += stop_ns - begin_ns
-                position_ns = stop_ns
-            if wait.end_ns > end_ns:
-                break
-            index += 1
-        unexplained_ns += end_ns - position_ns
-    return unexplained_ns
-
-
-class _RankSteps:
-    """One rank's records, by step."""
-
-    def __init__(self, records: RankRecords) -> None:
-        self.info = records.info
-        self._tasks: defaultdict[int, list[TaskRecord]] = defaultdict(list)
-        self._waits: defaultdict[int, list[WaitRecord]] = defaultdict(list)
-        for task in records.tasks:
-            self._tasks[task.step].append(task)
-        for wait in records.waits:
-            if wait.cause not in CAUSES:
-                raise RrfpError(
-                    f"rank {records.info.rank} waited in step {wait.step} for '{wait.cause}', "
-                    f"which is none of {', '.join(CAUSES)}"
-                )
-            self._waits[wait.step].append(wait)
-
-    def divide(self, windows: dict[int, Interval]) -> RankBubbles:
-        """Sum this rank's time over the steps whose windows are given."""
-        totals_ns = dict.fromkeys(CAUSES, 0)
-        for step, window in windows.items():
-            for cause, time_ns in divide_step(window, self._tasks[step], self._waits[step]).items():
-                totals_ns[cause] += time_ns
-        window_ns = sum(end_ns - start_ns for start_ns, end_ns in windows.values())
-        return RankBubbles(self.info, window_ns, window_ns - sum(totals_ns.values()), totals_ns)
-
-
-def _select(recording: Recording, steps: range | None) -> list[int]:
-    """The steps of the run that are asked for, in order."""
-    present = sorted(
-        {
-            record.step
-            for records in recording.ranks
-            for found in (records.phases, records.tasks)
-            for record in found
-        }
-    )
-    if not present:
+    if not frames.steps:
         raise RrfpError("the trace has no steps; the run ended before its first one did")
-    if steps is None:
-        return present
-    asked = [step for step in present if step in steps]
-    if not asked:
-        raise UsageError(
-            f"the trace has no steps {steps.start}:{steps.stop}; it has {_span(present)}"
+    if steps is not None:
+        frames = frames.of_steps(steps)
+    divided = divide(frames)
+    if divided.is_empty():
+        raise RrfpError(f"none of the steps {_span(frames.steps)} was finished by every rank")
+    finished = divided["step"].unique().sort().to_list()
+    totals = divided.group_by("rank").agg(pl.all().exclude("step").sum())
+    window_ns = int(totals["window_ns"][0])
+    if window_ns <= 0:
+        raise RrfpError(f"the steps {_span(finished)} take no time in this trace")
+    places = frames.run.select("rank", "pp_rank", "stages")
+    return Bubbles(
+        steps=tuple(finished),
+        dropped_steps=tuple(sorted(set(frames.steps) - set(finished))),
+        window_ns=window_ns,
+        ranks=tuple(
+            RankBubbles(
+                row["rank"],
+                row["pp_rank"],
+                tuple(row["stages"]),
+                row["window_ns"],
+                row["busy_ns"],
+                {cause: row[cause] for cause in CAUSES},
+            )
+            for row in places.join(totals, on="rank", maintain_order="left").iter_rows(named=True)
+        ),
+    )
+
+
+def divide(frames: Frames) -> pl.DataFrame:
+    """The time of each rank in each finished step, in nanoseconds: a row a step and rank, with
+    `window_ns`, `busy_ns` and a column for each of `CAUSES`.
+
+    Raises RrfpError where a rank waited for what is none of them.
+    """
+    return pl.concat([_divide(piece) for piece in frames.piecewise()])
+
+
+def _divide(frames: Frames) -> pl.DataFrame:
+    spans = windows(frames).join(frames.run.select("rank"), how="cross")
+    work = _work(frames, spans)
+    ends = work.group_by(_KEY).agg(
+        pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns")
+    )
+    # A rank without work warms up all the time.
+    spans = spans.join(ends, on=_KEY, how="left").with_columns(
+        pl.col("first_ns", "last_ns").fill_null(pl.col("end_ns"))
+    )
+    waits, gaps = _waits(frames), _gaps(work)
+    idle = pl.concat(
+        [
+            _part(spans, Cause.WARMUP, pl.col("first_ns") - pl.col("start_ns")),
+            *_explained(_between(waits, gaps), OVERHEAD),
+            _part(gaps, OVERHEAD, pl.col("gap_ns")),
+            *_explained(_behind(waits, spans), Cause.DRAIN),
+            _part(spans, Cause.DRAIN, pl.col("end_ns") - pl.col("last_ns")),
+        ]
+    )
+    causes = (
+        idle.group_by(*_KEY, "cause")
+        .agg(pl.col("ns").sum())
+        .group_by(_KEY)
+        .agg(pl.col("ns").filter(pl.col("cause") == cause).sum().alias(cause) for cause in CAUSES)
+    )
+    return (
+        spans.select(*_KEY, (pl.col("end_ns") - pl.col("start_ns")).alias("window_ns"))
+        .join(causes, on=_KEY)
+        .select(
+            *_KEY,
+            "window_ns",
+            (pl.col("window_ns") - pl.sum_horizontal(CAUSES)).alias("busy_ns"),
+            *CAUSES,
         )
-    return asked
+        .sort(_KEY)
+    )
+
+
+def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
+    """The tasks of finished steps, in order of time and as far as they lie in the window, each with
+    `until_ns`, when the last of those before it had ended."""
+    return (
+        frames.tasks.select(*_KEY, "start_ns", "end_ns")
+        .join(spans, on=_KEY, suffix="_window")
+        .select(
+            *_KEY,
+            pl.max_horizontal("start_ns", "start_ns_window").alias("start_ns"),
+            pl.min_horizontal("end_ns", "end_ns_window").alias("end_ns"),
+        )
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+        .sort(*_KEY, "start_ns")
+        .with_columns(pl.col("end_ns").cum_max().shift(1).over(_KEY).alias("until_ns"))
+    )
+
+
+def _gaps(work: pl.DataFrame) -> pl.DataFrame:
+    """Where a rank ran nothing between two tasks: when that began, how long it took, and how much
+    of it there was before in the step."""
+    return (
+        work.select(
+            *_KEY,
+            pl.col("until_ns").alias("gap_start_ns"),
+            (pl.col("start_ns") - pl.col("until_ns")).alias("gap_ns"),
+        )
+        .filter(pl.col("gap_ns") > 0)
+        .with_columns(pl.col("gap_ns").cum_sum().shift(1, fill_value=0).over(_KEY).alias("before"))
+    )
+
+
+def _waits(frames: Frames) -> pl.DataFrame:
+    """The waits in order of time."""
+    waits = frames.waits.select(*_KEY, "start_ns", "end_ns", "cause")
+    strange = waits.filter(~pl.col("cause").is_in(CAUSES))
+    if not strange.is_empty():
+        step, rank, *_, cause = strange.row(0)
+        raise RrfpError(
+            f"rank {rank} waited in step {step} for '{cause}', which is none of {', '.join(CAUSES)}"
+        )
+    return waits.sort(*_KEY, "start_ns", "end_ns", "cause")
+
+
+def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
+    """Of each wait what lies behind the ends of those before it."""
+    return waits.with_columns(
+        pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY))
+    ).filter(pl.col("start_ns") < pl.col("end_ns"))
+
+
+def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
+    """How much of the gaps each wait explains: the gaps' time up to its end less that up to its
+    start."""
+
+    def gaps_until(waits: pl.DataFrame, time: str) -> pl.DataFrame:
+        passed_ns = pl.min_horizontal(pl.col(time) - pl.col("gap_start_ns"), "gap_ns")
+        return (
+            waits.sort(time)
+            .join_asof(
+                gaps.sort("gap_start_ns"),
+                left_on=time,
+                right_on="gap_start_ns",
+                by=_KEY,
+                check_sortedness=False,
+            )
+            .with_columns((pl.col("before") + passed_ns).fill_null(0).alias(f"until_{time}"))
+            .drop("gap_start_ns", "gap_ns", "before")
+        )
+
+    return gaps_until(gaps_until(_disjoint(waits), "start_ns"), "end_ns").select(
+        *_KEY, "cause", (pl.col("until_end_ns") - pl.col("until_start_ns")).alias("ns")
+    )
+
+
+def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
+    """How much of the time behind a rank's last task each synchronisation of gradients explains."""
+    from_ns = pl.max_horizontal("start_ns", "last_ns")
+    to_ns = pl.min_horizontal("end_ns", "window_end_ns")
+    return (
+        _disjoint(waits.filter(pl.col("cause") == Cause.GRADIENT_SYNC))
+        .join(spans.select(*_KEY, "last_ns", pl.col("end_ns").alias("window_end_ns")), on=_KEY)
+        .select(*_KEY, "cause", (to_ns - from_ns).clip(0).alias("ns"))
+    )
+
+
+def _explained(found: pl.DataFrame, rest: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """What waits explain, for their causes, and against the rest that has none."""
+    return found, _part(found, rest, -pl.col("ns"))
+
+
+def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
+    return frame.select(*_KEY, pl.lit(str(cause)).alias("cause"), ns.alias("ns"))
 
 
 def _span(steps: Sequence[int]) -> str:

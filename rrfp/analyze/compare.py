@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from rrfp.analyze.bubbles import CAUSES, bubbles
+from rrfp.analyze.bubbles import CAUSES, divide
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 from rrfp.simulate.draws import uniforms
-from rrfp.trace.records import NS_PER_S, Recording
+from rrfp.trace.records import NS_PER_S
 
 _NUM_RESAMPLES = 2000
 _TAIL_PERCENT = 2.5
@@ -75,42 +76,42 @@ class Comparison:
         }
 
 
-def compare(first: Recording, second: Recording, steps: range | None = None) -> Comparison:
-    """Compare the steps of two runs; None means all of them.
+def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparison:
+    """Compare the finished steps of two runs; of a stage, the work and idle time of its ranks.
 
-    Raises UsageError when a run has none of the steps asked for, and RrfpError when it finished
-    none.
+    Raises UsageError for a stage that a run does not have, and RrfpError when one of them finished
+    fewer than two.
     """
-    times_a, times_b = _times(first, steps), _times(second, steps)
-    if len(times_a["step"]) < 2 or len(times_b["step"]) < 2:
+    times_a, times_b = _times(first, stage), _times(second, stage)
+    if len(times_a["length"]) < 2 or len(times_b["length"]) < 2:
         raise RrfpError(
-            f"the runs have {len(times_a['step'])} and {len(times_b['step'])} whole steps, and it "
-            "takes 2 of each to tell a difference from noise; record more steps"
+            f"the runs have {len(times_a['length'])} and {len(times_b['length'])} whole steps, and "
+            "it takes 2 of each to tell a difference from noise; record more steps"
         )
     names = [name for name in (WORK, *CAUSES) if times_a[name].any() or times_b[name].any()]
     return Comparison(
-        (len(times_a["step"]), len(times_b["step"])),
-        (float(np.median(times_a["step"])), float(np.median(times_b["step"]))),
-        _estimate(times_a["step"], times_b["step"], lambda a, b: b / a),
-        {name: _estimate(times_a[name], times_b[name], lambda a, b: b - a) for name in names},
+        (len(times_a["length"]), len(times_b["length"])),
+        (float(np.median(times_a["length"])), float(np.median(times_b["length"]))),
+        estimate(times_a["length"], times_b["length"], lambda a, b: b / a),
+        {name: estimate(times_a[name], times_b[name], lambda a, b: b - a) for name in names},
     )
 
 
-def _times(recording: Recording, steps: range | None) -> dict[str, Floats]:
+def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
     """Seconds of each whole step: its length, and of work and each cause the mean over ranks."""
-    columns: dict[str, list[float]] = {name: [] for name in ("step", WORK, *CAUSES)}
-    for step in bubbles(recording, steps).steps:
-        divided = bubbles(recording, range(step, step + 1))
-        num_ranks = len(divided.ranks)
-        columns["step"].append(divided.window_ns / NS_PER_S)
-        busy_ns = sum(rank.busy_ns for rank in divided.ranks)
-        columns[WORK].append(busy_ns / num_ranks / NS_PER_S)
-        for cause, time_ns in divided.causes_ns.items():
-            columns[cause].append(time_ns / num_ranks / NS_PER_S)
-    return {name: np.array(column) for name, column in columns.items()}
+    divided = divide(frames)
+    if stage is not None:
+        holders = frames.run.filter(pl.col("pp_rank") == frames.rank_of(stage))["rank"]
+        divided = divided.filter(pl.col("rank").is_in(holders.to_list()))
+    means = (
+        divided.rename({"window_ns": "length", "busy_ns": WORK})
+        .group_by("step", maintain_order=True)
+        .agg(pl.col("length", WORK, *CAUSES).mean())
+    )
+    return {name: means[name].to_numpy() / NS_PER_S for name in ("length", WORK, *CAUSES)}
 
 
-def _estimate(a: Floats, b: Floats, relate: Callable[[Floats, Floats], Floats]) -> Estimate:
+def estimate(a: Floats, b: Floats, relate: Callable[[Floats, Floats], Floats]) -> Estimate:
     """What `relate` makes of the two medians, and of those of resampled steps."""
     medians = [
         np.median(times[(draws * len(times)).astype(np.int64)], axis=1)

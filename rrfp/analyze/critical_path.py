@@ -11,13 +11,13 @@ the last one's message counts for all.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import polars as pl
 
 from rrfp.analyze.bubbles import OVERHEAD
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, windows
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
@@ -50,17 +50,24 @@ class CriticalPath:
 
     step: int
     stretches: tuple[Stretch, ...]
+    pp_rank: int | None = None
+    """Owners of this pipeline rank alone are told; None: all."""
 
     @property
     def length_ns(self) -> int:
         return self.stretches[-1].end_ns - self.stretches[0].start_ns
 
+    def of_rank(self, pp_rank: int) -> "CriticalPath":
+        """The same chain, its owners those of one pipeline rank."""
+        return replace(self, pp_rank=pp_rank)
+
     @property
     def owners(self) -> list[Owner]:
-        """The most first; their times sum to the length."""
+        """The most first; the times of all of them sum to the length."""
         times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
         for start_ns, end_ns, pp_rank, kind in self.stretches:
-            times_ns[pp_rank, kind] += end_ns - start_ns
+            if self.pp_rank in (None, pp_rank):
+                times_ns[pp_rank, kind] += end_ns - start_ns
         owners = [Owner(*who, time_ns) for who, time_ns in times_ns.items() if time_ns]
         return sorted(owners, key=lambda owner: (-owner.time_ns, owner.pp_rank, owner.kind))
 
@@ -119,30 +126,17 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     Raises RrfpError when no step was finished by every rank, and UsageError for a step that was
     not.
     """
-    windows = _windows(frames)
-    if not windows:
+    spans = {step: (start, end) for step, start, end in windows(frames).iter_rows()}
+    if not spans:
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
     if step is None:
-        step = max(windows, key=lambda each: windows[each][1] - windows[each][0])
-    if step not in windows:
+        step = max(spans, key=lambda each: spans[each][1] - spans[each][0])
+    if step not in spans:
         raise UsageError(
-            f"step {step} is none that every rank finished; choose one from {min(windows)} to "
-            f"{max(windows)}"
+            f"step {step} is none that every rank finished; choose one from {min(spans)} to "
+            f"{max(spans)}"
         )
-    return _Walk(frames.of_steps(range(step, step + 1)), step, windows[step]).path()
-
-
-def _windows(frames: Frames) -> dict[int, tuple[int, int]]:
-    """The window of each step that every rank finished."""
-    schedules = frames.phases.filter(pl.col("phase") == "schedule")
-    num_ranks = frames.phases["rank"].n_unique()
-    found = (
-        schedules.group_by("step")
-        .agg(pl.col("rank").n_unique(), pl.col("start_ns").min(), pl.col("end_ns").max())
-        .filter(pl.col("rank") == num_ranks)
-        .sort("step")
-    )
-    return {step: (start, end) for step, _, start, end in found.iter_rows()}
+    return _Walk(frames.of_steps(range(step, step + 1)), step, spans[step]).path()
 
 
 class _Walk:
@@ -157,12 +151,13 @@ class _Walk:
             rank, pp_rank, dp_rank, entry_ns = row
             self._ranks[rank] = _Rank(pp_rank, (pp_rank, dp_rank), entry_ns, [], [])
         columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
-        for row in frames.tasks.select(columns).sort("start_ns").iter_rows():
+        for row in frames.tasks.select(columns).iter_rows():
             task = _Task(*row)
             self._ranks[task.rank].tasks.append(task)
         for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
             self._ranks[rank].waits.append((wait[0], wait[1], wait[2]))
         for of_rank in self._ranks.values():
+            of_rank.tasks.sort()
             of_rank.waits.sort()
         self._senders = {
             (task.rank, task.kind, task.stage, task.microbatch): task
@@ -187,15 +182,27 @@ class _Walk:
         back = [*self._idle(last.rank, last.end_ns, end_ns, after_all=True)]
         task: _Task | None = last
         until_ns = last.end_ns
+        passed: set[_Task] = set()
         while task is not None:
+            if task in passed:
+                raise RrfpError(
+                    f"in step {self._step} of the trace tasks wait for each other in a ring, so "
+                    "that its times cannot be right; choose another step with --step"
+                )
+            passed.add(task)
             pp_rank = self._ranks[task.rank].pp_rank
             begin_ns = min(task.start_ns, until_ns)
             back.append(Stretch(begin_ns, until_ns, pp_rank, task.kind))
             task, until_ns = self._before(task, begin_ns, back)
         if until_ns > start_ns:
             back.append(Stretch(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
+        # A damaged trace may have tasks outside of their step.
+        within = (
+            each._replace(start_ns=max(each.start_ns, start_ns), end_ns=min(each.end_ns, end_ns))
+            for each in reversed(back)
+        )
         return CriticalPath(
-            self._step, tuple(reversed([each for each in back if each[0] < each[1]]))
+            self._step, tuple(each for each in within if each.start_ns < each.end_ns)
         )
 
     def _before(self, task: _Task, begin_ns: int, back: list[Stretch]) -> tuple[_Task | None, int]:

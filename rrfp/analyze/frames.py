@@ -1,57 +1,46 @@
-"""A run as a few tidy tables: a row a task, a wait, a message, an agreement, a phase.
+"""A run as a few tidy tables: a row a task, a wait, a message, an agreement, a counter's value.
 
 Times are integer nanoseconds on the run's one clock. `rank` is a process; `pp_rank`, `tp_rank` and
-`dp_rank` are its place in the layout.
+`dp_rank` are its place in the layout. A table is read when it is first asked for, and of a choice
+of steps only these: a trace may be larger than memory.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
 
 import polars as pl
 
 from rrfp.errors import UsageError
-from rrfp.trace.records import RankInfo, Recording
-
-_PLACE = {"rank": pl.Int32, "pp_rank": pl.Int32, "tp_rank": pl.Int32, "dp_rank": pl.Int32}
-_SPAN = {"start_ns": pl.Int64, "end_ns": pl.Int64, "step": pl.Int32}
-_TASK = {"kind": pl.String, "stage": pl.Int32, "microbatch": pl.Int32}
-_TRANSFER = {**_PLACE, **_SPAN, **_TASK, "peer": pl.Int32, "sequence": pl.Int64}
+from rrfp.trace.records import RECORD_TYPES, Phase, RankInfo, RankRecords, Recording
 
 Schema = Mapping[str, type[pl.DataType]]
 
-TASKS: Schema = {
-    **_PLACE,
-    **_SPAN,
-    "kind": pl.String,
-    "stage": pl.Int32,
-    "chunk": pl.Int32,
-    "microbatch": pl.Int32,
-    "hint_position": pl.Int32,
-    "ready": pl.Int32,
-    "skipped": pl.Int32,
-    "depth": pl.Int32,
-    "held": pl.Int32,
-    "ready_forwards": pl.Int32,
-    "ready_backwards": pl.Int32,
+PLACE: Schema = dict.fromkeys(("rank", "pp_rank", "tp_rank", "dp_rank"), pl.Int64)
+_TYPES: dict[object, type[pl.DataType]] = {int: pl.Int64, str: pl.String}
+
+SCHEMAS: dict[str, Schema] = {
+    name: {
+        **PLACE,
+        **{field: _TYPES[each] for field, each in record_type.__annotations__.items()},
+    }
+    for name, record_type in RECORD_TYPES.items()
 }
-WAITS: Schema = {**_PLACE, **_SPAN, "cause": pl.String}
-TRANSFERS: Schema = {
-    **_PLACE,
-    **_SPAN,
-    **_TASK,
-    "peer": pl.Int32,
-    "sequence": pl.Int64,
-    "num_bytes": pl.Int64,
-}
-AGREEMENTS: Schema = {**_PLACE, **_SPAN, **_TASK, "position": pl.Int32}
-PHASES: Schema = {**_PLACE, **_SPAN, "phase": pl.String}
+"""The columns of each type of record: who recorded it, and its fields."""
+TASKS, WAITS, AGREEMENTS, PHASES = (
+    SCHEMAS[name] for name in ("task", "wait", "agreement", "phase")
+)
 MESSAGES: Schema = {
-    "step": pl.Int32,
-    **_TASK,
-    "from_rank": pl.Int32,
-    "to_rank": pl.Int32,
-    "from_pp_rank": pl.Int32,
-    "to_pp_rank": pl.Int32,
+    "step": pl.Int64,
+    "kind": pl.String,
+    "stage": pl.Int64,
+    "microbatch": pl.Int64,
+    "from_rank": pl.Int64,
+    "to_rank": pl.Int64,
+    "from_pp_rank": pl.Int64,
+    "to_pp_rank": pl.Int64,
     "num_bytes": pl.Int64,
     "left_ns": pl.Int64,
     "came_ns": pl.Int64,
@@ -59,85 +48,212 @@ MESSAGES: Schema = {
 }
 """`left_ns`: its first byte written; `came_ns`: its last one there; `used_ns`: the task that takes
 it began. Named by that task; only messages whose two ends and task were recorded."""
+COUNTERS: Schema = {
+    **PLACE,
+    "time_ns": pl.Int64,
+    "step": pl.Int64,
+    "name": pl.String,
+    "value": pl.Int64,
+}
+"""What the dispatcher counted when it chose a task: `depth` (D), `held`, `ready_forwards` and
+`ready_backwards`."""
+RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
+    **PLACE,
+    "stages": pl.List(pl.Int64),
+    "host": pl.String,
+    "pid": pl.Int64,
+    "clock_offset_ns": pl.Int64,
+    "clock_error_ns": pl.Int64,
+    "settings": pl.String,
+}
+"""A row a rank. `settings` is the content of run.json, the same in every row."""
+
+_TASK_KEY = ("step", "kind", "stage", "microbatch")
+_MOST_TASKS_AT_ONCE = 2_000_000
 
 
-@dataclass(frozen=True, slots=True)
 class Frames:
-    """The tables of a run, each with the columns of its schema."""
+    """The tables of a run, or of some of its steps or ranks, each with the columns of its schema.
 
-    tasks: pl.DataFrame
-    waits: pl.DataFrame
-    messages: pl.DataFrame
-    agreements: pl.DataFrame
-    phases: pl.DataFrame
+    `tables` has those of `SCHEMAS`, by the name of the record type.
+    """
 
-    def of_steps(self, steps: range) -> "Frames":
+    def __init__(self, run: pl.DataFrame, tables: Mapping[str, pl.LazyFrame]) -> None:
+        self.run = run
+        self._tables = tables
+
+    @cached_property
+    def tasks(self) -> pl.DataFrame:
+        return self.table("task")
+
+    @cached_property
+    def waits(self) -> pl.DataFrame:
+        return self.table("wait")
+
+    @cached_property
+    def agreements(self) -> pl.DataFrame:
+        return self.table("agreement")
+
+    @cached_property
+    def phases(self) -> pl.DataFrame:
+        return self.table("phase")
+
+    @cached_property
+    def messages(self) -> pl.DataFrame:
+        return _messages(self.tasks, self.table("send"), self.table("receive"))
+
+    @cached_property
+    def counters(self) -> pl.DataFrame:
+        names = ["depth", "held", "ready_forwards", "ready_backwards"]
+        return (
+            self.tasks.rename({"start_ns": "time_ns"})
+            .unpivot(
+                names, index=[*PLACE, "time_ns", "step"], variable_name="name", value_name="value"
+            )
+            .sort("rank", "time_ns", maintain_order=True)
+        )
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The content of run.json; empty for a run of no ranks."""
+        found: dict[str, Any] = json.loads(self.run["settings"][0]) if self.run.height else {}
+        return found
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The steps of which anything ran, in order."""
+        return (
+            pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
+            .unique()
+            .sort("step")
+            .collect()["step"]
+            .to_list()
+        )
+
+    def table(self, name: str) -> pl.DataFrame:
+        """The records of one type, as they were recorded, rank by rank."""
+        return self.scan(name).collect()
+
+    def scan(self, name: str) -> pl.LazyFrame:
+        """The records of one type, not read yet."""
+        return self._tables[name]
+
+    def of_steps(self, steps: range | Collection[int]) -> "Frames":
         """The rows of these steps alone. Raises UsageError when there are none."""
-        chosen = pl.col("step").is_between(steps.start, steps.stop - 1)
-        if self.phases.filter(chosen).is_empty():
-            found = self.phases["step"].unique().sort().to_list()
+        chosen = (
+            pl.col("step").is_between(steps.start, steps.stop - 1)
+            if isinstance(steps, range) and steps.step == 1
+            else pl.col("step").is_in(list(steps))
+        )
+        found = self._filtered(lambda _: chosen)
+        if not found.steps:
             raise UsageError(
-                f"the trace has none of the steps asked for; it has those from {found[0]} to "
-                f"{found[-1]}"
-                if found
+                "the trace has none of the steps asked for; it has those from "
+                f"{self.steps[0]} to {self.steps[-1]}"
+                if self.steps
                 else "the trace has no steps; the run ended before its first one did"
             )
-        return Frames(
-            self.tasks.filter(chosen),
-            self.waits.filter(chosen),
-            self.messages.filter(chosen),
-            self.agreements.filter(chosen),
-            self.phases.filter(chosen),
-        )
+        return found
 
     def of_stage(self, stage: int) -> "Frames":
         """The rows of the pipeline rank that holds a stage; of messages, those that come there.
 
-        Raises UsageError for a stage that ran no task.
+        Raises UsageError for a stage that no rank holds.
         """
-        holder = self.tasks.filter(pl.col("stage") == stage)["pp_rank"].unique()
-        if holder.is_empty():
+        own = pl.col("pp_rank") == self.rank_of(stage)
+        # Messages that come there were sent by others.
+        found = self._filtered(lambda name: pl.lit(True) if name == "send" else own)
+        found.run = self.run.filter(own)
+        return found
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage. Raises UsageError where none does."""
+        holders = self.run.filter(pl.col("stages").list.contains(stage))["pp_rank"]
+        if holders.is_empty():
             raise UsageError(
                 f"the trace has no tasks of stage {stage}; its stages are "
-                f"{', '.join(map(str, self.tasks['stage'].unique().sort()))}"
+                f"{', '.join(map(str, self.run['stages'].explode().unique().sort()))}"
             )
-        own = pl.col("pp_rank") == holder.item()
+        return int(holders[0])
+
+    def piecewise(self) -> Iterator["Frames"]:
+        """The run cut between steps into pieces that fit into memory; most runs are one."""
+        counts = self.scan("task").group_by("step").len().sort("step").collect(engine="streaming")
+        pieces = counts.group_by(
+            pl.col("len").cum_sum() // _MOST_TASKS_AT_ONCE, maintain_order=True
+        ).agg(pl.col("step"))
+        if pieces.height < 2:
+            yield self
+            return
+        for steps in pieces["step"]:
+            yield self.of_steps(steps.to_list())
+
+    def _filtered(self, chosen: Callable[[str], pl.Expr]) -> "Frames":
         return Frames(
-            self.tasks.filter(own),
-            self.waits.filter(own),
-            self.messages.filter(pl.col("to_pp_rank") == holder.item()),
-            self.agreements.filter(own),
-            self.phases.filter(own),
+            self.run,
+            {name: table.filter(chosen(name)) for name, table in self._tables.items()},
         )
 
 
 def frames_of(recording: Recording) -> Frames:
     """The tables of a recording."""
-    tasks, waits, sends, receives, agreements, phases = (
-        pl.concat(
-            [_of_rank(each.info, each.by_name()[name], schema) for each in recording.ranks]
-            or [pl.DataFrame(schema=schema)]
-        )
-        for name, schema in (
-            ("task", TASKS),
-            ("wait", WAITS),
-            ("send", TRANSFERS),
-            ("receive", TRANSFERS),
-            ("agreement", AGREEMENTS),
-            ("phase", PHASES),
-        )
+    return Frames(
+        run_frame((records.info for records in recording.ranks), recording.settings),
+        {
+            name: pl.concat(
+                [_of_rank(each.info, each.by_name()[name], schema) for each in recording.ranks]
+                or [pl.DataFrame(schema=schema)]
+            ).lazy()
+            for name, schema in SCHEMAS.items()
+        },
     )
-    return Frames(tasks, waits, _messages(tasks, sends, receives), agreements, phases)
+
+
+def recording_of(frames: Frames) -> Recording:
+    """The recording that these tables hold."""
+    names = list(RUN)[:-1]
+    ranks = {}
+    for row in frames.run.select(names).iter_rows(named=True):
+        info = RankInfo(**{**row, "stages": tuple(row["stages"])})
+        ranks[info.rank] = RankRecords(info)
+    for name, record_type in RECORD_TYPES.items():
+        table = frames.table(name).select("rank", *record_type._fields)
+        for (rank,), rows in table.partition_by(
+            "rank", as_dict=True, include_key=False, maintain_order=True
+        ).items():
+            ranks[rank].by_name()[name].extend(map(record_type._make, rows.iter_rows()))
+    return Recording(frames.settings, list(ranks.values()))
+
+
+def run_frame(infos: Iterator[RankInfo], settings: Mapping[str, object]) -> pl.DataFrame:
+    """The table of a run's ranks."""
+    told = json.dumps(settings)
+    return pl.DataFrame(
+        [{**asdict(info), "stages": list(info.stages), "settings": told} for info in infos],
+        schema=RUN,
+    )
+
+
+def windows(frames: Frames) -> pl.DataFrame:
+    """The window of each step that every rank finished: a row a step, with `start_ns`, `end_ns`."""
+    return (
+        frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
+        .group_by("step")
+        .agg(pl.col("rank").n_unique(), pl.col("start_ns").min(), pl.col("end_ns").max())
+        .filter(pl.col("rank") == frames.run.height)
+        .drop("rank")
+        .sort("step")
+    )
 
 
 def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Schema) -> pl.DataFrame:
     """One rank's records: their fields are the schema's columns behind the rank's place."""
-    names = [name for name in schema if name not in _PLACE]
+    names = [name for name in schema if name not in PLACE]
     columns = zip(*records, strict=True) if records else [()] * len(names)
     frame = pl.DataFrame(
         dict(zip(names, columns, strict=True)), schema={name: schema[name] for name in names}
     )
-    place = [pl.lit(getattr(info, name), dtype).alias(name) for name, dtype in _PLACE.items()]
+    place = [pl.lit(getattr(info, name), dtype).alias(name) for name, dtype in PLACE.items()]
     return frame.select(*place, *names)
 
 
@@ -157,15 +273,14 @@ def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) 
         pl.col("pp_rank").alias("to_pp_rank"),
         pl.col("end_ns").alias("came_ns"),
         "num_bytes",
-        "step",
-        *_TASK,
+        *_TASK_KEY,
     )
     used = tasks.select(
-        pl.col("rank").alias("to_rank"), "step", *_TASK, pl.col("start_ns").alias("used_ns")
+        pl.col("rank").alias("to_rank"), *_TASK_KEY, pl.col("start_ns").alias("used_ns")
     )
     return (
         came.join(sent, on=["from_rank", "to_rank", "sequence"])
-        .join(used, on=["to_rank", "step", *_TASK])
+        .join(used, on=["to_rank", *_TASK_KEY])
         .select(*MESSAGES)
         .sort("came_ns", "from_rank", "to_rank")
     )

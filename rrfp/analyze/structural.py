@@ -1,7 +1,8 @@
 """How much of a run's bubble its schedule leaves by itself, and how much jitter adds.
 
 The *structural* part is what the same tasks would leave under the same policy if each took the mean
-of its stage and kind in the step; the rest is *excess*.
+of its stage and kind in the step; the rest is *excess*. Of a long run some steps are replayed,
+spread evenly over it, and their share is taken for all.
 
 Only the tasks' own times are averaged. Messages and the delays before tasks stay as they were, and
 count as structural: much of them happens once, as a rank's late entry into the step does, and the
@@ -15,28 +16,19 @@ and the means do not.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp.simulate.measured import MeasuredStep
-from rrfp.simulate.recorded import RecordedRun
+import polars as pl
+
+from rrfp.analyze.bubbles import BubbleParts
+from rrfp.analyze.frames import Frames, recording_of, windows
+from rrfp.errors import RrfpError
+from rrfp.simulate.measured import MeasuredStep, measure
+from rrfp.simulate.recorded import RecordedRun, read_run
 from rrfp.simulate.replay import replay
 
-
-@dataclass(frozen=True, slots=True)
-class BubbleParts:
-    """Idle time as a share of the measured time; the parts sum to the whole."""
-
-    structural: float
-    excess: float
-
-    @property
-    def fraction(self) -> float:
-        return self.structural + self.excess
-
-    def as_json(self) -> dict[str, float]:
-        return {
-            "fraction": self.fraction,
-            "structural": self.structural,
-            "excess": self.excess,
-        }
+_NUM_TASKS_REPLAYED = 10_000
+"""About a second's work."""
+_MOST_TASKS_OF_A_STEP = 40_000
+"""A larger step is left to `whatif`: it would take longer to replay than the trace to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +46,27 @@ class Structural:
             sum(rank.structural for rank in self.ranks) / count,
             sum(rank.excess for rank in self.ranks) / count,
         )
+
+
+def structural_of(frames: Frames) -> Structural:
+    """Divide the bubble of a run's steps, or of as many of them as are soon replayed.
+
+    Raises RrfpError when the run cannot be replayed.
+    """
+    finished = windows(frames)["step"].to_list()
+    if not finished:
+        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    num_tasks = frames.scan("task").select(pl.len()).collect().item()
+    of_a_step = num_tasks / len(frames.steps)
+    if of_a_step > _MOST_TASKS_OF_A_STEP:
+        raise RrfpError(
+            f"its steps have {of_a_step:.0f} tasks, and no more than {_MOST_TASKS_OF_A_STEP} are "
+            "replayed on the side; 'rrfp analyze whatif' replays them all"
+        )
+    num_steps = min(len(finished), max(1, int(_NUM_TASKS_REPLAYED / max(of_a_step, 1))))
+    chosen = [finished[index * len(finished) // num_steps] for index in range(num_steps)]
+    run = read_run(recording_of(frames.of_steps(chosen)))
+    return structural(run, measure(run))
 
 
 def structural(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Structural:

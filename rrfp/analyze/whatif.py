@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
+import polars as pl
+
 from rrfp.analyze.structural import Structural, structural
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.dispatcher import Dispatch, WeightGradients
@@ -152,6 +154,16 @@ class WhatIf:
     """In a sentence."""
     caution: str
     """What keeps the rows from being a prediction, in a sentence; empty where nothing does."""
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """A row a change; times in seconds, held activations by pipeline rank."""
+        return pl.DataFrame(
+            [row.as_json(self.run.shape.num_chunks) for row in self.rows], infer_schema_length=None
+        ).with_columns(
+            pl.col("limit", "hold").cast(pl.Int64),
+            pl.col("peak_held").list.eval(pl.element().cast(pl.String)).list.join(" "),
+        )
 
     def as_json(self) -> dict[str, object]:
         """The object that `rrfp analyze whatif --format json` prints."""

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.options import Format, FrameFormat, Steps, parse_steps, print_frame
+from rrfp.cli.options import (
+    Format,
+    FrameFormat,
+    Stage,
+    Steps,
+    parse_steps,
+    print_frame,
+    tell_lacking,
+)
 from rrfp.errors import RrfpError
 
 if TYPE_CHECKING:
@@ -16,6 +24,7 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run's directory or its trace.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The run to hold against it.")],
     steps: Steps = None,
+    stage: Stage = None,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
@@ -27,15 +36,19 @@ def compare(
     """Compare run B with run A: how long its steps take, and which causes moved.
 
     Medians over steps, with intervals that hold 95 of 100 bootstrap medians.
-    Causes are seconds a step that B has more than A, the mean over ranks.
+    Causes are seconds a step that B has more than A, the mean over ranks, or
+    those that hold --stage.
     """
     asked = None if steps is None else parse_steps(steps)
 
+    from rrfp.analyze.cache import load_frames
     from rrfp.analyze.compare import compare as relate
-    from rrfp.trace.perfetto import read_trace
     from rrfp.trace.rundir import resolve_trace
 
-    report = relate(read_trace(resolve_trace(first)), read_trace(resolve_trace(second)), asked)
+    a, b = (load_frames(resolve_trace(path), asked) for path in (first, second))
+    tell_lacking(a, "A: ")
+    tell_lacking(b, "B: ")
+    report = relate(a, b, stage)
     print_frame(report.frame, report.as_json(), output_format)
     if output_format is Format.TABLE:
         typer.echo(_verdict(report))

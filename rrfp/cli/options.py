@@ -3,16 +3,19 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
 
 if TYPE_CHECKING:
     import polars as pl
+
+    from rrfp.analyze.frames import Frames
 
 TracePath = Annotated[
     Path | None,
@@ -24,6 +27,12 @@ Steps = Annotated[
     str | None,
     typer.Option(metavar="A:B", help="Only the steps from A up to, not including, B."),
 ]
+Stage = Annotated[
+    int | None, typer.Option(min=0, help="Only the pipeline rank that holds this stage.")
+]
+
+NOT_WHOLE = "they are not whole training steps"
+"""Why a step is not replayed."""
 
 
 class Format(StrEnum):
@@ -50,9 +59,17 @@ def parse_steps(text: str) -> range:
     return range(start, stop)
 
 
-def print_frame(report: "pl.DataFrame", as_json: dict[str, object], output_format: Format) -> None:
-    """Print a report on stdout; UsageError for bytes on a terminal."""
+def print_frame(
+    report: "pl.DataFrame",
+    as_json: dict[str, object],
+    output_format: Format,
+    print_table: Callable[[], None] | None = None,
+) -> None:
+    """Print a report on stdout, as a table its rows or what a report has of its own. UsageError
+    for bytes on a terminal."""
     match output_format:
+        case Format.TABLE if print_table is not None:
+            print_table()
         case Format.TABLE:
             from rich.console import Console
 
@@ -70,3 +87,23 @@ def print_frame(report: "pl.DataFrame", as_json: dict[str, object], output_forma
                     "> report.parquet"
                 )
             report.write_parquet(sys.stdout.buffer)
+
+
+def check_threshold(most: float | None, found: Any, what: str) -> None:
+    """Raises RrfpError, so that the command exits with 1, where a figure is above --fail-above."""
+    if most is not None and found > most:
+        raise RrfpError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
+
+
+def tell_lacking(frames: "Frames", whose: str = "") -> None:
+    """Name on stderr what a trace lacks; of several, `whose` it is."""
+    from rrfp.analyze.lacking import lacking
+
+    for sentence in lacking(frames):
+        typer.echo(f"note: {whose}{sentence}; see 'rrfp trace check'", err=True)
+
+
+def tell_left_out(steps: tuple[int, ...], why: str) -> None:
+    """Name on stderr the steps that a report does not count."""
+    if steps:
+        typer.echo(f"left out, as {why}: steps {', '.join(map(str, steps))}", err=True)

@@ -1,21 +1,25 @@
 """`rrfp analyze deviations`, `misalignment` and `critical-path`: how a run's order came about."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.options import Format, FrameFormat, Steps, TracePath, parse_steps, print_frame
-from rrfp.errors import RrfpError
+from rrfp.cli.options import (
+    Format,
+    FrameFormat,
+    Stage,
+    Steps,
+    TracePath,
+    check_threshold,
+    parse_steps,
+    print_frame,
+    tell_lacking,
+)
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
-
-
-Stage = Annotated[
-    int | None, typer.Option(min=0, help="Only the pipeline rank that holds this stage.")
-]
 
 
 def deviations(
@@ -38,7 +42,7 @@ def deviations(
 
     report = module.deviations(_frames(path, steps, stage))
     print_frame(report, module.as_json(report), output_format)
-    _fail_above(fail_above, report["deviating_fraction"].max(), "a rank's deviating fraction")
+    check_threshold(fail_above, report["deviating_fraction"].max(), "a rank's deviating fraction")
 
 
 def misalignment(
@@ -56,7 +60,7 @@ def misalignment(
 
     report = module.misalignment(_frames(path, steps, stage))
     print_frame(report, module.as_json(report), output_format)
-    _fail_above(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")
+    check_threshold(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")
 
 
 def critical_path(
@@ -64,6 +68,8 @@ def critical_path(
     step: Annotated[
         int | None, typer.Option(min=0, help="The step to look at; the slowest one without it.")
     ] = None,
+    steps: Steps = None,
+    stage: Stage = None,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
@@ -79,27 +85,22 @@ def critical_path(
     """
     from rrfp.analyze.critical_path import critical_path as walk
 
-    report = walk(_frames(path), step)
+    report = walk(_frames(path, steps), step)
+    if stage is not None:
+        report = report.of_rank(_frames(path).rank_of(stage))
     if output_format is Format.TABLE:
         typer.echo(f"Step {report.step} took {report.length_ns / NS_PER_S:.4g} s, of which")
     print_frame(report.frame, report.as_json(), output_format)
-    _fail_above(fail_above, report.idle_fraction, "what links and waits own of the step")
+    check_threshold(fail_above, report.idle_fraction, "what links and waits own of the step")
 
 
 def _frames(path: Path | None, steps: str | None = None, stage: int | None = None) -> "Frames":
     """The tables of a run, of the steps and the stage that are asked for."""
     asked = None if steps is None else parse_steps(steps)
 
-    from rrfp.analyze.frames import frames_of
-    from rrfp.trace.perfetto import read_trace
+    from rrfp.analyze.cache import load_frames
     from rrfp.trace.rundir import resolve_trace
 
-    frames = frames_of(read_trace(resolve_trace(path)))
-    if asked is not None:
-        frames = frames.of_steps(asked)
+    frames = load_frames(resolve_trace(path), asked)
+    tell_lacking(frames)
     return frames if stage is None else frames.of_stage(stage)
-
-
-def _fail_above(most: float | None, found: Any, what: str) -> None:
-    if most is not None and found > most:
-        raise RrfpError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.analyze import NOT_WHOLE, tell_left_out
+from rrfp.cli.options import NOT_WHOLE, tell_left_out
 from rrfp.schedule.hints import HINT_NAMES
 
 if TYPE_CHECKING:

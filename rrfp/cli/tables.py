@@ -44,10 +44,10 @@ def bubble_table(bubbles: "Bubbles") -> Table:
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     for rank in bubbles.ranks:
         table.add_row(
-            str(rank.info.rank),
-            " ".join(map(str, rank.info.stages)),
+            str(rank.rank),
+            " ".join(map(str, rank.stages)),
             _percent(rank.busy_ns, rank.window_ns),
-            _percent(rank.window_ns - rank.busy_ns, rank.window_ns),
+            _percent(rank.bubble_ns, rank.window_ns),
             *(_percent(rank.causes_ns[cause], rank.window_ns) for cause in causes),
         )
     all_ns = bubbles.window_ns * len(bubbles.ranks)

@@ -6,11 +6,19 @@ import sys
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(help="Look at a run's trace, or check that it is whole.", no_args_is_help=True)
+from rrfp.cli.interchange import export_trace, import_trace
+from rrfp.trace.first_look import Preset
+
+if TYPE_CHECKING:
+    from rrfp.analyze.first_look import StepLook
+
+app = typer.Typer(
+    help="Look at a run's trace, check that it is whole, or change its form.", no_args_is_help=True
+)
 
 RunPath = Annotated[
     Path | None,
@@ -20,9 +28,16 @@ RunPath = Annotated[
 ]
 
 
-@app.command(epilog="Example: rrfp trace view runs/latest --no-browser")
+@app.command(epilog="Example: rrfp trace view runs/latest --preset bubbles")
 def view(
     path: RunPath = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="Show these tracks alone, at the longest step: work and waits, work beside the "
+            "hint, or messages; without it all tracks, at a typical step."
+        ),
+    ] = None,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Only print the address.")
     ] = False,
@@ -31,14 +46,16 @@ def view(
     ] = None,
 ) -> None:
     """Open the Perfetto UI on a run's trace, served from this machine until Ctrl-C."""
-    from rrfp.trace.first_look import find_typical_step
+    from rrfp.analyze.first_look import find_look
     from rrfp.trace.rundir import resolve_trace
     from rrfp.trace.view import PUBLIC_UI_PORT, TraceServer, find_local_ui
 
     trace = resolve_trace(path)
-    window = find_typical_step(trace)
-    with TraceServer(trace, ui=find_local_ui(), port=port, window=window) as server:
+    found = find_look(trace, preset)
+    with TraceServer(trace, ui=find_local_ui(), port=port, look=found.look) as server:
         print(f"{trace} is at {server.address}")
+        if preset is not None:
+            print(_what_is_shown(preset, found))
         print(
             f"From another machine, first: ssh -N -L {server.port}:127.0.0.1:{server.port} "
             f"{socket.gethostname()}",
@@ -82,6 +99,21 @@ def check(path: RunPath = None) -> None:
         else f"; recording it took at most {fraction:.2%} of a rank's time in its steps"
     )
     print(f"{trace} is whole{cost}")
+
+
+app.command("import", epilog="Example: rrfp trace import profiles/ -o runs/other")(import_trace)
+app.command("export", epilog="Example: rrfp trace export runs/latest -o run.json.gz")(export_trace)
+
+
+def _what_is_shown(preset: Preset, found: "StepLook") -> str:
+    if found.step is None:
+        return "No step was finished by every rank; all of the trace is shown."
+    shown = f"It shows step {found.step}, the longest"
+    if preset is Preset.FLOW:
+        if found.look.selected_ns is None:
+            return f"{shown}. The run recorded no messages between stages."
+        return f"{shown}, and the message that a stage idled longest for."
+    return f"{shown}."
 
 
 def _open_browser(address: str) -> None:

@@ -236,12 +236,12 @@ def _report(run: "RunDir", settings: TrainSettings) -> None:
     from rich.console import Console
 
     from rrfp.analyze.bubbles import bubbles
+    from rrfp.analyze.cache import load_frames
     from rrfp.cli.tables import bubble_table
     from rrfp.trace.merge import encode_run
-    from rrfp.trace.perfetto import read_trace
 
     trace = encode_run(run.path)
-    Console().print(bubble_table(bubbles(read_trace(trace))))
+    Console().print(bubble_table(bubbles(load_frames(trace))))
     rrfp = _program()
     where = "" if settings.out is None else f" {run.path}"
     typer.echo(f"The trace is {trace}", err=True)

@@ -1,0 +1,83 @@
+"""The tables of a run as Parquet files: in a folder, some files of each table."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+
+from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, run_frame
+from rrfp.trace.perfetto_format import FIELDS
+
+if TYPE_CHECKING:
+    from rrfp.trace.perfetto_reader import Table, TraceReader
+
+_NUM_ROWS_OF_A_FILE = 500_000
+_RUN = "run.parquet"
+
+
+def read_tables(folder: Path) -> Frames:
+    """The tables that `write_tables` has put there; each is read when it is asked for."""
+    run = pl.read_parquet(folder / _RUN)
+    sources = run.lazy().select("source", *PLACE)
+    return Frames(
+        run.drop("source"),
+        {
+            name: pl.scan_parquet(folder / f"{name}-*.parquet")
+            .join(sources, on="source", maintain_order="left")
+            .select(*schema)
+            for name, schema in SCHEMAS.items()
+        },
+    )
+
+
+def write_tables(reader: "TraceReader", folder: Path) -> None:
+    """Read a trace into files of tables. Only so many rows of them are in memory at a time."""
+    writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
+    for tables in reader.tables():
+        for name, table in tables.items():
+            writers[name].add(table)
+    reader.check_whole()
+    for writer in writers.values():
+        writer.write()
+    run_frame(iter(reader.infos.values()), reader.settings).with_columns(
+        pl.Series("source", list(reader.infos), pl.Int64)
+    ).write_parquet(folder / _RUN)
+
+
+class _TableWriter:
+    """Writes the rows of one table, a file for every so many."""
+
+    def __init__(self, name: str, folder: Path, reader: "TraceReader") -> None:
+        self._name = name
+        self._folder = folder
+        self._reader = reader
+        self._schema = {"source": pl.Int64} | {
+            column: dtype for column, dtype in SCHEMAS[name].items() if column not in PLACE
+        }
+        self._tables: list[Table] = []
+        self._num_rows = 0
+        self._num_files = 0
+
+    def add(self, table: "Table") -> None:
+        self._tables.append(table)
+        self._num_rows += len(table["source"])
+        if self._num_rows >= _NUM_ROWS_OF_A_FILE:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was added since the last file; the first one even where that is nothing."""
+        if not self._tables and self._num_files:
+            return
+        texts = pl.Series(self._reader.texts, dtype=pl.String)
+        frame = pl.concat(
+            [pl.DataFrame(table) for table in self._tables]
+            or [pl.DataFrame(schema=dict.fromkeys(self._schema, pl.Int64))]
+        )
+        for name, is_text in FIELDS[self._name]:
+            if is_text:
+                frame = frame.with_columns(texts.gather(frame[name]).alias(name))
+        frame.select(*self._schema).write_parquet(
+            self._folder / f"{self._name}-{self._num_files:05}.parquet", compression="lz4"
+        )
+        self._num_files += 1
+        self._tables, self._num_rows = [], 0

@@ -1,0 +1,101 @@
+"""`rrfp trace import` and `rrfp trace export`: other people's traces, and ours in their forms."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rrfp.cli.options import TracePath
+from rrfp.errors import UsageError
+
+
+class ExportFormat(StrEnum):
+    """In what form a trace is written."""
+
+    CHROME = "chrome"
+    PARQUET = "parquet"
+
+
+TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run")
+"""The tables that are exported, as `rrfp.analyze.frames` declares them."""
+
+
+def import_trace(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATHS...",
+            help="Profiles (.json, .json.gz), one a rank; a directory of them; or one table of "
+            "StragglerAnalysis (.csv, .parquet).",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The directory of the run to make.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run that is in the directory.")
+    ] = False,
+) -> None:
+    """Make a run of what torch.profiler or StragglerAnalysis recorded.
+
+    The profiles must carry ranges of the pipeline's tasks: those of
+    rrfp.megatron.trace_native(), or of torch.distributed.pipelining.
+    """
+    from rrfp.interchange.files import import_run
+    from rrfp.trace.perfetto_writer import write_trace
+    from rrfp.trace.rundir import create_run_dir
+    from rrfp.trace.whole_file import open_whole
+
+    imported = import_run(paths)
+    run = create_run_dir(out, force, "imported")
+    write_trace(run.trace, imported.recording)
+    with open_whole(run.run_json) as file:
+        file.write(f"{json.dumps(imported.recording.settings, indent=2)}\n".encode())
+    for note in imported.notes:
+        typer.echo(note, err=True)
+    ranks = imported.recording.ranks
+    num_tasks = sum(len(rank.tasks) for rank in ranks)
+    num_steps = len({phase.step for rank in ranks for phase in rank.phases})
+    print(f"{run.path} has {num_tasks} tasks of {len(ranks)} ranks in {num_steps} steps")
+
+
+def export_trace(
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="A .json or .json.gz file, or a directory for Parquet."),
+    ],
+    path: TracePath = None,
+    output_format: Annotated[
+        ExportFormat | None,
+        typer.Option("--format", help="Without it, as the name of the output says."),
+    ] = None,
+) -> None:
+    """Write a trace as Chrome's trace events (one JSON file) or as Parquet tables."""
+    from rrfp.trace.rundir import resolve_trace
+
+    is_json = out.name.endswith((".json", ".json.gz"))
+    chosen = output_format or (ExportFormat.CHROME if is_json else ExportFormat.PARQUET)
+    if chosen is ExportFormat.CHROME and not is_json:
+        raise UsageError(f"Chrome's trace events go to a .json or .json.gz file, not to {out}")
+    trace = resolve_trace(path)
+    if chosen is ExportFormat.CHROME:
+        from rrfp.interchange.chrome import write_chrome
+        from rrfp.trace.perfetto import read_trace
+
+        write_chrome(out, read_trace(trace))
+        print(f"{out} opens in ui.perfetto.dev and chrome://tracing")
+    else:
+        _write_parquet(out, trace)
+
+
+def _write_parquet(out: Path, trace: Path) -> None:
+    from rrfp.analyze.cache import load_frames
+
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; choose a directory for the Parquet files with -o")
+    frames = load_frames(trace)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in TABLES:
+        frame = getattr(frames, name)
+        frame.write_parquet(out / f"{name}.parquet")
+        print(f"{out / name}.parquet has {len(frame)} rows")

@@ -1,0 +1,351 @@
+"""Twelve kinds of damage to a trace, through every command that reads one: no traceback, no hang.
+
+What cannot be read, or would make figures wrong, is refused with one sentence and 1. Of what is
+merely incomplete there are figures, and a line that says what they lack.
+"""
+
+import gzip
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+from rrfp.cli import main as cli
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto import write_trace
+from rrfp.trace.perfetto_format import VERSION
+from rrfp.trace.records import (
+    LossRecord,
+    PhaseRecord,
+    RankInfo,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    SendRecord,
+    TaskRecord,
+)
+from rrfp.trace.view import TraceServer
+from tests.step_times import equal_times, policy_of, simulated
+
+TRACE = Path("trace.pftrace")
+NUM_RANKS = 3
+
+
+def make_recording(num_ranks: int = NUM_RANKS) -> Recording:
+    policy, shape = policy_of("bf", Shape(num_ranks, 4), limit=32)
+    world = World(equal_times(shape, 1000, 2000, 0), lambda sender, receiver, task: 300)
+    recording = simulated(policy, shape, [world], num_steps=3)
+    recording.settings["world"] = num_ranks
+    return recording
+
+
+# The kinds of damage: each makes the file, or what is there in its place.
+
+Damage = Callable[[Path], None]
+
+
+def edit_packets(edit: Callable[[list[Any]], None]) -> Damage:
+    def damage(path: Path) -> None:
+        write_trace(path, make_recording())
+        packets = list(pb.Trace.FromString(path.read_bytes()).packet)
+        edit(packets)
+        path.write_bytes(pb.Trace(packet=packets).SerializeToString())
+
+    return damage
+
+
+def edit_recording(edit: Callable[[Recording], None]) -> Damage:
+    def damage(path: Path) -> None:
+        recording = make_recording()
+        edit(recording)
+        write_trace(path, recording)
+
+    return damage
+
+
+def edit_bytes(edit: Callable[[bytes], bytes]) -> Damage:
+    def damage(path: Path) -> None:
+        write_trace(path, make_recording())
+        path.write_bytes(edit(path.read_bytes()))
+
+    return damage
+
+
+def another_program_s(path: Path) -> None:
+    packet = pb.TracePacket(timestamp=5, trusted_packet_sequence_id=1)
+    packet.track_event.type = pb.TrackEvent.TYPE_INSTANT
+    packet.track_event.name = "frame"
+    path.write_bytes(pb.Trace(packet=[packet]).SerializeToString())
+
+
+def zip_bomb(path: Path) -> None:
+    """16 gigabytes of zeros."""
+    path.write_bytes(gzip.compress(bytes(1 << 24)) * 1024)
+
+
+def lose_the_end(packets: list[Any]) -> None:
+    del packets[-len(packets) // 3 :]
+
+
+def lose_a_rank(recording: Recording) -> None:
+    del recording.ranks[1]
+
+
+def lose_the_last_rank(recording: Recording) -> None:
+    recording.ranks.pop()
+
+
+def lose_records(recording: Recording) -> None:
+    """The last of step 2 on rank 1, as when it had no room for more."""
+    records = recording.ranks[1]
+    del records.tasks[-4:], records.waits[-2:], records.stimuli[-2:], records.phases[-1:]
+    records.losses.append(LossRecord(1, 2, 9))
+
+
+def double_a_rank(recording: Recording) -> None:
+    recording.ranks.append(make_recording().ranks[1])
+
+
+def end_before_the_start(recording: Recording) -> None:
+    tasks = recording.ranks[1].tasks
+    tasks[2] = tasks[2]._replace(end_ns=tasks[2].start_ns - 5)
+
+
+def unmatch_an_arrow(recording: Recording) -> None:
+    del recording.ranks[1].sends[1]
+
+
+def set_note(name: str, value: int | str) -> Callable[[list[Any]], None]:
+    """Give the first annotation of that name another value."""
+
+    def edit(packets: list[Any]) -> None:
+        notes = (note for packet in packets for note in packet.track_event.debug_annotations)
+        note = next(note for note in notes if note.name == name)
+        setattr(note, "int_value" if isinstance(value, int) else "string_value", value)
+
+    return edit
+
+
+def name_in_latin_1(data: bytes) -> bytes:
+    return data.replace(b"warmup", b"w\xe4rmup")
+
+
+# The commands that read a trace. Files go to the working directory.
+
+COMMANDS: dict[str, list[str]] = {
+    "bubbles": ["analyze", "bubbles", "TRACE"],
+    "deviations": ["analyze", "deviations", "TRACE"],
+    "misalignment": ["analyze", "misalignment", "TRACE"],
+    "critical-path": ["analyze", "critical-path", "TRACE"],
+    "compare": ["analyze", "compare", "TRACE", "TRACE"],
+    "whatif": ["analyze", "whatif", "TRACE"],
+    "chart": ["analyze", "chart", "gantt", "TRACE", "-o", "gantt.svg"],
+    "report": ["analyze", "report", "TRACE", "-o", "report.html"],
+    "view": ["trace", "view", "TRACE", "--no-browser"],
+    "check": ["trace", "check", "TRACE"],
+    "export to Chrome": ["trace", "export", "TRACE", "-o", "trace.json"],
+    "export to Parquet": ["trace", "export", "TRACE", "-o", "tables"],
+    "simulate": [
+        *("simulate", "--pp", str(NUM_RANKS), "--microbatches", "4"),
+        *("--costs", "TRACE", "--sweep", "hint=bf,fb"),
+    ],
+}
+ANALYSES = ("bubbles", "deviations", "misalignment", "critical-path", "compare", "whatif", "chart")
+
+Rrfp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def rrfp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Rrfp:
+    """`rrfp("bubbles")`: that command on trace.pftrace of an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TraceServer, "serve_forever", lambda self: None)
+
+    def run(command: str) -> tuple[int, str, str]:
+        arguments = [str(TRACE) if word == "TRACE" else word for word in COMMANDS[command]]
+        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+        code = cli.main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        pytest.param(damage, words, id=name)
+        for name, damage, words in (
+            ("truncated", edit_bytes(lambda data: data[: len(data) // 2]), "is truncated"),
+            ("empty", lambda path: path.write_bytes(b""), "is empty"),
+            (
+                "wrong magic",
+                lambda path: path.write_bytes(b"\x89PNG\r\n" + bytes(9000)),
+                "is not an uncompressed Perfetto trace",
+            ),
+            ("another program's", another_program_s, "but not one of an rrfp run"),
+            (
+                "future version",
+                edit_packets(set_note("version", VERSION + 1)),
+                "update rrfp to read it",
+            ),
+            (
+                "huge number",
+                edit_packets(set_note("microbatch", 1 << 62)),
+                "'microbatch' is 4611686018427387904",
+            ),
+            (
+                "huge rank",
+                edit_packets(set_note("pp_rank", 1 << 40)),
+                "has a damaged 'rank 0': 'pp_rank' is 1099511627776",
+            ),
+            ("deep settings", edit_packets(set_note("settings", "[" * 9999)), "a damaged 'run'"),
+            ("not UTF-8", edit_bytes(name_in_latin_1), "has a text that is not UTF-8"),
+            ("zip bomb", zip_bomb, "unpack it first, with gunzip"),
+            ("directory", Path.mkdir, "has no trace.pftrace"),
+        )
+    ],
+)
+def test_what_cannot_be_read_is_refused(rrfp: Rrfp, damage: Damage, words: str) -> None:
+    damage(TRACE)
+    for command in COMMANDS:
+        code, out, err = rrfp(command)
+        assert (command, code, out, err.count("\n")) == (command, 1, "", 1)
+        assert words in err
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "told"),
+    [
+        pytest.param(damage, words, told, id=name)
+        for name, damage, words, told in (
+            ("truncated between packets", edit_packets(lose_the_end), "is truncated", "truncated:"),
+            (
+                "doubled rank",
+                edit_recording(double_a_rank),
+                "has the records of rank 1 twice",
+                "unmatched: 1 rank in the trace more than once (1)",
+            ),
+            (
+                "negative duration",
+                edit_recording(end_before_the_start),
+                "1 of its events end before they begin",
+                "negative duration: 1 event",
+            ),
+        )
+    ],
+)
+def test_what_would_make_figures_wrong_is_refused_and_told_in_detail(
+    rrfp: Rrfp, damage: Damage, words: str, told: str
+) -> None:
+    damage(TRACE)
+    for command in COMMANDS.keys() - {"check", "report"}:
+        code, out, err = rrfp(command)
+        assert (command, code, out, err.count("\n")) == (command, 1, "", 1)
+        assert words in err
+    code, out, err = rrfp("check")
+    assert (code, told in out) == (1, True)
+    assert (rrfp("report")[0], told in Path("report.html").read_text()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "told"),
+    [
+        pytest.param(damage, words, told, id=name)
+        for name, damage, words, told in (
+            (
+                "missing rank",
+                edit_recording(lose_a_rank),
+                "note: rank 1 left no records; figures are of the other 2; see 'rrfp trace check'",
+                "missing: 1 rank of the run left no records (1)",
+            ),
+            (
+                "missing last rank",
+                edit_recording(lose_the_last_rank),
+                "note: rank 2 left no records; figures are of the other 2; see 'rrfp trace check'",
+                "missing: 1 rank of the run left no records (2)",
+            ),
+            (
+                "unmatched arrow",
+                edit_recording(unmatch_an_arrow),
+                "note: 47 messages were sent and 48 received; those that lack an end are left out; "
+                "see 'rrfp trace check'",
+                "lost: 1 message received and never sent (F1 of step 0, rank 1 to 2)",
+            ),
+            (
+                "lost records",
+                edit_recording(lose_records),
+                "note: rank 1 lost 9 records, and its steps that lack them are left out; see "
+                "'rrfp trace check'",
+                "lost: 9 records (9 in step 2) that rank 1 had no room for",
+            ),
+        )
+    ],
+)
+def test_what_is_incomplete_is_reported_with_what_it_lacks(
+    rrfp: Rrfp, damage: Damage, words: str, told: str
+) -> None:
+    damage(TRACE)
+    for command in ANALYSES:
+        code, out, err = rrfp(command)
+        # Of two traces it is said which one.
+        assert words in err.replace("note: A: ", "note: "), command
+        # What is left may be no pipeline any more: a sentence says so.
+        assert code == 0 or (code, out, err.count("rrfp: ")) == (1, "", 1)
+        assert "this is a bug" not in err
+    assert rrfp("bubbles")[0] == rrfp("deviations")[0] == rrfp("critical-path")[0] == 0
+    code, out, err = rrfp("check")
+    assert (code, told in out) == (1, True)
+    assert (rrfp("report")[0], told in Path("report.html").read_text()) == (0, True)
+    for command in ("view", "export to Chrome", "export to Parquet", "simulate"):
+        assert "this is a bug" not in rrfp(command)[2]
+
+
+def test_a_whole_trace_lacks_nothing(rrfp: Rrfp) -> None:
+    write_trace(TRACE, make_recording())
+    for command in COMMANDS:
+        code, out, err = rrfp(command)
+        assert (command, code, bool(out)) == (command, 0, True)
+        assert "note" not in err
+
+
+def test_tasks_that_wait_for_each_other_in_a_ring_are_told(rrfp: Rrfp) -> None:
+    """Rank 1 takes in the output of 0F1 before that ran, and 0F1 ran behind what came of it."""
+    first, second = (
+        RankRecords(RankInfo(rank, rank, 0, 0, (rank,), "node", 1)) for rank in range(2)
+    )
+
+    def run(records: RankRecords, kind: str, microbatch: int, start_ns: int, end_ns: int) -> None:
+        place = kind, records.info.rank, 0, microbatch
+        records.tasks.append(TaskRecord(start_ns, end_ns, 0, *place, 0, 1, 0, 1, 1, 1, 0))
+
+    def send(source: RankRecords, kind: str, microbatch: int, came_ns: int) -> None:
+        destination = first if source is second else second
+        what = came_ns - 1, came_ns, 0, kind, destination.info.rank, microbatch
+        sequence = len(source.sends)
+        source.sends.append(SendRecord(*what, destination.info.rank, sequence, 8))
+        destination.receives.append(ReceiveRecord(*what, source.info.rank, sequence, 8))
+
+    run(first, "F", 0, 0, 1)
+    run(first, "B", 0, 10, 20)
+    run(first, "F", 1, 20, 30)
+    run(second, "F", 0, 2, 3)
+    run(second, "F", 1, 5, 8)
+    run(second, "B", 0, 8, 9)
+    send(first, "F", 0, 2)
+    send(first, "F", 1, 5)
+    send(second, "B", 0, 10)
+    for records in (first, second):
+        records.phases.append(PhaseRecord(0, 40, 0, "schedule"))
+    write_trace(TRACE, Recording({}, [first, second]))
+    assert rrfp("critical-path") == (
+        *(1, ""),
+        "rrfp: in step 0 of the trace tasks wait for each other in a ring, so that its times "
+        "cannot be right; choose another step with --step\n",
+    )

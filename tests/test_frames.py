@@ -1,0 +1,185 @@
+"""A run as tables: nothing is lost on the way, and the tables beside a trace are those of it."""
+
+import dataclasses
+from pathlib import Path
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from rrfp.analyze import frames as module
+from rrfp.analyze import parquet
+from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.cache import CachedTrace, load_frames
+from rrfp.analyze.deviations import deviations
+from rrfp.analyze.frames import (
+    COUNTERS,
+    MESSAGES,
+    RUN,
+    SCHEMAS,
+    Frames,
+    frames_of,
+    recording_of,
+    windows,
+)
+from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.shape import Shape
+from rrfp.trace import perfetto_reader
+from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.recordings import make_recording
+from tests.simulated import simulated
+
+SAMPLE = Path(__file__).parent.parent / "traces" / "gpt-pp4-bf.pftrace"
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, make_recording(3, 4, 5))
+    return path
+
+
+def _assert_same(found: Frames, expected: Frames) -> None:
+    for name in SCHEMAS:
+        assert_frame_equal(found.table(name), expected.table(name))
+    assert_frame_equal(found.messages, expected.messages)
+    assert_frame_equal(found.run, expected.run)
+
+
+def test_every_table_has_the_columns_of_its_schema() -> None:
+    for frames in (frames_of(make_recording()), frames_of(Recording({}, []))):
+        for name, schema in SCHEMAS.items():
+            assert frames.table(name).schema == pl.Schema(schema)
+        assert frames.messages.schema == pl.Schema(MESSAGES)
+        assert frames.counters.schema == pl.Schema(COUNTERS)
+        assert frames.run.schema == pl.Schema(RUN)
+
+
+@pytest.mark.parametrize(
+    "recording",
+    [make_recording(), simulated("bfw", Shape(2, 3), num_steps=2), read_trace(SAMPLE)],
+    ids=["made up", "simulated", "real"],
+)
+def test_the_tables_hold_the_recording(recording: Recording, tmp_path: Path) -> None:
+    assert recording_of(frames_of(recording)) == recording
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, recording)
+    _assert_same(load_frames(path), frames_of(recording))
+    assert recording_of(load_frames(path)) == recording
+
+
+def test_counters_are_those_of_the_tasks() -> None:
+    recording = make_recording(2, 3, 1)
+    counters = frames_of(recording).counters.filter(pl.col("rank") == 1)
+    for name in ("depth", "held", "ready_forwards", "ready_backwards"):
+        values = counters.filter(pl.col("name") == name)["value"].to_list()
+        assert values == [getattr(task, name) for task in recording.ranks[1].tasks]
+
+
+def test_the_windows_are_those_of_the_recording() -> None:
+    recording = make_recording(3, 3, 3)
+    recording.ranks[1].phases[:] = [each for each in recording.ranks[1].phases if each.step != 1]
+    found = {step: (start, end) for step, start, end in windows(frames_of(recording)).iter_rows()}
+    assert found == step_windows(recording)
+    assert sorted(found) == [0, 2]
+
+
+def test_of_steps_and_stages_only_theirs_are_there(trace: Path) -> None:
+    frames = load_frames(trace, range(1, 3))
+    assert frames.steps == [1, 2]
+    assert set(frames.messages["step"]) == {1, 2}
+    stage = frames.of_stage(1)
+    assert set(stage.tasks["stage"]) == {1}
+    assert set(stage.messages["to_pp_rank"]) == {1}
+    assert stage.run["pp_rank"].to_list() == [1]
+    assert set(frames.of_steps([2]).phases["step"]) == {2}
+    with pytest.raises(UsageError, match="none of the steps asked for; it has those from 0 to 4"):
+        load_frames(trace, range(7, 9))
+    with pytest.raises(UsageError, match="no tasks of stage 3; its stages are 0, 1, 2"):
+        frames.of_stage(3)
+
+
+def test_a_second_look_reads_no_trace(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_frames(trace)
+    shares = CachedTrace(trace).structural()
+    monkeypatch.setattr(perfetto_reader, "TraceReader", None)
+    monkeypatch.setattr("rrfp.analyze.structural.structural_of", None)
+    _assert_same(load_frames(trace), first)
+    assert CachedTrace(trace).structural() == shares
+
+
+def test_a_trace_that_changed_gets_new_tables(trace: Path) -> None:
+    load_frames(trace)
+    write_trace(trace, make_recording(2, 3, 2))
+    assert load_frames(trace).steps == [0, 1]
+    folder = trace.with_name("trace.pftrace.frames")
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_tables_are_made_where_nothing_can_be_written(trace: Path) -> None:
+    trace.with_name("trace.pftrace.frames").write_text("in the way")
+    _assert_same(load_frames(trace), frames_of(read_trace(trace)))
+
+
+def test_a_trace_that_is_cut_off_leaves_no_tables(trace: Path) -> None:
+    recording = make_recording(3, 4, 5)
+    write_trace(trace, recording)
+    octets = trace.read_bytes()
+    trace.write_bytes(octets[: len(octets) // 2])
+    with pytest.raises(RrfpError, match="is truncated"):
+        load_frames(trace)
+    assert not list(trace.with_name("trace.pftrace.frames").iterdir())
+
+
+def test_small_batches_files_and_pieces_change_nothing(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = load_frames(trace)
+    expected = bubbles(whole)
+    monkeypatch.setattr(perfetto_reader, "_NUM_BYTES_OF_A_BATCH", 300)
+    monkeypatch.setattr(parquet, "_NUM_ROWS_OF_A_FILE", 7)
+    monkeypatch.setattr(module, "_MOST_TASKS_AT_ONCE", 50)
+    assert read_trace(trace) == recording_of(whole)
+    copy = trace.with_name("copy.pftrace")
+    copy.write_bytes(trace.read_bytes())
+    frames = load_frames(copy)
+    _assert_same(frames, whole)
+    pieces = list(frames.piecewise())
+    assert len(pieces) > 1
+    assert sorted(step for piece in pieces for step in piece.steps) == frames.steps
+    assert bubbles(frames) == expected
+
+
+def test_structural_and_excess_are_the_bubble(tmp_path: Path) -> None:
+    trace = CachedTrace(SAMPLE)
+    report = bubbles(trace.frames())
+    assert all(rank.structural_ns is None and rank.excess_ns is None for rank in report.ranks)
+    shares, why_not = trace.structural()
+    assert why_not == ""
+    for rank in report.with_structural(shares).ranks:
+        assert rank.structural_ns is not None
+        assert rank.excess_ns is not None
+        assert rank.structural_ns + rank.excess_ns == rank.bubble_ns
+    path = tmp_path / "trace.pftrace"
+    recording = read_trace(SAMPLE)
+    write_trace(path, dataclasses.replace(recording, settings={}))
+    shares, why_not = CachedTrace(path).structural()
+    assert shares == []
+    assert "settings" in why_not
+
+
+def test_a_run_without_jitter_is_all_structural(tmp_path: Path) -> None:
+    recording = simulated("1f1b", Shape(4, 8), num_steps=2)
+    recording.settings |= {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, recording)
+    shares, why_not = CachedTrace(path).structural()
+    assert why_not == ""
+    report = bubbles(load_frames(path)).with_structural(shares)
+    assert [rank.excess_ns for rank in report.ranks] == [0] * 4
+
+
+def test_deviations_are_read_from_tables_too(trace: Path) -> None:
+    assert_frame_equal(deviations(load_frames(trace)), deviations(frames_of(read_trace(trace))))
