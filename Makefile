@@ -8,7 +8,7 @@ PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format bench lock clean
+.PHONY: help setup train test test-all lint format bench screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ format: setup  ## Format, and fix what ruff can fix
 
 bench: setup  ## The benchmarks
 	$(VENV)/bin/pytest -q --benchmark-only benchmarks $(ARGS)
+
+screenshots: setup  ## Take the pictures in docs/images anew; needs chromium
+	$(VENV)/bin/python -m docs.screenshots
 
 lock:  ## Resolve requirements.lock again from pyproject.toml
 	python3.11 -m venv --clear $(LOCK_VENV)

@@ -1,0 +1,141 @@
+"""How long tasks and messages took: a distribution for each rank."""
+
+import math
+from typing import Any
+
+import altair as alt
+import numpy as np
+import polars as pl
+
+from rrfp.analyze.charts.style import (
+    KIND_COLOURS,
+    by_value,
+    faceted,
+    finished,
+    shown,
+    some_places,
+)
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.units import Unit
+from rrfp.errors import RrfpError
+
+_COLUMNS = 2
+_NUM_BINS = 60
+_LEAST_DECADES = 0.1
+"""How much the axis covers at least."""
+_DIRECTION_COLOURS = {"forward": KIND_COLOURS["F"], "backward": KIND_COLOURS["B"]}
+
+
+def task_times(frames: Frames) -> Any:
+    """The times of each rank's tasks by kind, over all steps; RrfpError where there are none."""
+    times = frames.tasks.select(
+        "pp_rank", pl.col("kind").alias("what"), (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
+    )
+    return _distributions(frames, times, KIND_COLOURS, "task", "How long tasks took")
+
+
+def message_times(frames: Frames) -> Any:
+    """The times of the messages that each rank received, from the first byte written to the last
+    one there, over all steps; RrfpError for a run that recorded none."""
+    times = frames.messages.select(
+        pl.col("to_pp_rank").alias("pp_rank"),
+        pl.when(pl.col("kind") == "F")
+        .then(pl.lit("forward"))
+        .otherwise(pl.lit("backward"))
+        .alias("what"),
+        (pl.col("came_ns") - pl.col("left_ns")).alias("ns"),
+    )
+    return _distributions(
+        frames, times, _DIRECTION_COLOURS, "message", "How long messages were under way", "to "
+    )
+
+
+def _distributions(
+    frames: Frames,
+    times: pl.DataFrame,
+    colours: dict[str, str],
+    noun: str,
+    title: str,
+    prefix: str = "",
+) -> Any:
+    """Times in bins that are equally wide in the logarithm, as shares of each rank's and kind's."""
+    if times.is_empty():
+        raise RrfpError(f"the trace has no {noun}s; see 'rrfp trace check'")
+    if times["ns"].max() <= 0:  # type: ignore[operator]
+        raise RrfpError(f"the {noun}s of the trace took no time")
+    labels, notes = some_places(frames)
+    labels = {pp_rank: f"{prefix}{label}" for pp_rank, label in labels.items()}
+    times = times.filter(pl.col("pp_rank").is_in(list(labels))).with_columns(
+        pl.col("ns").clip(1).log10().alias("log")
+    )
+    low, high = times.select(pl.min("log"), pl.max("log").alias("high")).row(0)
+    # A single value gets a bar of its own in the middle.
+    margin = max(0.0, _LEAST_DECADES - (high - low)) / 2
+    low, high = low - margin, high + margin
+    width = (high - low) / _NUM_BINS
+    unit = Unit.of(10 ** ((low + high) / 2))
+    edges = 10 ** (low + width * np.arange(_NUM_BINS + 1)) / unit.value
+    counted = (
+        times.with_columns(
+            bin=((pl.col("log") - low) / width).cast(pl.Int32).clip(0, _NUM_BINS - 1)
+        )
+        .group_by("pp_rank", "what", "bin")
+        .agg(pl.len().alias("count"))
+        .with_columns(share=pl.col("count") / pl.col("count").sum().over("pp_rank", "what"))
+        .sort("pp_rank", "what", "bin")
+    )
+    bars = counted.select(
+        pl.col("pp_rank").replace_strict(labels).alias("row"),
+        "what",
+        pl.Series("low", edges).gather(counted["bin"]).round_sig_figs(4),
+        pl.Series("high", edges).gather(counted["bin"] + 1).round_sig_figs(4),
+        "count",
+        pl.col("share").round_sig_figs(4),
+    )
+    domain = [float(edges[0]), float(edges[-1])]
+    ticks = _ticks(*domain)
+    scale = by_value(shown(colours, bars["what"]))
+    chart = (
+        alt.Chart(bars)
+        .mark_rect(fillOpacity=0.35)
+        .encode(
+            x=alt.X(
+                "low:Q",
+                scale=alt.Scale(type="log", domain=domain, nice=False),
+                axis=alt.Axis(values=ticks, format="~g", labelOverlap=True),
+                title=f"{noun} time ({unit.symbol})",
+            ),
+            x2="high:Q",
+            y=alt.Y("share:Q", stack=None, title=None, axis=alt.Axis(format="%", tickCount=3)),
+            y2=alt.Y2Datum(0),
+            # Filled palely and drawn round, so that one kind does not hide another.
+            fill=alt.Fill("what:N", scale=scale, title=None),
+            stroke=alt.Stroke("what:N", scale=scale, title=None),
+            tooltip=[
+                "what:N",
+                alt.Tooltip("low:Q", title=f"from ({unit.symbol})"),
+                alt.Tooltip("high:Q", title=f"to ({unit.symbol})"),
+                "count:Q",
+                alt.Tooltip("share:Q", format=".2%"),
+            ],
+        )
+    )
+    return finished(
+        faceted(chart, "row", list(labels.values()), _COLUMNS, 60),
+        title,
+        f"{len(times):,} {noun}s; heights are shares of a rank's {noun}s of a kind",
+        *notes,
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between two, few enough to be told apart."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 5), (1,)):
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= 9:
+            break
+    if len(ticks) >= 3:
+        return ticks
+    return [float(f"{tick:.3g}") for tick in np.linspace(low, high, 4)]

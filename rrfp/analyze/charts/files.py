@@ -1,0 +1,121 @@
+"""Every kind of chart by name, and the files and specifications that charts become."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from rrfp.analyze.charts.causes import bubble_causes
+from rrfp.analyze.charts.durations import message_times, task_times
+from rrfp.analyze.charts.gantt import gantt
+from rrfp.analyze.charts.hint_order import hint_order
+from rrfp.analyze.charts.kinds import ChartKind
+from rrfp.analyze.charts.links import misalignment_map
+from rrfp.analyze.charts.progress import progress
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.html import figure, page
+from rrfp.analyze.structural import structural_of
+from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.whole_file import open_whole
+
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+"""The version whose language altair speaks, as vl-convert names it."""
+_PNG_SCALE = 2
+
+_OF_A_STEP: dict[ChartKind, Callable[[Frames, int | None], Any]] = {
+    ChartKind.GANTT: gantt,
+    ChartKind.HINT: hint_order,
+    ChartKind.PROGRESS: progress,
+}
+_OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
+    ChartKind.BUBBLES: lambda frames: bubble_causes(frames, structural_shares(frames)),
+    ChartKind.MISALIGNMENT: misalignment_map,
+    ChartKind.TASK_TIMES: task_times,
+    ChartKind.MESSAGE_TIMES: message_times,
+}
+
+
+def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
+    """A chart of a run; of one step, the slowest unless another is asked for, where it shows one.
+
+    Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks or
+    that the chart has no use for.
+    """
+    if kind in _OF_A_STEP:
+        return _OF_A_STEP[kind](frames, step)
+    if step is not None:
+        raise UsageError(f"the {kind} chart shows all steps; leave out --step, or choose --steps")
+    return _OF_A_RUN[kind](frames)
+
+
+def structural_shares(frames: Frames) -> list[float]:
+    """The structural part of the bubble by pipeline rank, as shares of the window; none where the
+    run cannot be replayed."""
+    try:
+        return [part.structural for part in structural_of(frames).ranks]
+    except RrfpError:
+        return []
+
+
+def spec_of(chart: Any) -> dict[str, Any]:
+    """The Vega-Lite specification of a chart, its data inside."""
+    with alt.data_transformers.enable("default", max_rows=None):
+        spec: dict[str, Any] = chart.to_dict()
+    return spec
+
+
+def save(chart: Any, path: Path) -> None:
+    """Write a chart as .png, .svg or .html, whole or not at all.
+
+    Raises UsageError for another ending, or a place where no file can be.
+    """
+    check_ending(path)
+    write_file(path, _ENDINGS[path.suffix.lower()](spec_of(chart)))
+
+
+def check_ending(path: Path) -> None:
+    """UsageError for a file that no chart can be."""
+    if path.suffix.lower() not in _ENDINGS:
+        raise UsageError(
+            f"'{path}' is no file for a chart; let it end with {' or '.join(_ENDINGS)}"
+        )
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; UsageError for a place where none can be."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; name a file in it with -o")
+    try:
+        with open_whole(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}); choose another file with -o"
+        ) from error
+
+
+def _as_png(spec: dict[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_png(_on_white(spec), VEGA_LITE, scale=_PNG_SCALE)
+
+
+def _as_svg(spec: dict[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_svg(_on_white(spec), VEGA_LITE).encode()
+
+
+def _as_page(spec: dict[str, Any]) -> bytes:
+    title = str(spec["title"]["text"])
+    return page(title, figure("chart", spec), {"chart": spec}, VEGA_LITE).encode()
+
+
+def _on_white(spec: dict[str, Any]) -> dict[str, Any]:
+    """A file has no page below it."""
+    return {**spec, "background": "white"}
+
+
+_ENDINGS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    ".png": _as_png,
+    ".svg": _as_svg,
+    ".html": _as_page,
+}

@@ -1,0 +1,176 @@
+"""The Gantt chart of a step, as papers on pipelines draw it: a row a stage, boxes with numbers."""
+
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from rrfp.analyze.charts.style import (
+    CAUSE_COLOURS,
+    INK,
+    KIND_COLOURS,
+    WIDTH_PX,
+    by_value,
+    finished,
+    lead_tasks,
+    lead_waits,
+    places,
+    shown,
+    window_of,
+)
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.units import Unit, tell
+from rrfp.errors import RrfpError
+
+MOST_BARS = 10_000
+"""More are joined: a screen has no room for them, and a browser takes its time."""
+_ODD = " odd chunk"
+"""Behind the kind of a task whose chunk has an odd number."""
+_COLOURS = {
+    **KIND_COLOURS,
+    f"F{_ODD}": "#A9DAF5",
+    f"B{_ODD}": "#F0A468",
+    f"W{_ODD}": "#F8F3A6",
+    **CAUSE_COLOURS,
+}
+_ROW_PX = 26
+_DIGIT_PX = 5.2
+_LEAST_BINS = 16
+
+
+def gantt(frames: Frames, step: int | None = None, most_bars: int = MOST_BARS) -> Any:
+    """The tasks of a step and, thin, the waits between them; None is the slowest step.
+
+    Of replicas and of ranks that run tasks together the first is shown. A task is named by its
+    microbatch where that fits; every other chunk of a rank is paler. Above `most_bars` a row is cut
+    into equal spans, each of which shows what took most of it, and the chart says so.
+
+    Raises RrfpError when no step was finished, and UsageError for one that was not.
+    """
+    step, start_ns, end_ns, which = window_of(frames, step)
+    length_ns = end_ns - start_ns
+    labels = places(frames)
+    bars = _bars(frames, step).with_columns(
+        pl.col("start_ns", "end_ns").clip(start_ns, end_ns) - start_ns
+    )
+    notes = []
+    num_bars = len(bars)
+    if num_bars > most_bars:
+        bars = _joined(bars, length_ns, most_bars)
+        notes.append(
+            f"{num_bars:,} bars are joined into {len(bars):,}: each span shows what took most of it"
+        )
+    unit = Unit.of(length_ns)
+    length = length_ns / unit.value
+    bars = bars.select(
+        pl.col("pp_rank").replace_strict(labels).alias("row"),
+        (pl.col("start_ns") / unit.value).round(6).alias("start"),
+        (pl.col("end_ns") / unit.value).round(6).alias("end"),
+        pl.all().exclude("pp_rank", "start_ns", "end_ns"),
+    )
+    rows = alt.Y("row:N", sort=list(labels.values()), title=None, scale=alt.Scale(padding=0.12))
+    span = alt.X(
+        "start:Q",
+        title=f"time in the step ({unit.symbol})",
+        scale=alt.Scale(domain=[0, length], nice=False),
+    )
+    colour = alt.Color("what:N", scale=by_value(shown(_COLOURS, bars["what"])), title=None)
+    is_wait = pl.col("what").is_in(list(CAUSE_COLOURS))
+    ran = bars.filter(~is_wait)
+    idle = (
+        alt.Chart(bars.filter(is_wait).select("row", "start", "end", "what"))
+        .mark_bar(height={"band": 0.3})
+        .encode(y=rows, x=span, x2="end:Q", color=colour, tooltip=["what:N", "row:N"])
+    )
+    work = (
+        alt.Chart(ran)
+        .mark_bar(stroke=INK, strokeWidth=0.4, strokeOpacity=0.6)
+        .encode(
+            y=rows,
+            x=span,
+            x2="end:Q",
+            color=colour,
+            tooltip=[name for name in ran.columns if name not in ("start", "end")],
+        )
+    )
+    layers = [idle, work]
+    if "microbatch" in ran.columns:
+        layers.append(_numbers(ran, rows, length))
+    chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
+    return finished(chart, f"{which.capitalize()}: {tell(length_ns)}", *notes)
+
+
+def _bars(frames: Frames, step: int) -> pl.DataFrame:
+    """A row a task or a wait; `what` is the kind of a task, or the cause of a wait."""
+    tasks = lead_tasks(frames, step)
+    if tasks.is_empty():
+        raise RrfpError(f"step {step} of the trace has no tasks; see 'rrfp trace check'")
+    suffix = pl.when(pl.col("chunk") % 2 == 1).then(pl.lit(_ODD)).otherwise(pl.lit(""))
+    span = ("pp_rank", "start_ns", "end_ns")
+    return pl.concat(
+        [
+            tasks.select(
+                *span,
+                (pl.col("kind") + suffix).alias("what"),
+                *("microbatch", "chunk", "hint_position", "skipped"),
+            ),
+            lead_waits(frames, step).select(*span, what="cause"),
+        ],
+        how="diagonal",
+    )
+
+
+def _numbers(ran: pl.DataFrame, rows: alt.Y, length: float) -> Any:
+    """The microbatch in each box that has room for it, at whatever width the chart is drawn."""
+    width_px = f"(datum.end - datum.start) / {length!r} * width"
+    needed_px = f"({_DIGIT_PX} * length(toString(datum.microbatch)) + 2)"
+    return (
+        alt.Chart(ran)
+        .transform_filter(f"{width_px} > {needed_px}")
+        .transform_calculate(middle="(datum.start + datum.end) / 2")
+        .mark_text(fontSize=9, color="black", clip=True, tooltip=False)
+        .encode(y=rows, x=alt.X("middle:Q"), text="microbatch:N")
+    )
+
+
+def _joined(bars: pl.DataFrame, length_ns: int, most_bars: int) -> pl.DataFrame:
+    """At most so many bars in place of these: rows in equal spans, equal neighbours as one."""
+    num_bins = 4 * most_bars
+    while True:
+        joined = _joined_in(bars, length_ns, num_bins)
+        if len(joined) <= most_bars or num_bins <= _LEAST_BINS:
+            return joined
+        num_bins //= 2
+
+
+def _joined_in(bars: pl.DataFrame, length_ns: int, num_bins: int) -> pl.DataFrame:
+    bin_ns = max(1, -(-length_ns // num_bins))
+    key = ("pp_rank", "bin")
+    first, last = pl.col("start_ns") // bin_ns, (pl.col("end_ns") - 1).clip(0) // bin_ns
+    cut = (
+        bars.filter(pl.col("end_ns") > pl.col("start_ns"))
+        .with_columns(bin=pl.int_ranges(first, last + 1))
+        .explode("bin")
+    )
+    overlap = pl.min_horizontal("end_ns", (pl.col("bin") + 1) * bin_ns) - pl.max_horizontal(
+        "start_ns", pl.col("bin") * bin_ns
+    )
+    most = (
+        cut.group_by(*key, "what")
+        .agg(overlap.sum().alias("ns"))
+        .sort("ns", "what", descending=True)
+        .unique(key, keep="first", maintain_order=True)
+        .sort(key)
+    )
+    # Equal neighbours in one row are one bar.
+    place = (pl.col("bin") - pl.int_range(pl.len())).alias("place")
+    return (
+        most.with_columns(run=pl.struct("pp_rank", "what", place).rle_id())
+        .group_by("run", maintain_order=True)
+        .agg(
+            pl.col("pp_rank", "what").first(),
+            (pl.col("bin").first() * bin_ns).alias("start_ns"),
+            ((pl.col("bin").last() + 1) * bin_ns).clip(0, length_ns).alias("end_ns"),
+        )
+        .drop("run")
+    )

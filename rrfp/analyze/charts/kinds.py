@@ -1,0 +1,15 @@
+"""The names of the charts, for those who only choose one."""
+
+from enum import StrEnum
+
+
+class ChartKind(StrEnum):
+    """A chart's name on the command line."""
+
+    BUBBLES = "bubbles"
+    GANTT = "gantt"
+    HINT = "hint"
+    MISALIGNMENT = "misalignment"
+    PROGRESS = "progress"
+    TASK_TIMES = "task-times"
+    MESSAGE_TIMES = "message-times"

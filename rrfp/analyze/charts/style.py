@@ -1,0 +1,182 @@
+"""What all charts share: colours, labels, the time axis, and how many stages are shown.
+
+The colours of tasks are Okabe and Ito's (Color Universal Design, 2008), apart in lightness too, so
+that colour-blind readers and grey printers tell them apart. Text and lines are `currentColor`: an
+SVG takes the colour of the page around it, light or dark, and a file of its own is black on white.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from rrfp.analyze.bubbles import CAUSES
+from rrfp.analyze.frames import Frames, windows
+from rrfp.errors import RrfpError, UsageError
+
+INK = "currentColor"
+KIND_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
+CAUSE_COLOURS = dict(
+    zip(
+        CAUSES,
+        (
+            "#C4C4C4",  # warmup
+            "#56B4E9",  # forward_input: an F is waited for
+            "#D55E00",  # backward_input: a B is
+            "#E69F00",  # limit
+            "#A6611A",  # hold
+            "#CC79A7",  # coordination
+            "#0072B2",  # order
+            "#009E73",  # transfer
+            "#AA4466",  # gradient_sync
+            "#8C8C8C",  # drain
+            "#999933",  # overhead
+        ),
+        strict=True,
+    )
+)
+WIDTH_PX = 760
+"""Of a chart in a file; in a page it has the page's."""
+_AXIS_PX = 50
+_SPACING_PX = 16
+"""Beside the first of several facets, and between them; page.js has the same."""
+_MOST_FACETS = 16
+
+
+def finished(chart: Any, title: str, *notes: str) -> Any:
+    """A chart with its title, the notes below it, and the style of all of them."""
+    return chart.properties(
+        title=alt.TitleParams(title, subtitle=list(notes), anchor="start", offset=10)
+    ).configure(**_CONFIG)
+
+
+def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int) -> Any:
+    """The same chart for each value of a column, side by side.
+
+    Its `usermeta` tells a page how many they are and how wide each wants to be.
+    """
+    width_px = (WIDTH_PX - _AXIS_PX + _SPACING_PX) // columns - _SPACING_PX
+    return (
+        chart.properties(width=width_px, height=height_px)
+        .facet(
+            facet=alt.Facet(
+                f"{by}:N", sort=order, title=None, header=alt.Header(labelAnchor="start")
+            ),
+            columns=columns,
+            spacing={"row": 14, "column": _SPACING_PX},
+        )
+        .properties(usermeta={"cells": len(order), "cellWidth": WIDTH_PX // columns})
+    )
+
+
+def by_value(colours: dict[str, str]) -> alt.Scale:
+    """Each value in its own colour."""
+    return alt.Scale(domain=list(colours), range=list(colours.values()))
+
+
+def shown(colours: dict[str, str], values: pl.Series) -> dict[str, str]:
+    """The colours of the values that there are."""
+    there = set(values.unique())
+    return {value: colour for value, colour in colours.items() if value in there}
+
+
+def label_of(stages: Sequence[int]) -> str:
+    """What a pipeline rank is called: its stages."""
+    return f"stage{'s' if len(stages) > 1 else ''} {' '.join(map(str, sorted(stages)))}"
+
+
+def places(frames: Frames) -> dict[int, str]:
+    """The label of each pipeline rank."""
+    held = frames.run.select("pp_rank", "stages").unique("pp_rank").sort("pp_rank")
+    return {pp_rank: label_of(stages) for pp_rank, stages in held.iter_rows()}
+
+
+def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
+    """As many places as fit side by side, from the first to the last, and a note of the others."""
+    every = places(frames)
+    if len(every) <= _MOST_FACETS:
+        return every, ()
+    ranks = list(every)
+    last = len(ranks) - 1
+    chosen = sorted({ranks[round(i * last / (_MOST_FACETS - 1))] for i in range(_MOST_FACETS)})
+    note = f"{len(chosen)} of {len(ranks)} pipeline ranks are shown"
+    return {pp_rank: every[pp_rank] for pp_rank in chosen}, (note,)
+
+
+def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
+    """A step, its start and end in ns, and in words which one it is; None is the slowest.
+
+    Raises RrfpError when no step was finished by every rank, UsageError for one that was not.
+    """
+    whole = windows(frames)
+    if whole.is_empty():
+        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    whole = whole.filter(pl.col("start_ns") < pl.col("end_ns"))
+    if whole.is_empty():
+        raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
+    found = {row[0]: row for row in whole.select("step", "start_ns", "end_ns").iter_rows()}
+    if step is None:
+        slowest = max(found.values(), key=lambda row: row[2] - row[1])
+        of = f", the slowest of {len(found)}" if len(found) > 1 else ""
+        return (*slowest, f"step {slowest[0]}{of}")
+    if step not in found:
+        raise UsageError(
+            f"step {step} is none that every rank finished; choose one from {min(found)} to "
+            f"{max(found)}"
+        )
+    return (*found[step], f"step {step}")
+
+
+def lead_tasks(frames: Frames, step: int) -> pl.DataFrame:
+    """The tasks of a step in the first replica; of ranks that run them together, the first's."""
+    return _of_leads(frames.tasks, step)
+
+
+def lead_waits(frames: Frames, step: int) -> pl.DataFrame:
+    """The waits of the same ranks."""
+    return _of_leads(frames.waits, step)
+
+
+def _of_leads(frame: pl.DataFrame, step: int) -> pl.DataFrame:
+    # Members of a group and replicas are numbered from 0; a trace may lack some.
+    of_step = frame.filter(pl.col("step") == step)
+    return of_step.filter(
+        (pl.col("dp_rank") == pl.col("dp_rank").min())
+        & (pl.col("tp_rank") == pl.col("tp_rank").min())
+    )
+
+
+_CONFIG: dict[str, Any] = {
+    "aria": False,
+    "background": "transparent",
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "title": {"color": INK, "subtitleColor": INK, "fontSize": 14, "subtitleFontSize": 12},
+    "axis": {
+        "labelColor": INK,
+        "titleColor": INK,
+        "titleFontWeight": "normal",
+        "tickColor": INK,
+        "tickOpacity": 0.4,
+        "domainColor": INK,
+        "domainOpacity": 0.4,
+        "gridColor": INK,
+        "gridOpacity": 0.12,
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+    },
+    "legend": {
+        "labelColor": INK,
+        "titleColor": INK,
+        "titleFontWeight": "normal",
+        "orient": "bottom",
+        "labelFontSize": 11,
+        "titleFontSize": 11,
+        "symbolType": "square",
+        "symbolStrokeWidth": 0,
+        "symbolOpacity": 1,
+        "columns": 6,
+    },
+    "header": {"labelColor": INK, "titleColor": INK, "labelFontSize": 11},
+}

@@ -1,0 +1,281 @@
+"""What matters in a run, in words: the things that own most of a step, and what to try.
+
+`blame` says who owns how much. Here its owners are gathered by what they are, the largest first,
+each with a sentence of figures and one of advice. What a change would save is for a replay to say:
+a finding only names the change.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+
+from rrfp.analyze.blame import Blame, Fault, Owner
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.settings import run_settings
+from rrfp.analyze.units import tell
+from rrfp.analyze.whatif import Change
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.hints import TURNS, Hint
+from rrfp.simulate.recorded import RecordedRun
+
+NUM_FINDINGS = 3
+_LEAST_SHARE = 0.01
+"""Of a step; what owns less is not worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that makes a step long."""
+
+    what: str
+    """A `Fault`, or the cause of a wait."""
+    pp_rank: int
+    """Where most of it is; of a link, who receives."""
+    sender: int | None
+    """Of a link, who sends."""
+    stage: int
+    """The stage of `pp_rank` that has most work."""
+    time_ns: float
+    """What it owns of a step, in the mean."""
+    share: float
+    """The same over the step."""
+    title: str
+    told: str
+    advice: str
+    remedy: Callable[[RecordedRun], Change] | None
+    """The change to replay the run with; None where no replay can tell."""
+
+
+def findings(frames: Frames, found: Blame) -> list[Finding]:
+    """Those that own at least 1% of a step, the largest first; at most three."""
+    gathered: dict[str, dict[Owner, float]] = {}
+    for owner, time_ns in found.owners_ns.items():
+        if owner.what != Fault.WORK:
+            gathered.setdefault(owner.what, {})[owner] = time_ns
+    told = _Teller(frames, found)
+    largest = sorted(gathered.values(), key=lambda owners: -sum(owners.values()))
+    return [
+        told.finding(owners)
+        for owners in largest[:NUM_FINDINGS]
+        if sum(owners.values()) >= _LEAST_SHARE * found.step_ns
+    ]
+
+
+def headline(frames: Frames, found: Blame) -> str:
+    """How long a step takes, and how much of it is work that the schedule cannot take away."""
+    return (
+        f"A step takes {tell(found.step_ns)}, the mean of {found.num_steps}. "
+        f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
+        f"{tell(found.busiest_ns)} of it ({found.busiest_ns / found.step_ns:.0%}): no order of the "
+        "same tasks makes a step shorter than that."
+    )
+
+
+class _Teller:
+    """Puts the owners of one run into words."""
+
+    def __init__(self, frames: Frames, found: Blame) -> None:
+        self._frames = frames
+        self._found = found
+        work = frames.tasks.group_by("pp_rank", "stage").agg(
+            (
+                (pl.col("end_ns") - pl.col("start_ns")).sum()
+                / (pl.col("rank").n_unique() * pl.col("step").n_unique())
+            ).alias("ns")
+        )
+        self._work_ns: dict[int, float] = dict(work.select("stage", "ns").iter_rows())
+        self._stages: dict[int, list[int]] = {
+            pp_rank: sorted(stages)
+            for pp_rank, stages in work.group_by("pp_rank").agg("stage").iter_rows()
+        }
+        self._has_w = "W" in frames.tasks["kind"]
+        self._is_bound = frames.waits["cause"].is_in([Cause.LIMIT, Cause.HOLD]).any()
+        self._settings = run_settings(frames)
+
+    def place(self, pp_rank: int) -> str:
+        """A pipeline rank by its stages."""
+        stages = self._stages.get(pp_rank, [])
+        if len(stages) == 1:
+            return f"stage {stages[0]}"
+        return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
+
+    def finding(self, owners: dict[Owner, float]) -> Finding:
+        """What the owners of one kind come to."""
+        most = max(owners, key=lambda owner: owners[owner])
+        time_ns = sum(owners.values())
+        share = time_ns / self._found.step_ns
+        stage = max(
+            self._stages.get(most.pp_rank, [most.pp_rank]), key=lambda s: self._work_ns.get(s, 0)
+        )
+        at = self.place(most.pp_rank)
+        amount = f"{tell(time_ns)} ({share:.0%})"
+        part = "" if len(owners) == 1 else f", {tell(owners[most])} of it there"
+        title, told, advice, remedy = self._words(most, stage, at, amount, part)
+        return Finding(
+            most.what, most.pp_rank, most.sender, stage, time_ns, share, title, told, advice, remedy
+        )
+
+    def _words(
+        self, owner: Owner, stage: int, at: str, amount: str, part: str
+    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+        """Title, figures, advice, and the change to replay the run with."""
+        match owner.what:
+            case Fault.SLOW_STAGE:
+                return (
+                    f"{at.capitalize()} has more work than the others",
+                    f"Its tasks take {amount} of a step longer than those of the stage in the "
+                    "middle, and the others wait for it.",
+                    f"Give stage {stage} less of the model, or a faster device.",
+                    lambda run: Change(median_stage=stage),
+                )
+            case Fault.SERIES:
+                return (
+                    "Stages work one after another",
+                    f"For {amount} of a step they wait in a row, each for the one before it: while "
+                    "the pipeline fills, while it drains, and on the way there and back.",
+                    self._advice_on_series(),
+                    None if self._has_w else lambda run: Change(_split_hint(run)),
+                )
+            case Fault.UNEVEN:
+                return self._on_uneven(at, amount, part)
+            case Fault.LINK:
+                sender = self.place(owner.sender if owner.sender is not None else owner.pp_rank)
+                return (
+                    f"Messages from {sender} to {at} take long",
+                    f"{amount} of a step wait for messages that are under way{part}. One takes "
+                    f"{self._message_time(owner)} there, the median.",
+                    f"Look at the link from {sender} to {at}: its bandwidth, and what else it "
+                    "carries. Forwards that run ahead (a higher --limit or --hold) hide latency.",
+                    lambda run: Change(free_links=True),
+                )
+            case Cause.LIMIT | Cause.HOLD:
+                return self._on_bound(owner, at, amount, part)
+            case Cause.ORDER:
+                return (
+                    f"The order keeps ready work of {at} waiting",
+                    f"The order binds, and {amount} of a step pass while something else was ready"
+                    f"{part}.",
+                    "Try --dispatch ready: the same hint then ranks what is ready.",
+                    lambda run: Change(dispatch=Dispatch.READY),
+                )
+            case Cause.COORDINATION:
+                return (
+                    f"The members of {at} wait for each other",
+                    f"Ranks that run tasks together were not ready for the same ones for {amount} "
+                    f"of a step{part}.",
+                    f"See 'rrfp analyze misalignment --stage {stage}' for whose messages are late."
+                    + (
+                        " Try --agreement intersection."
+                        if self._settings.get("agreement") == "unanimous"
+                        else ""
+                    ),
+                    None,
+                )
+            case Cause.TRANSFER:
+                return (
+                    f"Blocking transfers hold up {at}",
+                    f"Transfers that lie on the compute path own {amount} of a step{part}.",
+                    "Try --dispatch ready: messages then pass beside the work.",
+                    _ready_hint,
+                )
+            case Cause.GRADIENT_SYNC:
+                return (
+                    "Replicas sum their gradients while nothing runs",
+                    f"That takes {amount} of a step.",
+                    "More --microbatches a step make it a smaller share.",
+                    None,
+                )
+            case Fault.ENTRY:
+                return (
+                    f"{at.capitalize()} enters the step late",
+                    f"The others wait {amount} of a step for its entry into the schedule{part}.",
+                    f"See what it does before, its data and optimizer phases, in 'rrfp trace "
+                    f"view'; {at} loads more or shares its cores.",
+                    None,
+                )
+            case _:
+                return (
+                    f"Between its tasks {at} idles without a recorded reason",
+                    f"The runtime's own work, and waiting for a core, own {amount} of a step"
+                    f"{part}.",
+                    "Where ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
+                    "larger --micro-batch-size makes tasks longer, and the gaps a smaller share.",
+                    None,
+                )
+
+    def _advice_on_series(self) -> str:
+        words = ["More --microbatches a step make it a smaller share."]
+        if not self._has_w:
+            words.append("Try --hint bfw: weight gradients then fill the drain.")
+        if all(len(stages) == 1 for stages in self._stages.values()):
+            words.append("--chunks 2 shortens the way.")
+        return " ".join(words)
+
+    def _on_uneven(
+        self, at: str, amount: str, part: str
+    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+        title = "Task times are uneven"
+        told = (
+            f"The tasks that a step waits for take {amount} of it longer than the mean of their "
+            f"stage and kind, most of all those of {at}{part}."
+        )
+        if self._settings.get("dispatch", Dispatch.READY) != Dispatch.READY:
+            return (
+                title,
+                told,
+                "Try --dispatch ready: what is ready then runs in the meantime.",
+                _ready_hint,
+            )
+        if not self._has_w:
+            return (
+                title,
+                told,
+                "Try --hint bfw: weight gradients then wait for such gaps.",
+                lambda run: Change(_split_hint(run)),
+            )
+        if self._is_bound:
+            return (
+                title,
+                told,
+                "A higher --limit or --hold keeps more work at hand for such gaps.",
+                lambda run: Change(unbound=True),
+            )
+        return (
+            title,
+            told,
+            "See what makes them long: their microbatches, or what else ran on the machine.",
+            None,
+        )
+
+    def _on_bound(
+        self, owner: Owner, at: str, amount: str, part: str
+    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+        flag = f"--{owner.what}"
+        value = self._settings.get(owner.what)
+        is_given = type(value) is int
+        doubled = 2 * value if type(value) is int else None
+        return (
+            f"The {owner.what} withholds forwards of {at}",
+            f"Forwards were there and {flag}{f' {value}' if is_given else ''} withheld them for "
+            f"{amount} of a step{part}.",
+            f"Try {flag} {doubled or 'with a higher number'}, if memory allows.",
+            lambda run: Change(**{owner.what: doubled} if doubled else {"unbound": True}),
+        )
+
+    def _message_time(self, owner: Owner) -> str:
+        of_link = self._frames.messages.filter(
+            (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
+        )
+        middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
+        return tell(middle_ns or 0)
+
+
+def _ready_hint(run: RecordedRun) -> Change:
+    return Change(TURNS["bf" if run.shape.num_chunks == 1 else "bf-deep"])
+
+
+def _split_hint(run: RecordedRun) -> Hint:
+    return TURNS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]

@@ -1,0 +1,154 @@
+"""One HTML page that needs nothing but itself: text, tables, and charts that a script draws.
+
+Whatever comes from a trace is text: it is escaped in the page, in the script element that holds the
+charts, and it stands in their data only, never where Vega would take it for an expression. The
+page's own policy lets no other script run, evaluates no string as code, and keeps it off every
+network.
+"""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any, NewType
+
+import vl_convert
+
+Markup = NewType("Markup", str)
+"""HTML whose text is escaped."""
+
+
+def text(words: object) -> Markup:
+    """Any text, as text."""
+    return Markup(escape(_printable(str(words))))
+
+
+def element(name: str, *content: Markup, **attributes: str) -> Markup:
+    """An element; `class_` is the attribute `class`, and `aria_label` is `aria-label`."""
+    told = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items()
+    )
+    return Markup(f"<{name}{told}>{''.join(content)}</{name}>")
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    """One after another."""
+    return Markup("\n".join(parts))
+
+
+def paragraph(words: object) -> Markup:
+    """A paragraph of text."""
+    return element("p", text(words))
+
+
+def advice(words: str) -> Markup:
+    """A paragraph in which flags, with their values, are code."""
+    flag = r"--[a-z]+( (\d+|bfw|ready|intersection)\b)?"
+    return element("p", Markup(re.sub(flag, r"<code>\g<0></code>", text(words))))
+
+
+def section(name: str, title: str, *content: Markup) -> Markup:
+    """A part of the page with a heading; `name` is its address within the page."""
+    return element("section", element("h2", text(title)), *content, id=name)
+
+
+def table(
+    caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1
+) -> Markup:
+    """A table in a box that scrolls by itself. The first `texts` columns are text, the others
+    figures; the first heads its row."""
+
+    def cells(row: Sequence[object]) -> Iterable[Markup]:
+        for index, value in enumerate(row):
+            align = {"class_": "text"} if index < texts else {}
+            if index == 0:
+                yield element("th", text(value), scope="row", **align)
+            else:
+                yield element("td", text(value), **align)
+
+    head = (
+        element("th", text(heading), scope="col", **({"class_": "text"} if index < texts else {}))
+        for index, heading in enumerate(headings)
+    )
+    return element(
+        "div",
+        element(
+            "table",
+            element("caption", text(caption)),
+            element("thead", element("tr", *head)),
+            element("tbody", *(element("tr", *cells(row)) for row in rows)),
+        ),
+        class_="scroll",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
+
+
+def figure(name: str, spec: dict[str, Any]) -> Markup:
+    """The place of a chart. Its title moves from the chart to the caption, where it can wrap."""
+    title = spec.pop("title")
+    words = [str(title["text"]), *map(str, title.get("subtitle", ()))]
+    return element(
+        "figure",
+        element(
+            "figcaption",
+            element("b", text(words[0])),
+            *(element("span", text(note)) for note in words[1:]),
+        ),
+        element("div", class_="plot", role="img", aria_label=". ".join(words), data_chart=name),
+    )
+
+
+def page(title: str, body: Markup, charts: Mapping[str, dict[str, Any]], vega_lite: str) -> str:
+    """The page; `charts` are the specifications of its figures by name."""
+    scripts = [_vega(vega_lite), _asset("page.js")]
+    return Template(_asset("page.html")).substitute(
+        title=text(title),
+        policy=text(_policy(scripts)),
+        style=_asset("page.css"),
+        body=body,
+        charts=_for_script(charts),
+        vega=scripts[0],
+        script=scripts[1],
+    )
+
+
+def _policy(scripts: Iterable[str]) -> str:
+    """These scripts may run, and nothing may be fetched."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        for script in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _for_script(value: object) -> str:
+    """JSON that cannot end the script element that it stands in."""
+    told = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _printable(words: str) -> str:
+    """Text that UTF-8 can hold, without control characters, which HTML cannot."""
+    whole = words.encode("utf-8", "replace").decode()
+    return "".join(c if c >= " " or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in whole)
+
+
+@cache
+def _vega(vega_lite: str) -> str:
+    """Vega, Vega-Lite and what draws them into a page, as one script."""
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vega_lite)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (files("rrfp.analyze") / "page" / name).read_text(encoding="utf-8")

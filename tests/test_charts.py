@@ -1,0 +1,306 @@
+"""The charts: what they show is what the frames hold, and every kind becomes a file."""
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+import vl_convert
+
+from rrfp.analyze.bubbles import CAUSES, bubbles
+from rrfp.analyze.charts.causes import bubble_causes
+from rrfp.analyze.charts.durations import message_times, task_times
+from rrfp.analyze.charts.files import VEGA_LITE, draw, save, spec_of
+from rrfp.analyze.charts.gantt import gantt
+from rrfp.analyze.charts.hint_order import hint_order
+from rrfp.analyze.charts.kinds import ChartKind
+from rrfp.analyze.charts.links import misalignment_map
+from rrfp.analyze.charts.progress import progress
+from rrfp.analyze.charts.style import CAUSE_COLOURS, KIND_COLOURS
+from rrfp.analyze.frames import Frames, frames_of, windows
+from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.settings import run_limit
+from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.dispatcher import DEFAULT_LIMIT
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto import read_trace
+from rrfp.trace.records import Recording
+from tests.simulated import simulated
+from tests.step_times import MEGATRONS, OURS, equal_times, policy_of
+from tests.step_times import simulated as simulated_run
+
+OF_A_STEP = [ChartKind.GANTT, ChartKind.HINT, ChartKind.PROGRESS]
+
+
+@cache
+def plain() -> Frames:
+    return frames_of(simulated("bf", Shape(4, 6), num_steps=3, transfer=lambda *_: 7))
+
+
+@cache
+def grouped() -> Frames:
+    """Two chunks in a V, two members, split backwards."""
+    shape = Shape(3, 4, 2, Placement.V)
+    return frames_of(
+        simulated(
+            "bfw-deep",
+            shape,
+            num_steps=2,
+            transfer=lambda *_: 5,
+            num_members=2,
+            lateness=lambda member, _: 3 * member,
+        )
+    )
+
+
+@cache
+def many() -> Frames:
+    """More ranks than are shown side by side."""
+    return frames_of(simulated("bf", Shape(20, 4), transfer=lambda *_: 1))
+
+
+@cache
+def recorded(trace: Path) -> Frames:
+    return frames_of(read_trace(trace))
+
+
+def rows(spec: dict[str, Any], *columns: str) -> pl.DataFrame:
+    """The rows of a chart's data that have all these columns."""
+    found = [data for data in spec["datasets"].values() if set(columns) <= set(data[0])]
+    return pl.DataFrame(max(found, key=len), infer_schema_length=None)
+
+
+@pytest.mark.parametrize("kind", ChartKind)
+@pytest.mark.parametrize("frames", [plain, grouped, many])
+def test_every_kind_is_a_valid_chart_of_every_run(kind: ChartKind, frames: Any) -> None:
+    spec = spec_of(draw(kind, frames()))
+    vega = vl_convert.vegalite_to_vega(spec, VEGA_LITE)
+    assert vega["marks"]
+    assert len(json.dumps(spec)) < 300_000
+    assert "null" not in spec["title"]["text"]
+
+
+NEED_MESSAGES = (ChartKind.MISALIGNMENT, ChartKind.MESSAGE_TIMES)
+"""Megatron's own transfers leave none behind."""
+
+
+@pytest.mark.parametrize("kind", ChartKind)
+def test_runs_that_were_recorded_are_drawn_or_lack_messages(kind: ChartKind) -> None:
+    spec_of(draw(kind, recorded(OURS)))
+    megatrons = recorded(MEGATRONS)
+    if kind in NEED_MESSAGES:
+        with pytest.raises(RrfpError, match="the trace has no messages"):
+            draw(kind, megatrons)
+    else:
+        spec_of(draw(kind, megatrons))
+
+
+def test_the_bars_of_a_rank_are_its_bubble() -> None:
+    frames = plain()
+    divided = bubbles(frames)
+    bars = rows(spec_of(bubble_causes(frames)), "row", "cause", "share")
+    shares = dict(bars.group_by("row").agg(pl.col("share").sum()).iter_rows())
+    assert shares == {
+        f"stage {rank.pp_rank}": pytest.approx(rank.bubble_fraction) for rank in divided.ranks
+    }
+    assert set(bars["cause"]) == {cause for cause, ns in divided.causes_ns.items() if ns}
+
+
+def test_the_structural_part_is_marked_where_it_is_known() -> None:
+    policy, shape = policy_of("bf", Shape(3, 4))
+    recording = simulated_run(policy, shape, [World(equal_times(shape, 10, 10, 10))])
+    frames = frames_of(recording)
+    spec = spec_of(draw(ChartKind.BUBBLES, frames))
+    marks = rows(spec, "row", "structural")
+    # Without jitter all of it is structural.
+    expected = [rank.bubble_fraction for rank in bubbles(frames).ranks]
+    assert marks["structural"].to_list() == pytest.approx(expected)
+    assert "structural" not in json.dumps(spec_of(draw(ChartKind.BUBBLES, plain())))
+
+
+def test_members_and_replicas_have_bars_of_their_own() -> None:
+    bars = rows(spec_of(bubble_causes(grouped())), "row", "cause", "share")
+    assert set(bars["row"]) == {f"stages {r} {5 - r} tp{tp}" for r in range(3) for tp in (0, 1)}
+
+
+def test_a_gantt_has_a_bar_for_each_task_and_wait_of_one_replica() -> None:
+    frames = grouped()
+    spec = spec_of(gantt(frames, 1))
+    tasks = rows(spec, "row", "start", "end", "what", "microbatch")
+    ran = frames.tasks.filter((pl.col("step") == 1) & (pl.col("tp_rank") == 0))
+    assert len(tasks) == len(ran)
+    assert set(tasks["what"]) == {f"{kind}{odd}" for kind in "FBW" for odd in ("", " odd chunk")}
+    assert (tasks["end"] - tasks["start"]).sum() == (ran["end_ns"] - ran["start_ns"]).sum()
+    assert tasks["start"].min() == 0
+    assert spec["title"]["text"].startswith("Step 1: ")
+
+
+def test_without_a_step_the_slowest_one_is_shown() -> None:
+    recording = simulated("bf", Shape(2, 3), num_steps=3)
+    for records in recording.ranks:
+        last = records.phases[-1]
+        records.phases[-1] = last._replace(end_ns=last.end_ns + 100)
+    frames = frames_of(recording)
+    for kind in OF_A_STEP:
+        title = spec_of(draw(kind, frames))["title"]["text"]
+        assert "tep 2, the slowest of 3" in title
+
+
+@pytest.mark.parametrize("most", [40, 100, 400])
+def test_a_gantt_of_too_many_bars_joins_them_and_says_so(most: int) -> None:
+    frames = frames_of(simulated("bfw", Shape(4, 64)))
+    spec = spec_of(gantt(frames, most_bars=most))
+    num_bars = sum(len(data) for data in spec["datasets"].values())
+    assert num_bars <= most
+    (note,) = spec["title"]["subtitle"]
+    assert "bars are joined into" in note
+    # What is joined covers the same time as what it stands for, to the width of a bin.
+    bars = pl.concat(
+        pl.DataFrame(data).select("row", "start", "end")
+        for data in spec["datasets"].values()
+        if data
+    )
+    assert (bars["end"] >= bars["start"]).all()
+    sums = bars.group_by("row").agg((pl.col("end") - pl.col("start")).sum().alias("sum"))["sum"]
+    (length,) = (windows(frames)["end_ns"] - windows(frames)["start_ns"]).to_list()
+    assert sums.max() <= length * 1.0001
+    assert not bars.sort("row", "start").select(
+        (pl.col("start").shift(-1).over("row") < pl.col("end") - 1e-6).any()
+    ).item()  # fmt: skip
+
+
+def test_points_have_their_places_in_the_hint_and_in_time() -> None:
+    frames = plain()
+    points = rows(spec_of(hint_order(frames, 0)), "row", "dispatched", "hint_position")
+    for (_,), of_rank in points.group_by("row"):
+        assert sorted(of_rank["dispatched"]) == sorted(of_rank["hint_position"]) == list(range(12))
+    early = points.filter(pl.col("skipped") > 0)
+    # Who skips better tasks stands behind where the hint has it.
+    assert (early["dispatched"] < early["hint_position"]).all()
+
+
+def test_the_map_of_misalignment_weighs_every_message_once() -> None:
+    frames = plain()
+    spec = spec_of(misalignment_map(frames))
+    cells = rows(spec, "link", "misaligned", "messages")
+    messages = timed_messages(frames)
+    assert cells["messages"].sum() == len(messages)
+    assert (cells["messages"] * cells["misaligned"]).sum() == pytest.approx(
+        (messages["queued_ns"] - messages["starved_ns"]).sum(), rel=1e-3, abs=1
+    )
+    assert set(cells["link"]) == {
+        *(f"{r} → {r + 1} forward" for r in range(3)),
+        *(f"{r + 1} → {r} backward" for r in range(3)),
+    }
+
+
+def test_curves_end_with_all_tasks_and_never_cross() -> None:
+    curves = rows(spec_of(progress(plain(), 0)), "row", "time", "n_f", "n_b")
+    for (_,), of_rank in curves.group_by("row"):
+        last = of_rank.sort("time").row(-1, named=True)
+        assert (last["n_f"], last["n_b"]) == (6, 6)
+        assert (of_rank["n_f"] >= of_rank["n_b"]).all()
+
+
+def test_the_ceiling_of_a_limit_is_drawn_where_the_run_had_one() -> None:
+    policy, shape = policy_of("bf", Shape(2, 6), limit=2)
+    frames = frames_of(simulated_run(policy, shape, [World(equal_times(shape, 9, 5, 5))]))
+    assert "the limit of 2" in json.dumps(spec_of(progress(frames)))
+    assert "dashed" not in json.dumps(spec_of(progress(plain())))
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"settings": {"dispatch": "ready", "limit": 4}}, 4),
+        ({"settings": {"dispatch": "ready", "limit": None}}, DEFAULT_LIMIT),
+        ({"settings": {"dispatch": "ready", "limit": None, "hold": 8}}, None),
+        ({"settings": {"dispatch": "fixed", "limit": None}}, None),
+        ({"simulated": True, "settings": {"dispatch": "ready", "limit": None}}, None),
+        ({"settings": {"dispatch": "ready", "limit": "many", "hold": 1}}, None),
+        ({"settings": [1, 2]}, None),
+        ({}, None),
+    ],
+)
+def test_the_limit_of_a_run(settings: dict[str, object], limit: int | None) -> None:
+    recording = simulated("bf", Shape(2, 2))
+    assert run_limit(frames_of(Recording(settings, recording.ranks))) == limit
+
+
+@pytest.mark.parametrize("draw_times", [task_times, message_times])
+def test_bins_hold_every_time_once(draw_times: Any) -> None:
+    frames = recorded(OURS)
+    bins = rows(spec_of(draw_times(frames)), "row", "what", "low", "high", "count")
+    num = len(frames.tasks) if draw_times is task_times else len(frames.messages)
+    assert bins["count"].sum() == num
+    assert (bins["low"] < bins["high"]).all()
+    shares = bins.group_by("row", "what").agg(pl.col("share").sum())["share"]
+    assert shares.to_list() == pytest.approx([1] * len(shares), abs=0.01)
+
+
+def test_colours_of_tasks_differ_in_lightness_and_causes_in_colour() -> None:
+    def lightness(colour: str) -> float:
+        """CIE L*."""
+        channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        red, green, blue = (
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+        )
+        luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        return float(116 * luminance ** (1 / 3) - 16)
+
+    shades = sorted(map(lightness, KIND_COLOURS.values()))
+    assert min(b - a for a, b in pairwise(shades)) > 12
+    assert list(CAUSE_COLOURS) == list(CAUSES)
+    assert len(set(CAUSE_COLOURS.values())) == len(CAUSES)
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("c.png", b"\x89PNG"), ("c.svg", b"<svg"), ("c.HTML", b"<!DOCTYPE html>")]
+)
+def test_a_chart_becomes_the_file_that_its_name_says(
+    tmp_path: Path, name: str, start: bytes
+) -> None:
+    path = tmp_path / name
+    save(gantt(plain()), path)
+    content = path.read_bytes()
+    assert content.startswith(start)
+    if name.endswith("svg"):
+        assert content.decode().count(">5</text>") >= 8
+
+
+@pytest.mark.parametrize("name", ["c.pdf", "c", "missing/c.png", "directory.svg"])
+def test_a_file_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "directory.svg").mkdir()
+    with pytest.raises(UsageError):
+        save(gantt(plain()), tmp_path / name)
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("kind", OF_A_STEP)
+def test_a_step_that_is_not_there_is_refused(kind: ChartKind) -> None:
+    with pytest.raises(UsageError, match="step 9 is none that every rank finished"):
+        draw(kind, plain(), 9)
+
+
+def test_a_chart_of_a_run_has_no_use_for_a_step() -> None:
+    with pytest.raises(UsageError, match="shows all steps"):
+        draw(ChartKind.BUBBLES, plain(), 1)
+
+
+@pytest.mark.parametrize("kind", ChartKind)
+def test_a_run_without_a_finished_step_is_told_so(kind: ChartKind) -> None:
+    recording = simulated("bf", Shape(2, 3), transfer=lambda *_: 1)
+    for records in recording.ranks:
+        records.phases.clear()
+        records.tasks.clear()
+    with pytest.raises(RrfpError, match="the trace has no"):
+        draw(kind, frames_of(recording))
+
+
+def test_messages_that_take_no_time_are_not_drawn() -> None:
+    with pytest.raises(RrfpError, match="took no time"):
+        message_times(frames_of(simulated("bf", Shape(2, 3))))
