@@ -1,19 +1,24 @@
-"""The Megatron floor: the drop-in schedule, the CPU host, a GPT, its data and its training.
+"""The Megatron floor: the drop-in schedule, a recorder for Megatron's own, the CPU host, a GPT, its
+data and its training.
 
 Megatron-Core is imported when a function is called, not before: the launcher and the command line
 read settings from here and have no use for it.
 """
 
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rrfp.errors import UsageError
 from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.trace.records import Record
 
 if TYPE_CHECKING:
     from rrfp.megatron.dropin import ForwardBackward
 
-__all__ = ["DispatchSettings", "get_forward_backward_func", "install"]
+__all__ = ["DispatchSettings", "get_forward_backward_func", "install", "trace_native"]
 
 
 def get_forward_backward_func(
@@ -36,12 +41,35 @@ def install(settings: DispatchSettings | None = None) -> None:
     Call it once in a training script, before the loop starts. Megatron-LM's loop imports the name
     into `megatron.training.training`; it is replaced there too, where that was imported already.
     """
-    import sys
-    from functools import partial
+    _put(partial(get_forward_backward_func, settings=settings))
 
+
+def trace_native(out: Path | str | None = None) -> None:
+    """Record Megatron's own schedule, and leave it as it is: losses and gradients stay the same.
+
+    Call it once in a training script, on every rank, before or after Megatron is initialised and
+    before the training loop starts. From the first step on every rank records its tasks and waits
+    into the run's directory: `out`, or `runs/<time>-native/`. A profile that torch.profiler takes
+    meanwhile carries them too, as ranges. Raises UsageError when the schedule is not Megatron's
+    own any more.
+    """
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    from rrfp.megatron.native_trace import NativeTrace
+
+    found = schedules.get_forward_backward_func
+    if found.__module__ != schedules.__name__:
+        raise UsageError(
+            "rrfp has replaced Megatron's schedule in this process already; call either install() "
+            "or trace_native(), and only once"
+        )
+    _put(NativeTrace(found, None if out is None else Path(out)).get)
+
+
+def _put(function: Callable[..., object]) -> None:
+    """Put a function in the place of Megatron's `get_forward_backward_func`, wherever it is."""
     import megatron.core.pipeline_parallel.schedules  # noqa: F401 (to be found below)
 
-    function = partial(get_forward_backward_func, settings=settings)
     for name in (
         "megatron.core.pipeline_parallel",
         "megatron.core.pipeline_parallel.schedules",

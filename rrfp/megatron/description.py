@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,15 +14,22 @@ _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
 
 
 def write_description(path: Path, settings: TrainSettings, ranks: Sequence[RankInfo]) -> None:
-    """Write every setting, the versions, the world's size and who the ranks are, once they are
-    known (`ranks` is empty until then). Who reads the file meanwhile finds it whole."""
+    """Describe a run of `rrfp train`; `ranks` is empty until they are known."""
+    describe_run(path, settings.described(), settings.world_size, ranks)
+
+
+def describe_run(
+    path: Path, settings: Mapping[str, object], world_size: int, ranks: Sequence[RankInfo]
+) -> None:
+    """Write every setting, the versions, the world's size and who the ranks are. Who reads the
+    file meanwhile finds it whole."""
     described = {
-        "settings": settings.described(),
+        "settings": dict(settings),
         "versions": {
             "python": platform.python_version(),
             **{package: version(package) for package in _PACKAGES},
         },
-        "world": settings.world_size,
+        "world": world_size,
         "ranks": [
             {
                 "rank": info.rank,

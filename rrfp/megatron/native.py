@@ -1,12 +1,13 @@
 """Megatron-Core's own schedule function, run unchanged and recorded.
 
 For the duration of a call its `forward_step` and `backward_step`, its blocking transfers and its
-gradient finalisation are timed where the schedule looks them up, and put back afterwards. Its tasks
-come in a known order, so counting tells which task runs.
+gradient finalisation are timed where the schedule looks them up, and put back afterwards. Which
+task a call is follows from its arguments.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,107 +16,150 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from rrfp.runtime.protocols import Clock, monotonic
+from rrfp.interchange.ranges import task_range, wait_range
+from rrfp.megatron.moments import HostMoments, Moments
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.order import Order
-from rrfp.schedule.orders import ORDERS
-from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+
+Named = Callable[[str], AbstractContextManager[Any]]
+"""Opens a range of that name in a profile, such as `torch.profiler.record_function`."""
 
 
 class NativeSchedule:
     """Called as Megatron's function is, once a step; keeps what the last step came to."""
 
     def __init__(
-        self, pp_rank: int, record: Callable[[Record], None], clock: Clock = monotonic
+        self,
+        pp_rank: int,
+        record: Callable[[Record], None],
+        moments: Moments | None = None,
+        named: Named = nullcontext,
+        name_of_step: Callable[[int], str] = str,
     ) -> None:
+        """`moments` are the host's unless given; `named` opens a range around each task, each wait
+        and each step, whose name `name_of_step` tells. Records come when their times are known, in
+        the order of the steps."""
         self._pp_rank = pp_rank
         self._record = record
-        self._clock = clock
-        self._step = 0
+        self._moments = moments or HostMoments()
+        self._named = named
+        self._name_of_step = name_of_step
+        self._steps: deque[_Tally] = deque()
+        self.step = 0
+        """The number of the next step."""
         self.last_step: StepSummary | None = None
-        """What the last step came to on this rank."""
+        """What the last step whose times are known came to on this rank."""
 
-    def __call__(
-        self,
-        *,
-        model: Any,
-        num_microbatches: int,
-        forward_only: bool = False,
-        **arguments: Any,
-    ) -> list[Any]:
+    def __call__(self, **arguments: Any) -> list[Any]:
         """One step by Megatron's own schedule; its arguments and what it gives are Megatron's."""
-        chunks = model if isinstance(model, list) else [model]
-        num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
-        schedule = _schedule(num_ranks, len(chunks))
-        order = _order(Shape(num_ranks, num_microbatches, len(chunks)))
-        if forward_only:
-            order = order.forwards()
-        tally = _Tally(self._step, order, self._pp_rank, self._record, self._clock)
-        start_ns = self._clock()
-        with _recorded(get_model_config(chunks[0]), tally):
-            data: list[Any] = schedule(
-                model=model,
-                num_microbatches=num_microbatches,
-                forward_only=forward_only,
-                **arguments,
-            )
-        end_ns = self._clock()
-        self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.SCHEDULE))
-        peak_held = tally.peak_depth / len(chunks)
-        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, peak_held)
-        self._step += 1
+        data = self.run(_schedule(len(_chunks(arguments["model"]))), **arguments)
+        self.settle()
+        return data
+
+    def run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
+        """One step by one of Megatron's schedule functions; `settle` records it."""
+        chunks = _chunks(arguments["model"])
+        name = self._name_of_step(self.step)
+        kinds = 1 if arguments.get("forward_only", False) else 2
+        tally = _Tally(
+            self.step,
+            chunks,
+            self._pp_rank,
+            kinds * len(chunks) * arguments["num_microbatches"],
+            self._moments,
+            self._named,
+        )
+        with _recorded(get_model_config(chunks[0]), tally), self._named(name):
+            # Marks lie inside their ranges: what a range costs while a profiler runs is no work.
+            start = self._moments.mark()
+            data = schedule(**arguments)
+            end = self._moments.mark()
+        tally.add(start, end, PhaseRecord, self.step, Phase.SCHEDULE)
+        self._steps.append(tally)
+        self.step += 1
         return data
 
     def close(self) -> None:
-        """Nothing to close: the transfers are those of torch's process group."""
+        """Record the steps whose times are still to come."""
+        self.settle(wait=True)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Record the steps whose times are known by now, or all of them."""
+        while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
+            for record in records:
+                self._record(record)
+            self.last_step = self._steps.popleft().summary(records)
 
 
-def _schedule(num_ranks: int, num_chunks: int) -> Callable[..., list[Any]]:
+def _chunks(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
+
+
+def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
     """Megatron's function, by its own name: what looks it up may have been replaced by ours."""
-    if num_ranks == 1:
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return schedules.forward_backward_no_pipelining  # type: ignore[no-any-return]
     if num_chunks == 1:
         return schedules.forward_backward_pipelining_without_interleaving  # type: ignore[no-any-return]
     return schedules.forward_backward_pipelining_with_interleaving  # type: ignore[no-any-return]
 
 
-def _order(shape: Shape) -> Order:
-    """The order that Megatron's function for this shape runs its tasks in."""
-    return ORDERS["1f1b" if shape.num_chunks == 1 else "interleaved"](shape)
-
-
 class _Tally:
-    """Counts the tasks of one step and records them as they end."""
+    """Marks the tasks and waits of one step as they begin and end."""
 
     def __init__(
         self,
         step: int,
-        order: Order,
+        chunks: list[Any],
         pp_rank: int,
-        record: Callable[[Record], None],
-        clock: Clock,
+        num_tasks: int,
+        moments: Moments,
+        named: Named,
     ) -> None:
         self._step = step
-        self._shape = order.shape
-        self._tasks = order.rows[pp_rank]
-        self._record = record
-        self._clock = clock
+        self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
+        self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        self._pp_rank = pp_rank
+        self._num_tasks = num_tasks
+        self._moments = moments
+        self._named = named
+        self._num_forwards = [0] * len(chunks)
+        self._forwarded: dict[int, tuple[int, int]] = {}
+        """Chunk and microbatch, by the identity of the output that the schedule keeps of them."""
         self._num_run = 0
+        self._num_waits = 0
         self._depth = 0
-        self.busy_ns = 0
-        self.peak_depth = 0
+        self._peak_depth = 0
+        self._marks: list[Any] = []
+        self._rows: list[tuple[type[Any], int, int, tuple[Any, ...]]] = []
+        """Of each record its type, the places of its two marks, and its other fields."""
 
-    def task(self, kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded as a task of that kind."""
+    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `forward_step`, recorded."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            start_ns = self._clock()
-            result = function(*args, **kwargs)
-            self._ran(kind, start_ns, self._clock())
+            chunk = self._chunks[id(kwargs["model"] if "model" in kwargs else args[2])]
+            count = self._num_forwards[chunk]
+            self._num_forwards[chunk] += 1
+            microbatch = kwargs.get("current_microbatch")
+            microbatch = count if microbatch is None else microbatch
+            result = self._run(Kind.F, chunk, microbatch, partial(function, *args, **kwargs))
+            self._forwarded[id(result[0])] = chunk, microbatch
             return result
+
+        return recorded
+
+    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `backward_step`, recorded."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
+            of = self._forwarded.pop(id(output), None)
+            if of is None:  # of no forward of this call: none of its tasks
+                return function(*args, **kwargs)
+            return self._run(Kind.B, *of, partial(function, *args, **kwargs))
 
         return recorded
 
@@ -126,7 +170,7 @@ class _Tally:
             cause = Cause.TRANSFER
             if self._num_run == 0:
                 cause = Cause.WARMUP
-            elif self._num_run == len(self._tasks):
+            elif self._num_run == self._num_tasks:
                 cause = Cause.DRAIN
             return self.wait(cause, function)(*args, **kwargs)
 
@@ -136,46 +180,62 @@ class _Tally:
         """The function, recorded as a wait of that cause."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            start_ns = self._clock()
-            result = function(*args, **kwargs)
-            self._record(WaitRecord(start_ns, self._clock(), self._step, cause))
+            with self._named(wait_range(cause, self._num_waits, self._step)):
+                start = self._moments.mark()
+                result = function(*args, **kwargs)
+                end = self._moments.mark()
+            self.add(start, end, WaitRecord, self._step, cause)
+            self._num_waits += 1
             return result
 
         return recorded
 
-    def _ran(self, kind: Kind, start_ns: int, end_ns: int) -> None:
-        task = self._tasks[self._num_run]
-        assert task.kind is kind
+    def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
+        """Keep a record between two marks until their times are known."""
+        self._rows.append((record, len(self._marks), len(self._marks) + 1, fields))
+        self._marks += (start, end)
+
+    def records(self, *, wait: bool) -> list[Any] | None:
+        """What was recorded; None while times are still to come."""
+        times_ns = self._moments.times_ns(self._marks, wait=wait)
+        if times_ns is None:
+            return None
+        return [
+            record(times_ns[start], times_ns[end], *fields)
+            for record, start, end, fields in self._rows
+        ]
+
+    def summary(self, records: list[Any]) -> StepSummary:
+        """What the step came to."""
+        schedule = records[-1]
+        busy_ns = sum(r.end_ns - r.start_ns for r in records if isinstance(r, TaskRecord))
+        peak_held = self._peak_depth / len(self._chunks)
+        return StepSummary(schedule.start_ns, schedule.end_ns, busy_ns, peak_held)
+
+    def _run(self, kind: Kind, chunk: int, microbatch: int, function: Callable[[], Any]) -> Any:
+        stage = chunk * self._num_ranks + self._pp_rank
+        with self._named(task_range(kind, stage, chunk, microbatch, self._step)):
+            start = self._moments.mark()
+            result = function()
+            end = self._moments.mark()
         self._depth += 1 if kind is Kind.F else -1
-        self.busy_ns += end_ns - start_ns
-        self.peak_depth = max(self.peak_depth, self._depth)
-        self._record(
-            TaskRecord(
-                start_ns,
-                end_ns,
-                self._step,
-                kind,
-                task.stage,
-                self._shape.chunk_of(task.stage),
-                task.microbatch,
-                hint_position=self._num_run,
-                # A fixed schedule looks at one task only, and skips none.
-                ready=1,
-                skipped=0,
-                depth=self._depth,
-                held=self._depth,
-                ready_forwards=int(kind is Kind.F),
-                ready_backwards=int(kind is Kind.B),
-            )
+        self._peak_depth = max(self._peak_depth, self._depth)
+        # By the fields of a task's record: a fixed schedule looks at one task, and skips none.
+        place, ready, skipped = self._num_run, 1, 0
+        of_kind = int(kind is Kind.F), int(kind is Kind.B)
+        self.add(
+            *(start, end, TaskRecord, self._step, kind, stage, chunk, microbatch),
+            *(place, ready, skipped, self._depth, self._depth, *of_kind),
         )
         self._num_run += 1
+        return result
 
 
 @contextmanager
 def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
     with ExitStack() as restored:
-        _replace(restored, schedules, "forward_step", partial(tally.task, Kind.F))
-        _replace(restored, schedules, "backward_step", partial(tally.task, Kind.B))
+        _replace(restored, schedules, "forward_step", tally.forward)
+        _replace(restored, schedules, "backward_step", tally.backward)
         # Every transfer of every schedule passes through this method, and nothing else does.
         _replace(restored, P2PCommunicator, "_communicate", tally.transfer)
         if config.finalize_model_grads_func is not None:

@@ -1,0 +1,143 @@
+"""Reads a large JSON file an event at a time, compressed or not, in little memory."""
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+
+_CHUNK_BYTES = 1 << 20
+_LONGEST_VALUE = 64 << 20
+"""Characters of one value: an event, or what a profile says of itself."""
+_MOST_EXPANSION = 200
+"""Profiles shrink to a tenth or so by gzip, which can shrink what is made for it a thousandfold."""
+_NO_SPACE = re.compile(r"[^ \t\r\n]")
+
+
+def open_bytes(path: Path) -> Iterator[bytes]:
+    """The contents of a file, expanded where its name ends in .gz.
+
+    Raises RrfpError when it cannot be read, is cut off, or expands beyond all measure.
+    """
+    most_bytes = _MOST_EXPANSION * path.stat().st_size + _CHUNK_BYTES if path.exists() else 0
+    num_bytes = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                num_bytes += len(chunk)
+                if num_bytes > most_bytes:
+                    raise RrfpError(
+                        f"{path} expands to more than {_MOST_EXPANSION} times its size, which no "
+                        "profile does; if it is one all the same, expand it with gunzip and "
+                        "import that"
+                    )
+                yield chunk
+    except EOFError:
+        raise RrfpError(f"{path} is cut off; copy it again from where it was written") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise RrfpError(f"{path} is no gzip file ({error}); export it again") from None
+    except OSError as error:
+        raise RrfpError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+class JsonStream:
+    """The members of one JSON object, or the items of one array, as they come by."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._chunks = open_bytes(path)
+        self._to_text = codecs.getincrementaldecoder("utf-8")()
+        self._decode = json.JSONDecoder().raw_decode
+        self._text = ""
+        self._position = 0
+        self._is_ended = False
+
+    def first(self) -> str:
+        """The next character that is no space, which stays; empty at the end."""
+        while True:
+            found = _NO_SPACE.search(self._text, self._position)
+            if found is not None:
+                self._position = found.start()
+                return found[0]
+            if self._is_ended:
+                return ""
+            self._position = len(self._text)
+            self._read(1)
+
+    def keys(self) -> Iterator[str]:
+        """The keys of the object that begins here. After each one its value is to be taken."""
+        self._take("{")
+        if self.first() == "}":
+            self._take("}")
+            return
+        while True:
+            key = self.value()
+            if not isinstance(key, str):
+                raise self._broken()
+            self._take(":")
+            yield key
+            if self._take(",}") == "}":
+                return
+
+    def items(self) -> Iterator[Any]:
+        """The items of the array that begins here."""
+        self._take("[")
+        if self.first() == "]":
+            self._take("]")
+            return
+        while True:
+            yield self.value()
+            if self._take(",]") == "]":
+                return
+
+    def value(self) -> Any:
+        """The value that begins here."""
+        if not self.first():
+            raise self._broken()
+        while True:
+            size = len(self._text) - self._position
+            try:
+                value, end = self._decode(self._text, self._position)
+            except (ValueError, RecursionError):
+                if self._is_ended or size > _LONGEST_VALUE:
+                    raise self._broken() from None
+            else:
+                # A number at the end of the text may go on.
+                if end < len(self._text) or self._is_ended:
+                    self._position = end
+                    return value
+            self._read(size)
+
+    def _take(self, allowed: str) -> str:
+        found = self.first()
+        if not found or found not in allowed:
+            raise self._broken()
+        self._position += 1
+        return found
+
+    def _read(self, at_least: int) -> None:
+        """Read on, by so many characters where there are as many."""
+        parts = [self._text[self._position :]]
+        self._position = 0
+        while at_least > 0 and not self._is_ended:
+            chunk = next(self._chunks, b"")
+            self._is_ended = not chunk
+            try:
+                parts.append(self._to_text.decode(chunk, final=self._is_ended))
+            except UnicodeDecodeError:
+                raise RrfpError(
+                    f"{self._path} is not UTF-8 text; import what torch.profiler wrote"
+                ) from None
+            at_least -= len(parts[-1])
+        self._text = "".join(parts)
+
+    def _broken(self) -> RrfpError:
+        return RrfpError(
+            f"{self._path} is empty, cut off or no profile: its JSON is not whole; import what "
+            "torch.profiler's export_chrome_trace wrote"
+        )

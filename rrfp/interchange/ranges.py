@@ -1,0 +1,143 @@
+"""The names of the ranges in a profile that tell of a pipeline's tasks.
+
+`rrfp.megatron.trace_native` names its ranges so, and import reads them back:
+
+    rrfp F3 stage=1 chunk=0 step=7
+    rrfp wait transfer 12 step=7
+    rrfp schedule step=7 rank=1 pp=1 tp=0 dp=0 stages=1,5
+
+torch.distributed.pipelining's schedules that may have several stages a rank name theirs `PP:1F3`
+(stage, one of torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`,
+...); its GPipe says `Forward 3` and `Backward 3`, of the rank's one stage; its Schedule1F1B names
+nothing (torch 2.13, `torch/distributed/pipelining/schedules.py`).
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Kind
+
+
+class Maker(StrEnum):
+    """Whose ranges they are."""
+
+    RRFP = "rrfp"
+    PIPELINING = "torch.distributed.pipelining"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRange:
+    """A task."""
+
+    maker: Maker
+    kind: Kind
+    microbatch: int
+    stage: int | None
+    """None: the only stage of its rank."""
+    step: int | None
+    """None: the range does not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRange:
+    """Time in which the rank waited, or moved messages or gradients."""
+
+    maker: Maker
+    cause: Cause
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRange:
+    """One call of the schedule, and which rank made it."""
+
+    step: int
+    rank: int
+    pp_rank: int
+    tp_rank: int
+    dp_rank: int
+    stages: tuple[int, ...]
+
+
+Range = TaskRange | WaitRange | ScheduleRange
+
+
+def task_range(kind: Kind, stage: int, chunk: int, microbatch: int, step: int) -> str:
+    """The name of a task's range."""
+    return f"rrfp {kind}{microbatch} stage={stage} chunk={chunk} step={step}"
+
+
+def wait_range(cause: Cause, number: int, step: int) -> str:
+    """The name of the range of a step's wait of that number; names are unique in a profile, so
+    that what the GPU did in a range can be told by it."""
+    return f"rrfp wait {cause} {number} step={step}"
+
+
+def schedule_range(schedule: ScheduleRange) -> str:
+    """The name of the range of a call of the schedule."""
+    stages = ",".join(map(str, schedule.stages))
+    return (
+        f"rrfp schedule step={schedule.step} rank={schedule.rank} pp={schedule.pp_rank} "
+        f"tp={schedule.tp_rank} dp={schedule.dp_rank} stages={stages}"
+    )
+
+
+_NUMBER = r"(\d{1,9})"
+_OUR_TASK = re.compile(
+    rf"rrfp ([FBW]){_NUMBER} stage={_NUMBER} chunk={_NUMBER} step={_NUMBER}", re.ASCII
+)
+_OUR_WAIT = re.compile(rf"rrfp wait ([a-z_]+) \d+ step={_NUMBER}", re.ASCII)
+_OUR_SCHEDULE = re.compile(
+    rf"rrfp schedule step={_NUMBER} rank={_NUMBER} pp={_NUMBER} tp={_NUMBER} dp={_NUMBER} "
+    r"stages=(\d{1,9}(?:,\d{1,9})*)",
+    re.ASCII,
+)
+_ACTION = re.compile(
+    rf"PP:{_NUMBER}(?:([FBIW]){_NUMBER}|(?:SEND|RECV)_[FB]\d+|(REDUCE_GRAD))", re.ASCII
+)
+_OF_GPIPE = re.compile(rf"(Forward|Backward) {_NUMBER}", re.ASCII)
+_PROFILER_STEP = re.compile(rf"ProfilerStep#{_NUMBER}", re.ASCII)
+_OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
+
+
+def parse_range(name: str) -> Range | None:
+    """What a range's name tells; None for all others."""
+    if name.startswith("rrfp "):
+        return _parse_ours(name)
+    if match := _ACTION.fullmatch(name):
+        stage, letter, microbatch, reduces = match.groups()
+        if letter is None:
+            cause = Cause.GRADIENT_SYNC if reduces else Cause.TRANSFER
+            return WaitRange(Maker.PIPELINING, cause, None)
+        kind = Kind.B if letter == "I" else Kind(letter)
+        return TaskRange(Maker.PIPELINING, kind, int(microbatch), int(stage), None)
+    if match := _OF_GPIPE.fullmatch(name):
+        kind = Kind.F if match[1] == "Forward" else Kind.B
+        return TaskRange(Maker.PIPELINING, kind, int(match[2]), None, None)
+    return None
+
+
+def _parse_ours(name: str) -> Range | None:
+    if match := _OUR_TASK.fullmatch(name):
+        kind, microbatch, stage, _, step = match.groups()
+        return TaskRange(Maker.RRFP, Kind(kind), int(microbatch), int(stage), int(step))
+    if (match := _OUR_WAIT.fullmatch(name)) and match[1] in list(Cause):
+        return WaitRange(Maker.RRFP, Cause(match[1]), int(match[2]))
+    if match := _OUR_SCHEDULE.fullmatch(name):
+        step, rank, pp_rank, tp_rank, dp_rank = map(int, match.groups()[:5])
+        stages = tuple(map(int, match[6].split(",")))
+        return ScheduleRange(step, rank, pp_rank, tp_rank, dp_rank, stages)
+    return None
+
+
+def parse_profiler_step(name: str) -> int | None:
+    """The number of a step of torch.profiler; None for any other name."""
+    match = _PROFILER_STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_overlapped(name: str) -> bool:
+    """Whether a range holds a forward and a backward at once, which nothing tells apart."""
+    return _OVERLAPPED.fullmatch(name) is not None

@@ -1,0 +1,182 @@
+"""Reads the traces of StragglerAnalysis (Lin et al., "Understanding Stragglers in Large Model
+Training Using What-if Analysis", 2025): one table, a row an operation, as CSV or Parquet.
+
+Its columns are those of the project's readme. Times are seconds, in the published traces of single
+precision, so that neighbours may overlap by microseconds: the later task then begins where the
+earlier one ends. They count from the beginning of each step there, so that steps lie on top of one
+another: they are laid end to end, as nothing tells what was between them.
+"""
+
+from collections import defaultdict
+from pathlib import Path
+
+import polars as pl
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.json_stream import open_bytes
+from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Kind
+from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, RankInfo, WaitRecord
+
+NUMBERS = ("dp_rank", "stage", "rank", "step", "mc", "mb_id")
+TIMES = ("start_ts", "duration")
+"""The columns that are read; `seq_id` and `gmc` follow from the others."""
+
+_TASKS = {"forward-compute": Kind.F, "backward-compute": Kind.B}
+_TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+_GRADIENT_SYNC = (
+    "grads-reduce-scatter",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "separate-grads-all-reduce",
+)
+_OPTIMIZER = ("optimizer-clip-main-grad", "optimizer")
+_PASSED_OVER = ("params-all-gather", "gc")
+"""Before a step's first task, or nothing that a pipeline waits for."""
+
+OPTYPES = (*_TASKS, *_TRANSFERS, *_GRADIENT_SYNC, *_OPTIMIZER, *_PASSED_OVER)
+_ROUNDING_NS = 100_000
+_MOST_NUMBER = 1 << 30
+_MOST_CHUNKS = 1_000
+_MOST_SECONDS = 1e9
+
+
+def read_table(path: Path) -> tuple[list[RankSpans], Source]:
+    """The spans of a run from its table. Raises RrfpError for what is no such table."""
+    table = _checked(path, _read(path))
+    if not table["optype"].is_in(list(_TASKS)).any():
+        raise RrfpError(
+            f"{path} has no forward-compute or backward-compute; the operations known are "
+            f"{', '.join(OPTYPES)}"
+        )
+    num_ranks = 1 + _largest(table["stage"])
+    chunks = table.filter(pl.col("optype").is_in(list(_TASKS)))["mc"]
+    num_chunks = 1 + _largest(chunks)
+    ranks: dict[int, RankSpans] = {}
+    taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+    places = table.select("rank", "stage", "dp_rank").unique().sort("rank")
+    for number, pp_rank, dp_rank in places.iter_rows():
+        if number in ranks:
+            raise RrfpError(f"{path} gives rank {number} several stages or replicas")
+        stages = tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks))
+        tp_rank = taken[pp_rank, dp_rank]
+        taken[pp_rank, dp_rank] += 1
+        info = RankInfo(number, pp_rank, tp_rank, dp_rank, stages, "unknown", 0)
+        ranks[number] = RankSpans(info)
+    for number, step, optype, start_ns, end_ns, chunk, microbatch in table.select(
+        "rank", "step", "optype", "start_ns", "end_ns", "mc", "mb_id"
+    ).iter_rows():
+        rank = ranks[number]
+        if optype in _TASKS:
+            stage = chunk * num_ranks + rank.info.pp_rank
+            rank.tasks.append(TaskSpan(start_ns, end_ns, step, _TASKS[optype], stage, microbatch))
+        elif optype in _TRANSFERS:
+            rank.transfers.append(TransferSpan(start_ns, end_ns, step))
+        elif optype in _GRADIENT_SYNC:
+            rank.waits.append(WaitRecord(start_ns, end_ns, step, Cause.GRADIENT_SYNC))
+        elif optype in _OPTIMIZER:
+            rank.phases.append(PhaseRecord(start_ns, end_ns, step, Phase.OPTIMIZER))
+    for rank in ranks.values():
+        rank.tasks = _apart(rank.tasks)
+        rank.phases += _schedules(rank)
+    # Of each tensor-parallel group the published traces have one rank only, and not how many.
+    return list(ranks.values()), Source("trace of StragglerAnalysis", 1, "cuda", True, None)
+
+
+def _read(path: Path) -> pl.DataFrame:
+    try:
+        if path.suffix == ".parquet":
+            return pl.read_parquet(path)
+        return pl.read_csv(b"".join(open_bytes(path)), infer_schema_length=None)
+    except (pl.exceptions.PolarsError, OSError) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise RrfpError(
+            f"{path} is no table ({reason}); import the CSV or the Parquet file as it was written"
+        ) from None
+
+
+def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
+    """The columns that are read, as whole numbers and nanoseconds of the run."""
+    lacking = [name for name in (*NUMBERS, *TIMES, "optype") if name not in table.columns]
+    if lacking:
+        raise RrfpError(
+            f"{path} lacks the columns {', '.join(lacking)}; a table of StragglerAnalysis has "
+            f"{', '.join((*NUMBERS, *TIMES, 'optype'))}"
+        )
+    table = table.with_columns(
+        *(pl.col(name).cast(pl.Float64, strict=False) for name in (*NUMBERS, *TIMES)),
+        pl.col("optype").cast(pl.String),
+    )
+    is_task = pl.col("optype").is_in(list(_TASKS))
+    for name in (*NUMBERS, *TIMES):
+        column = pl.col(name)
+        most = _MOST_SECONDS if name in TIMES else _MOST_CHUNKS if name == "mc" else _MOST_NUMBER
+        # Only tasks have chunks and microbatches.
+        bad = ~column.is_between(0, most).fill_null(value=False)
+        bad = bad & is_task if name in ("mc", "mb_id") else bad
+        rows = table.with_row_index("row", offset=1).filter(bad)
+        if len(rows):
+            raise RrfpError(
+                f"{path}, row {rows['row'][0]}: {name} is {rows[name][0]}; it must be a number "
+                f"from 0 to {most:,.0f}"
+            )
+    unknown = set(table["optype"].drop_nulls().unique()) - set(OPTYPES)
+    if unknown or table["optype"].has_nulls():
+        told = sorted(unknown)[0][:40] if unknown else "missing"
+        raise RrfpError(f"{path} has the optype '{told}'; those known are {', '.join(OPTYPES)}")
+    table = table.with_columns(pl.col(name).cast(pl.Int64, strict=False) for name in NUMBERS)
+    start_ns, end_ns = (
+        (seconds * NS_PER_S).round().cast(pl.Int64)
+        for seconds in (pl.col("start_ts"), pl.col("start_ts") + pl.col("duration"))
+    )
+    return _laid_end_to_end(table.with_columns(start_ns=start_ns, end_ns=end_ns))
+
+
+def _laid_end_to_end(table: pl.DataFrame) -> pl.DataFrame:
+    """Steps one after the other, where they lie on top of one another."""
+    steps = (
+        table.group_by("step")
+        .agg(pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns"))
+        .sort("step")
+    )
+    if (steps["first_ns"] >= steps["last_ns"].shift(1)).all():
+        return table
+    steps = steps.select(
+        "step", (pl.col("last_ns").cum_sum() - pl.col("last_ns")).alias("shift_ns")
+    )
+    return (
+        table.join(steps, on="step")
+        .with_columns(pl.col("start_ns", "end_ns") + pl.col("shift_ns"))
+        .drop("shift_ns")
+    )
+
+
+def _apart(tasks: list[TaskSpan]) -> list[TaskSpan]:
+    """Tasks in sequence, without the overlaps that rounding left."""
+    apart: list[TaskSpan] = []
+    for task in sorted(tasks):
+        ended_ns = apart[-1].end_ns if apart else task.start_ns
+        is_rounding = 0 < ended_ns - task.start_ns <= min(_ROUNDING_NS, task.end_ns - task.start_ns)
+        apart.append(task._replace(start_ns=ended_ns) if is_rounding else task)
+    return apart
+
+
+def _schedules(rank: RankSpans) -> list[PhaseRecord]:
+    """A step's schedule lasts from its first task or message to the last gradient's reduction."""
+    spans = [
+        *((task.step, task.start_ns, task.end_ns) for task in rank.tasks),
+        *((transfer.step, transfer.start_ns, transfer.end_ns) for transfer in rank.transfers),
+        *((wait.step, wait.start_ns, wait.end_ns) for wait in rank.waits),
+    ]
+    extents: dict[int, tuple[int, int]] = {}
+    for step, start_ns, end_ns in spans:
+        first_ns, last_ns = extents.get(step, (start_ns, end_ns))
+        extents[step] = min(first_ns, start_ns), max(last_ns, end_ns)
+    return [PhaseRecord(*extent, step, Phase.SCHEDULE) for step, extent in extents.items()]
+
+
+def _largest(column: pl.Series) -> int:
+    most = column.max()
+    assert isinstance(most, int)
+    return most

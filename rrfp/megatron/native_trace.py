@@ -1,0 +1,218 @@
+"""A run of somebody's own training script under Megatron's own schedule, recorded.
+
+Everything begins at the first step, when Megatron is surely initialised, and ends with the process.
+Whatever fails here, the training goes on.
+"""
+
+import atexit
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch.profiler import record_function
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.ranges import ScheduleRange, schedule_range
+from rrfp.megatron.description import describe_run
+from rrfp.megatron.moments import CudaMoments, HostMoments
+from rrfp.megatron.native import NativeSchedule
+from rrfp.runtime.recorder import Recorder
+from rrfp.runtime.rendezvous import Rendezvous, clock_offset, exchange_hosts
+from rrfp.trace.merge import encode_run
+from rrfp.trace.records import RankInfo
+from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.spill import is_being_written
+
+_MEETING_S = 60.0
+_END_S = 60.0
+"""How long rank 0 waits for the other ranks to close their records."""
+_LOOK_S = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class NativeTrace:
+    """Stands where Megatron's `get_forward_backward_func` did, and hands out its functions."""
+
+    def __init__(self, original: Callable[..., Any], out: Path | None) -> None:
+        self._original = original
+        self._out = out
+        self._rank: _Rank | None = None
+
+    def get(self, *args: Any, **kwargs: Any) -> Callable[..., list[Any]]:
+        """As Megatron's `get_forward_backward_func`."""
+        return partial(self._run, self._original(*args, **kwargs))
+
+    def close(self) -> None:
+        """End the recording now rather than with the process; closing twice is harmless."""
+        if self._rank is not None:
+            self._rank.close()
+
+    def _run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
+        if self._rank is None:
+            self._rank = _Rank(arguments, self._out)
+        return self._rank.run(schedule, arguments)
+
+
+class _Rank:
+    """This rank's part in the run, from its first step on."""
+
+    def __init__(self, arguments: dict[str, Any], out: Path | None) -> None:
+        model = arguments["model"]
+        chunks = model if isinstance(model, list) else [model]
+        is_cuda = any(parameter.is_cuda for parameter in chunks[0].parameters())
+        info = _info(len(chunks))
+        path = None
+        try:
+            run, info = _meet(info, out)
+            path = run.rank_records(info.rank)
+            if info.rank == 0:
+                settings = _settings(chunks, arguments["num_microbatches"], is_cuda)
+                _describe(run, settings, info)
+        except Exception as error:  # whatever it is, the training goes on
+            _log.warning("the run is not recorded, the training goes on: %s", error)
+            path = None
+        self._info = info
+        self._recorder = Recorder(path, info)
+        self._moments = CudaMoments() if is_cuda else HostMoments()
+        self._schedule = NativeSchedule(
+            info.pp_rank,
+            self._recorder.record,
+            self._moments,
+            record_function,
+            lambda step: schedule_range(
+                ScheduleRange(
+                    step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages
+                )
+            ),
+        )
+        self._is_off = False
+        self._directory = None if path is None else path.parent.parent
+        atexit.register(self.close)
+
+    def run(self, schedule: Callable[..., list[Any]], arguments: dict[str, Any]) -> list[Any]:
+        """One step."""
+        if self._is_off:
+            return schedule(**arguments)
+        if isinstance(self._moments, CudaMoments):
+            # Most scripts look at the loss between steps, and leave the GPU idle for a moment.
+            self._safely(self._moments.look_at_clock)
+        step = self._schedule.step
+        data = self._schedule.run(schedule, **arguments)
+        self._safely(self._schedule.settle)
+        self._safely(partial(self._recorder.flush, step))
+        return data
+
+    def _safely(self, record: Callable[[], object]) -> None:
+        """Do a part of the recording; whatever fails in it, the training goes on."""
+        try:
+            record()
+        except Exception as error:
+            _log.warning("recording is switched off, the training goes on: %s", error)
+            self._is_off = True
+
+    def close(self) -> None:
+        """Write what is left; rank 0 makes the trace once every rank has done so."""
+        directory, self._directory = self._directory, None
+        try:
+            self._schedule.close()
+            self._recorder.close()
+            if directory is not None and self._info.rank == 0:
+                _merge(RunDir(directory))
+        except Exception as error:  # the process ends well all the same
+            _log.warning("the trace is made when 'rrfp analyze' opens the run: %s", error)
+
+
+def _info(num_chunks: int) -> RankInfo:
+    """Who this rank is."""
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    return RankInfo(
+        rank=dist.get_rank(),
+        pp_rank=pp_rank,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        stages=tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks)),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
+    """The run's directory, which rank 0 makes, and this rank with its clock's offset. All ranks
+    call it. Raises RrfpError when they do not come, or rank 0 cannot make the directory."""
+    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    rendezvous = Rendezvous(store, "rrfp/native", info.rank, _MEETING_S)
+    if info.rank == 0:
+        try:
+            made = create_run_dir(out, force=False, hint="native").path.absolute()
+        except RrfpError:
+            rendezvous.publish("run", "")
+            raise
+        rendezvous.publish("run", str(made))
+    told = rendezvous.wait("run", 0).decode()
+    if not told:
+        raise RrfpError("rank 0 could not make the directory of the run; see what it says")
+    hosts = exchange_hosts(
+        store, "rrfp/native/hosts", info.rank, dist.get_world_size(), timeout_s=_MEETING_S
+    )
+    offset = clock_offset(store, "rrfp/native/clock", info.rank, hosts, timeout_s=_MEETING_S)
+    info = replace(info, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
+    rendezvous.publish(f"info/{info.rank}", json.dumps(asdict(info)))
+    return RunDir(Path(told)), info
+
+
+def _describe(run: RunDir, settings: dict[str, object], own: RankInfo) -> None:
+    """Write what the run is, once every rank has told who it is."""
+    store = dist.distributed_c10d._get_default_store()
+    rendezvous = Rendezvous(store, "rrfp/native", own.rank, _MEETING_S)
+    world_size = dist.get_world_size()
+    infos = [
+        RankInfo(**json.loads(rendezvous.wait(f"info/{rank}", rank))) for rank in range(world_size)
+    ]
+    describe_run(run.run_json, settings, world_size, infos)
+
+
+def _settings(chunks: list[Any], num_microbatches: int, is_cuda: bool) -> dict[str, object]:
+    """What a replay needs to know, in the words of the settings of `rrfp train`."""
+    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    in_turn = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+    hint = "1f1b"
+    if len(chunks) > 1:
+        is_usual = in_turn in (None, num_ranks)
+        # What is no name of ours is read from the order in which the tasks ran.
+        hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
+    return {
+        "dispatch": "megatron",
+        "hint": hint,
+        "recorded_by": "trace_native",
+        "device": "cuda" if is_cuda else "cpu",
+        "pp": num_ranks,
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "chunks": len(chunks),
+        "placement": "loop",
+        "microbatches": num_microbatches,
+        "torch": torch.__version__,
+    }
+
+
+def _merge(run: RunDir) -> None:
+    deadline_s = time.monotonic() + _END_S
+    while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):
+        if time.monotonic() > deadline_s:
+            raise RrfpError(f"some rank still writes in {run.records}")
+        time.sleep(_LOOK_S)
+    _log.info("the trace of the run is in %s", encode_run(run.path))

@@ -1,0 +1,87 @@
+"""Training with Megatron's own schedule as somebody else's script would, traced or not."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.training import SMALL
+
+
+@dataclass(slots=True)
+class NativeRun:
+    """What one rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    parameters_sha256: str = ""
+    profile: dict[str, Any] = field(default_factory=dict)
+    """Of all steps but the first."""
+
+
+def train(
+    settings: dict[str, Any],
+    out: Path | None = None,
+    export: Callable[[Any], dict[str, Any]] | None = None,
+) -> NativeRun:
+    """Train on this rank; runs in a process of its own. `out`: under trace_native; `export`: and
+    under torch.profiler, whose profile it turns into JSON."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron import trace_native
+    from rrfp.megatron.parallel import parallel_groups
+    from rrfp.megatron.settings import TrainSettings
+
+    chosen = TrainSettings(**{**SMALL, **settings})
+    if out is not None:
+        trace_native(out)
+    with parallel_groups(chosen) as layout:
+        return run_steps(chosen, layout, export)
+
+
+def run_steps(
+    settings: Any, layout: Any, export: Callable[[Any], dict[str, Any]] | None = None
+) -> NativeRun:
+    """The steps of a run, by whatever Megatron's function is at its usual place."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from rrfp.megatron.corpus import open_corpus
+    from rrfp.megatron.data import Batches
+    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.parallel import seed_random_states
+    from rrfp.megatron.training import Trainer
+
+    seed_random_states(settings, layout)
+    corpus = open_corpus(settings.data)
+    gpt = build_gpt(settings, layout, corpus.vocab_size)
+    trainer = Trainer(
+        settings,
+        layout,
+        gpt,
+        Batches(corpus, settings, layout.dp_rank),
+        schedules.get_forward_backward_func(),
+        lambda _: None,
+    )
+    run = NativeRun()
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    for step in range(settings.steps):
+        if step == 1 and export is not None:
+            profiler.start()
+        result = trainer.train_step(step)
+        run.losses.append(result.loss)
+        run.grad_norms.append(result.grad_norm)
+        if step and export is not None:
+            profiler.step()
+    if export is not None:
+        profiler.stop()
+        run.profile = export(profiler)
+    digest = hashlib.sha256()
+    for chunk in gpt.chunks:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    run.parameters_sha256 = digest.hexdigest()
+    return run

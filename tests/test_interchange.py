@@ -1,0 +1,441 @@
+"""Profiles of torch.profiler made into runs: what is told, what is derived, and what is refused."""
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.frames import frames_of
+from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.whatif import what_if
+from rrfp.cli import main as cli
+from rrfp.errors import RrfpError
+from rrfp.interchange.assemble import assemble
+from rrfp.interchange.clocks import least_shifts
+from rrfp.interchange.files import import_run
+from rrfp.interchange.ranges import (
+    Maker,
+    ScheduleRange,
+    TaskRange,
+    WaitRange,
+    parse_range,
+    schedule_range,
+    task_range,
+    wait_range,
+)
+from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.check import check_contents
+from rrfp.trace.perfetto_reader import read_contents
+from rrfp.trace.perfetto_writer import write_trace
+from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording, WaitRecord
+from tests.effort import examples
+
+FIXTURES = Path(__file__).parent / "fixtures"
+US = 1_000
+SOURCE = Source("test", 1, "cpu", True, None)
+
+Event = dict[str, Any]
+
+
+def event(name: str, start_us: float, duration_us: float, **more: Any) -> Event:
+    return {
+        "ph": "X",
+        "cat": "user_annotation",
+        "name": name,
+        "pid": 7,
+        "tid": 7,
+        "ts": start_us,
+        "dur": duration_us,
+        **more,
+    }
+
+
+def profile(events: list[Event], rank: int | None = 0, world_size: int = 1) -> dict[str, Any]:
+    told = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": world_size}}
+    return {"schemaVersion": 1, **told, "baseTimeNanoseconds": 5_000, "traceEvents": events}
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[[str, Any], Path]:
+    def write(name: str, content: Any) -> Path:
+        path = tmp_path / name
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return path
+
+    return write
+
+
+def order_of(recording: Recording, rank: int, step: int) -> tuple[Task, ...]:
+    return tuple(
+        Task(task.stage, Kind(task.kind), task.microbatch)
+        for task in recording.ranks[rank].tasks
+        if task.step == step
+    )
+
+
+number = st.integers(0, 10**6)
+
+
+@given(number, number, number, number, st.sampled_from(Kind), st.sampled_from(Cause))
+def test_names_are_read_as_they_were_written(
+    stage: int, chunk: int, microbatch: int, step: int, kind: Kind, cause: Cause
+) -> None:
+    name = task_range(kind, stage, chunk, microbatch, step)
+    assert parse_range(name) == TaskRange(Maker.RRFP, kind, microbatch, stage, step)
+    assert parse_range(wait_range(cause, chunk, step)) == WaitRange(Maker.RRFP, cause, step)
+    call = ScheduleRange(step, stage, chunk, microbatch, stage, (chunk, microbatch))
+    assert parse_range(schedule_range(call)) == call
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rrfp", "rrfp ", "rrfp F3", "rrfp X3 stage=0 chunk=0 step=0", "rrfp wait x 1 step=0"),
+        *("PP:", "PP:F3", "PP:1Q3", "1F3", "PP:1F3 ", "Forward", "Forward x", "PP:1UNSHARD", ""),
+        *("rrfp F٣ stage=0 chunk=0 step=0", f"PP:{'9' * 40}F0"),
+    ],
+)
+def test_other_names_tell_nothing(name: str) -> None:
+    assert parse_range(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "num_stages"),
+    [
+        ("megatron", "1f1b", 4),
+        ("pipelining-1f1b", "1f1b", 4),
+        ("pipelining-gpipe", "gpipe", 4),
+        ("pipelining-interleaved", "interleaved", 8),
+    ],
+)
+def test_a_profile_gives_a_whole_run(
+    name: str, order: str, num_stages: int, tmp_path: Path
+) -> None:
+    imported = import_run([FIXTURES / name])
+    recording = imported.recording
+    shape = Shape(4, 8, num_stages // 4)
+    steps = sorted({task.step for task in recording.ranks[0].tasks})
+    assert len(steps) == 3
+    for rank in range(4):
+        for step in steps:
+            assert order_of(recording, rank, step) == ORDERS[order](shape).rows[rank]
+    assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
+
+    write_trace(tmp_path / "trace.pftrace", recording)
+    contents = read_contents(tmp_path / "trace.pftrace")
+    assert contents.recording == recording
+    assert check_contents(contents) == []
+
+    report = bubbles(frames_of(recording))
+    for rank_report in report.ranks:
+        assert rank_report.busy_ns > 0
+        total_ns = rank_report.busy_ns + sum(rank_report.causes_ns.values())
+        assert total_ns == rank_report.window_ns
+    assert len(timed_messages(frames_of(recording))) == 3 * 2 * 8 * (num_stages - 1)
+    assert what_if(recording, lambda _: []).replay_error < 0.03
+
+
+def test_steps_in_different_orders_are_replayed_all_the_same(
+    put: Callable[[str, Any], Path],
+) -> None:
+    orders = ("F0", "F1", "B0", "B1"), ("F0", "B0", "F1", "B1")
+    names = [f"PP:0{name}" for order in orders for name in order]
+    events = [event(name, 20 * place, 10) for place, name in enumerate(names)]
+    recording = import_run([put("p.json", profile(events))]).recording
+    assert recording.settings["settings"]["dispatch"] == "megatron"  # type: ignore[index]
+    assert recording.settings["settings"]["hint"] == "as recorded"  # type: ignore[index]
+    assert what_if(recording, lambda _: []).replay_error < 0.2
+
+
+def test_a_clock_that_is_off_is_found_by_causality_and_told(tmp_path: Path) -> None:
+    early_us = 50_000_000
+    for rank in range(4):
+        told = json.loads(
+            gzip.decompress((FIXTURES / f"megatron/rank-{rank}.json.gz").read_bytes())
+        )
+        for each in told["traceEvents"]:
+            each["ts"] -= early_us * (rank >= 2)
+        (tmp_path / f"{rank}.json").write_text(json.dumps(told))
+    straight = import_run([FIXTURES / "megatron"])
+    imported = import_run([tmp_path])
+    (note,) = imported.notes
+    assert "rank 2 by" in note
+    assert "rank 3 by" in note
+    assert "rank 0" not in note
+    assert straight.notes == ()
+    expected, found = (bubbles(frames_of(each.recording)) for each in (straight, imported))
+    assert found.window_ns == pytest.approx(expected.window_ns, rel=0.01)
+    for left, right in zip(found.ranks, expected.ranks, strict=True):
+        assert left.busy_ns == right.busy_ns
+
+
+def test_shifts_that_contradict_each_other_are_none() -> None:
+    assert least_shifts({(0, 1): -5, (1, 0): 100}, [0, 1]) == {0: 0, 1: 5}
+    assert least_shifts({(0, 1): -5, (1, 2): -5, (2, 0): 20}, [0, 1, 2]) == {0: 0, 1: 5, 2: 10}
+    assert least_shifts({(0, 1): -5, (1, 0): 4}, [0, 1]) is None
+
+
+def test_an_order_that_no_clock_explains_is_told() -> None:
+    def rank(number: int, *tasks: tuple[int, int, Kind]) -> RankSpans:
+        return RankSpans(
+            RankInfo(number, number, 0, 0, (number,), "h", 1),
+            [TaskSpan(start, end, 0, kind, number, 0) for start, end, kind in tasks],
+            phases=[PhaseRecord(0, 100, 0, Phase.SCHEDULE)],
+        )
+
+    imported = assemble(
+        [rank(0, (0, 50, Kind.F), (60, 80, Kind.B)), rank(1, (40, 50, Kind.F), (51, 70, Kind.B))],
+        SOURCE,
+    )
+    assert "which no shift of clocks explains" in imported.notes[0]
+    assert bubbles(frames_of(imported.recording)).ranks[0].busy_ns == 70
+
+
+def test_waits_are_derived_from_who_gives_what() -> None:
+    """Two stages, one microbatch, known by construction: rank 0 waits for its gradient until 60,
+    moves messages until 65, and does nothing known until 70."""
+
+    def rank(number: int, *tasks: tuple[int, int, Kind]) -> RankSpans:
+        return RankSpans(
+            RankInfo(number, number, 0, 0, (number,), "h", 1),
+            [TaskSpan(start, end, 3, kind, number, 0) for start, end, kind in tasks],
+            phases=[PhaseRecord(0, 100, 3, Phase.SCHEDULE)],
+        )
+
+    first = rank(0, (0, 10, Kind.F), (70, 90, Kind.B))
+    first.transfers = [TransferSpan(10, 12, 3), TransferSpan(30, 65, 3)]
+    first.waits = [WaitRecord(92, 97, 3, Cause.GRADIENT_SYNC)]
+    second = rank(1, (15, 35, Kind.F), (36, 60, Kind.B))
+    recording = assemble([first, second], SOURCE).recording
+    causes = bubbles(frames_of(recording)).ranks[0].causes_ns
+    expected = {"backward_input": 50, "transfer": 5, "overhead": 5, "gradient_sync": 5, "drain": 5}
+    assert {cause: ns for cause, ns in causes.items() if ns} == expected
+    messages = frames_of(recording).messages.sort("left_ns")
+    # The forward came at once, as no wait tells otherwise; the gradient as the transfer ended.
+    assert messages.select("left_ns", "came_ns", "used_ns").rows() == [(10, 10, 15), (60, 65, 70)]
+
+
+def test_a_task_begins_once_its_input_was_given() -> None:
+    """A span of torch.distributed.pipelining on the CPU holds the wait for its input."""
+    tasks = [TaskSpan(0, 50, 0, Kind.F, 1, 0)]
+    late = RankSpans(RankInfo(1, 1, 0, 0, (1,), "h", 1), tasks, receives_inside=True)
+    late.phases = [PhaseRecord(0, 50, 0, Phase.SCHEDULE)]
+    giver = RankSpans(RankInfo(0, 0, 0, 0, (0,), "h", 1), [TaskSpan(5, 30, 0, Kind.F, 0, 0)])
+    giver.phases = [PhaseRecord(5, 30, 0, Phase.SCHEDULE)]
+    recording = assemble([giver, late], SOURCE).recording
+    assert recording.ranks[1].tasks[0][:2] == (30, 50)
+
+
+def test_the_gpus_times_count_where_it_did_the_work(put: Callable[[str, Any], Path]) -> None:
+    names = ["PP:0F0", "PP:0B0"] * 2
+    events = []
+    for index, name in enumerate(names):
+        number = {"args": {"External id": index}}
+        events.append(event(name, 10 * index, 5, **number))
+        for stream, start_us in ((7, 1000 + 100 * index), (8, 1010 + 100 * index)):
+            gpu = {"cat": "gpu_user_annotation", "pid": 0, "tid": stream}
+            events.append(event(name, start_us, 50, **gpu, **number))
+    # Nothing was done on the GPU for this one, and its launch is no time of the GPU.
+    events.append(event("PP:0RECV_F1", 38, 1, args={"External id": 99}))
+    recording = import_run([put("p.json", profile(events))]).recording
+    tasks = recording.ranks[0].tasks
+    assert [(task.start_ns, task.end_ns) for task in tasks] == [
+        (100 * US * index, 100 * US * index + 60 * US) for index in range(4)
+    ]
+    assert [task.step for task in tasks] == [0, 0, 1, 1]
+    assert recording.ranks[0].waits == []
+    assert recording.settings["settings"]["device"] == "cuda"  # type: ignore[index]
+
+
+def test_steps_are_the_profilers_where_it_had_any(put: Callable[[str, Any], Path]) -> None:
+    events = [
+        event("ProfilerStep#4", 0, 100),
+        event("ProfilerStep#5", 100, 100),
+        *(event("PP:0F0", start, 10) for start in (10, 110)),
+        *(event("PP:0B0", start, 10) for start in (30, 130)),
+    ]
+    recording = import_run([put("p.json", profile(events))]).recording
+    assert [task.step for task in recording.ranks[0].tasks] == [4, 4, 5, 5]
+    # Two calls of the schedule in one step of the profiler: their tasks come again.
+    twice = [*events, event("PP:0F0", 150, 10)]
+    recording = import_run([put("p.json", profile(twice))]).recording
+    assert [task.step for task in recording.ranks[0].tasks] == [0, 0, 1, 1, 2]
+
+
+def test_huge_numbers_cost_nothing(put: Callable[[str, Any], Path]) -> None:
+    events = [event("PP:999999999F999999999", 0, 1), event("PP:0B999999999", 2, 1)]
+    imported = import_run([put("p.json", profile(events, 0, 10**6))])
+    assert imported.notes[0].startswith("999999 of 1000000 ranks are missing (1, 2, 3, ")
+    assert len(imported.recording.ranks[0].tasks) == 2
+
+
+def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [FIXTURES / f"megatron/rank-{rank}.json.gz" for rank in (0, 1, 3)]
+    assert import_run(files).notes == (
+        "1 of 4 ranks are missing (2): what is said of waits for them, and of the run as a whole, "
+        "is said without them",
+    )
+    code = _rrfp("trace", "import", *map(str, files), "-o", str(tmp_path / "run"))
+    assert code == 0
+    assert _rrfp("trace", "check", str(tmp_path / "run")) == 1
+    assert "missing: 1 rank of the run" in capsys.readouterr().out
+
+
+F0, B0 = event("PP:0F0", 0, 10), event("PP:0B0", 20, 10)
+GOOD = profile([F0, B0])
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"a.json": profile([event("forward", 0, 1)])}, "no ranges of pipeline tasks; call rrfp.m"),
+        ({"a.json": b""}, "is empty, cut off or no profile"),
+        ({"a.json": json.dumps(GOOD).encode()[:-40]}, "is empty, cut off or no profile"),
+        ({"a.json": b"\x00\x01\x02"}, "is empty, cut off or no profile"),
+        ({"a.json": b"[" * 100_000}, "is empty, cut off or no profile"),
+        ({"a.json": b'{"traceEvents": [' + b"9" * 5000}, "is empty, cut off or no profile"),
+        ({"a.json": b'{"traceEvents": ["\xff\xfe"]}'}, "is not UTF-8 text"),
+        ({"a.json": 3}, "is empty, cut off or no profile"),
+        ({"a.json": {"traceEvents": 3}}, "no ranges of pipeline tasks"),
+        ({"a.json": {"name": "package"}}, "no ranges of pipeline tasks"),
+        ({"a.json": []}, "no ranges of pipeline tasks"),
+        ({"a.json.gz": b" " * 30_000_000}, "expands to more than 200 times its size"),
+        ({"a.json": profile([{**F0, "dur": -1}])}, "whose dur is -1"),
+        ({"a.json": profile([{**F0, "ts": float("nan")}])}, "whose ts is nan"),
+        ({"a.json": profile([{**F0, "ts": 1e300}])}, "whose ts is 1e+300"),
+        ({"a.json": profile([{**F0, "ts": "1"}])}, "whose ts is 1"),
+        ({"a.json": profile([F0], 0, 10**9)}, "says that its run had 1000000000 ranks"),
+        ({"a.json": {**GOOD, "baseTimeNanoseconds": 10**30}}, "says that its times count from"),
+        ({"a.json": profile([{"ph": "X", "cat": "user_annotation", "name": "PP:0F0"}])}, "is None"),
+        ({"a.json": profile([event("PP:(0F1;0B0)OVERLAP_F_B", 0, 1)])}, "nothing tells apart"),
+        ({"a.json": GOOD, "b.json": GOOD}, "are both of rank 0"),
+        ({"a.json": profile([F0], None), "b.json": GOOD}, "does not tell its rank"),
+        (
+            {"a.json": profile([F0], 0, 2), "b.json": profile([F0], 1, 3)},
+            "is of a run of 2 ranks and ",
+        ),
+        (
+            {"a.json": GOOD, "b.json": profile([event(task_range(Kind.F, 0, 0, 0, 0), 0, 1)], 1)},
+            "they are not of one run",
+        ),
+        (
+            {
+                "a.json": profile(
+                    [
+                        event(task_range(Kind.F, 5, 0, 0, 0), 0, 1),
+                        event(schedule_range(ScheduleRange(0, 0, 0, 0, 0, (1,))), 0, 1),
+                    ]
+                )
+            },
+            "rank 0 ran a task of stage 5 and says that it holds 1",
+        ),
+        ({}, "has no file whose name ends in"),
+        ({"a.csv": b"", "b.csv": b""}, "import it alone"),
+    ],
+)
+def test_what_is_no_run_is_refused_in_a_sentence(
+    files: dict[str, Any],
+    sentence: str,
+    put: Callable[[str, Any], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, content in files.items():
+        put(name, content)
+    out = tmp_path / "run"
+    assert _rrfp("trace", "import", str(tmp_path), "-o", str(out)) == 1
+    told = capsys.readouterr()
+    assert sentence in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+    assert not out.exists()
+
+
+def test_a_gzip_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
+    packed = (FIXTURES / "megatron/rank-0.json.gz").read_bytes()
+    for name, data, sentence in (
+        ("cut.json.gz", packed[:-100], "is cut off"),
+        ("plain.json.gz", b"{}", "is no gzip file"),
+        ("bits.json.gz", packed[:200] + b"\0\0\0\0" + packed[204:], "is no gzip file"),
+        ("missing.json", None, "there is nothing at"),
+    ):
+        path = tmp_path / name
+        if data is not None:
+            path.write_bytes(data)
+        with pytest.raises(RrfpError, match=sentence):
+            import_run([path])
+
+
+def test_an_existing_run_is_replaced_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("trace", "import", str(FIXTURES / "megatron"), "-o", str(tmp_path / "run"))
+    assert _rrfp(*arguments) == 0
+    assert "192 tasks of 4 ranks in 3 steps" in capsys.readouterr().out
+    assert _rrfp(*arguments) == 2
+    assert _rrfp(*arguments, "--force") == 0
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[RankSpans]:
+    """Ranks whose tasks come in any order and at any time, and whose clocks are anywhere."""
+    num_ranks, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    inside = draw(st.booleans())
+    ranks = []
+    for number in range(num_ranks):
+        tasks = []
+        now_ns = draw(st.integers(-1000, 1000))
+        start_ns = now_ns
+        keys = [(kind, m) for kind in (Kind.F, Kind.B) for m in range(num_microbatches)]
+        for kind, microbatch in draw(st.permutations(keys)):
+            now_ns += draw(st.integers(0, 50))
+            end_ns = now_ns + draw(st.integers(0, 100))
+            tasks.append(TaskSpan(now_ns, end_ns, 0, kind, number, microbatch))
+            now_ns = end_ns
+        transfers = [
+            TransferSpan(at, at + draw(st.integers(0, 60)), 0)
+            for at in draw(st.lists(st.integers(start_ns, now_ns), max_size=5))
+        ]
+        spans = RankSpans(
+            RankInfo(number, number, 0, 0, (number,), "h", 1),
+            tasks,
+            transfers=transfers,
+            receives_inside=inside,
+        )
+        spans.phases = [PhaseRecord(start_ns, now_ns + 1, 0, Phase.SCHEDULE)]
+        ranks.append(spans)
+    return ranks
+
+
+@examples(quick=40, thorough=1000)
+@given(runs())
+def test_causes_sum_to_the_window_and_no_message_comes_early(ranks: list[RankSpans]) -> None:
+    recording = assemble(ranks, SOURCE).recording
+    frames = frames_of(recording)
+    for rank in bubbles(frames).ranks:
+        assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns
+    for message in frames.messages.to_dicts():
+        assert message["left_ns"] <= message["came_ns"] <= message["used_ns"]
+    starts_ns = [task.start_ns for rank in recording.ranks for task in rank.tasks]
+    assert min(starts_ns) >= 0
+
+
+def _rrfp(*arguments: str) -> int:
+    before = sys.argv
+    sys.argv = ["rrfp", *arguments]
+    try:
+        return cli.main()
+    finally:
+        sys.argv = before
