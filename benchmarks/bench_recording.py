@@ -20,7 +20,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.bench_runtime import PLAYBACK, report
-from rrfp.analyze.compare import estimate
+from rrfp.analyze.compare import estimate, resampled_medians
 from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.shape import Shape
 from rrfp.trace.cost import recording_fraction
@@ -165,7 +165,11 @@ def test_steps_with_and_without(benchmark: BenchmarkFixture, tmp_path: Path) -> 
         [steps_ns[step] for step in range(NUM_WARM_STEPS, NUM_STEPS) if is_recorded(step) is on]
         for on in (False, True)
     )
-    ratio = estimate(np.array(bare_ns, float), np.array(recorded_ns, float), lambda a, b: b / a)
+    bare, recorded = (
+        resampled_medians({"length": np.array(each, float)}, which)["length"]
+        for which, each in enumerate((bare_ns, recorded_ns))
+    )
+    ratio = estimate(recorded / bare)
     benchmark.extra_info["recorded_over_bare"] = ratio.as_json()
     spilled = [read_spill(path) for path in sorted(tmp_path.glob("rank-*.jsonl"))]
     ranks = [records for records in spilled if records is not None]

@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from rrfp.cli import main as cli
+from rrfp.schedule.causes import Cause
 from rrfp.trace.perfetto import write_trace
+from rrfp.trace.records import WaitRecord
 from tests.recordings import make_recording
 
 
@@ -50,6 +53,34 @@ def test_the_table_fits_and_has_a_row_a_rank_and_a_total(
         work, bubble, *causes = map(float, row[2 if row[0] != "all" else 1 :])
         assert work + bubble == pytest.approx(100, abs=0.11)
         assert sum(causes) == pytest.approx(bubble, abs=0.5)
+
+
+def test_all_causes_fit_also_where_a_rank_has_many_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    recording = make_recording(2, 2, 1)
+    for records in recording.ranks:
+        records.info = replace(records.info, stages=tuple(range(records.info.rank, 14, 2)))
+        first, *_, last = records.tasks
+        records.tasks[:] = [first, last]
+        records.waits[:] = [
+            WaitRecord(first.end_ns + n * 9_000, first.end_ns + (n + 1) * 9_000, 0, cause)
+            for n, cause in enumerate(Cause)
+        ]
+    trace = tmp_path / "trace.pftrace"
+    write_trace(trace, recording)
+    code, out, _ = _rrfp(capsys, monkeypatch, "analyze", "bubbles", str(trace))
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    rows = [line.split() for line in out.splitlines()]
+    upper, lower = (row[1:] for row in rows if row[:1] == ["all"])
+    _, bubble, *causes = map(float, [*upper, *lower])
+    assert len(causes) == 11
+    assert sum(causes) == pytest.approx(bubble, abs=0.6)
+    for words in ("0 2 4", "1 3 5", "stage"):
+        assert words in out
 
 
 def test_json_is_one_object_that_adds_up(

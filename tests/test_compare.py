@@ -2,18 +2,21 @@
 
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
-from rrfp.analyze.compare import Comparison
+from rrfp.analyze.compare import Comparison, resampled_medians
 from rrfp.analyze.compare import compare as compare_frames
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.schedule.hints import TURNS
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.simulate.draws import uniforms
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import Policy, World
@@ -84,6 +87,30 @@ def test_the_same_runs_have_the_same_intervals() -> None:
 def test_one_step_tells_no_difference() -> None:
     with pytest.raises(RrfpError, match="have 8 and 1 whole steps, and it takes 2 of each"):
         compare(run_of(STEADY), run_of((100,)))
+
+
+def test_a_step_that_takes_no_time_is_told() -> None:
+    broken = run_of(STEADY)
+    for records in broken.ranks:
+        records.phases[3] = records.phases[3]._replace(start_ns=0, end_ns=0)
+    for runs in ((run_of(STEADY), broken), (broken, run_of(STEADY))):
+        with pytest.raises(RrfpError, match="step 3 takes no time in one of the traces; leave it"):
+            compare(*runs)
+
+
+@pytest.mark.parametrize("num_steps", [7, 3000])
+def test_the_resamples_of_a_long_run_need_little_memory_and_are_the_same(num_steps: int) -> None:
+    random = np.random.default_rng(0)
+    times = {"length": random.random(num_steps), "work": random.random(num_steps)}
+    tracemalloc.start()
+    medians = resampled_medians(times, 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+    draws = uniforms(2000 * num_steps, "bootstrap", 1).reshape(2000, num_steps)
+    steps = (draws * num_steps).astype(np.int64)
+    for name, each in times.items():
+        assert medians[name].tolist() == [np.median(each), *np.median(each[steps], axis=1)]
 
 
 def test_the_command(

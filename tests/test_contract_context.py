@@ -31,6 +31,7 @@ SCHEDULES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_that_share_a_sequence_agree() -> None:
     by_rank = run_ranks(2 * CP, compare_with_native, timeout_s=300)

@@ -91,6 +91,16 @@ def lose_the_end(packets: list[Any]) -> None:
     del packets[-len(packets) // 3 :]
 
 
+def lose_from_the_middle(packets: list[Any]) -> None:
+    """A task, both of its packets."""
+    begin = next(
+        place
+        for place, packet in enumerate(packets)
+        if packet.track_event.categories[:] == ["task"]
+    )
+    del packets[begin : begin + 2]
+
+
 def lose_a_rank(recording: Recording) -> None:
     del recording.ranks[1]
 
@@ -231,6 +241,12 @@ def test_what_cannot_be_read_is_refused(rrfp: Rrfp, damage: Damage, words: str) 
                 edit_recording(double_a_rank),
                 "has the records of rank 1 twice",
                 "unmatched: 1 rank in the trace more than once (1)",
+            ),
+            (
+                "lost from the middle",
+                edit_packets(lose_from_the_middle),
+                "lacks 1 of the",
+                "lost: 1 of 396 events",
             ),
             (
                 "negative duration",

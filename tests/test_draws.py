@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rrfp.simulate
-from rrfp.simulate.draws import exp, log, lognormals, normals, uniforms
+from rrfp.simulate.draws import exp, log, lognormals, normals, uniforms, uniforms_in_parts
 from tests.effort import examples
 
 NUM = 100_000
@@ -32,6 +32,12 @@ def test_draws_are_those_that_every_machine_makes() -> None:
 def test_the_first_draws_do_not_depend_on_how_many_follow(num: int, more: int, seed: int) -> None:
     for draw in (uniforms, normals):
         assert draw(num + more, seed, "key")[:num].tolist() == draw(num, seed, "key").tolist()
+
+
+def test_draws_in_parts_are_the_same_ones() -> None:
+    draw = uniforms_in_parts(7, "key")
+    drawn = [each for num in (3, 0, 1, 8) for each in draw(num).tolist()]
+    assert drawn == uniforms(12, 7, "key").tolist()
 
 
 def test_another_key_draws_something_else() -> None:

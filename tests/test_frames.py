@@ -7,8 +7,8 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from rrfp.analyze import cache, parquet, structural
 from rrfp.analyze import frames as module
-from rrfp.analyze import parquet
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.cache import CachedTrace, load_frames
 from rrfp.analyze.deviations import deviations
@@ -118,6 +118,58 @@ def test_a_trace_that_changed_gets_new_tables(trace: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.parametrize("name", ["br[1]", "st*r", "step=5", "100%"])
+def test_a_path_is_a_name(tmp_path: Path, name: str) -> None:
+    for folder in (name, "stXr"):
+        (tmp_path / folder).mkdir()
+        write_trace(tmp_path / folder / "trace.pftrace", make_recording(2, 3, 1))
+    expected = load_frames(tmp_path / "stXr" / "trace.pftrace")
+    found = load_frames(tmp_path / name / "trace.pftrace")
+    _assert_same(found, expected)
+    assert found.run.height == 2
+
+
+@pytest.mark.parametrize("damage", ["unlink", "truncate", "no ranks"])
+def test_damaged_tables_are_made_anew(trace: Path, damage: str) -> None:
+    whole = load_frames(trace)
+    (folder,) = trace.with_name("trace.pftrace.frames").iterdir()
+    path = folder / ("run.parquet" if damage == "no ranks" else "task-00000.parquet")
+    if damage == "truncate":
+        path.write_bytes(path.read_bytes()[:50])
+    else:
+        path.unlink()
+    _assert_same(load_frames(trace), whole)
+    assert list(trace.with_name("trace.pftrace.frames").iterdir()) == [folder]
+
+
+def test_a_torn_note_of_replays_is_none(trace: Path) -> None:
+    expected = CachedTrace(trace).structural()
+    (path,) = trace.with_name("trace.pftrace.frames").glob("*/structural-*.json")
+    path.write_text("[[0.")
+    assert CachedTrace(trace).structural() == expected
+
+
+def test_what_another_process_makes_meanwhile_is_used(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = frames_of(read_trace(trace))
+    make = cache._make
+    begun: list[Path] = []
+
+    def made_twice(path: Path, folder: Path) -> None:
+        """Another process finishes first."""
+        if not begun:
+            begun.append(folder)
+            with monkeypatch.context() as patch:
+                patch.setattr("os.getpid", lambda: 1)
+                _assert_same(load_frames(path), expected)
+        make(path, folder)
+
+    monkeypatch.setattr(cache, "_make", made_twice)
+    _assert_same(load_frames(trace), expected)
+    assert len(list(trace.with_name("trace.pftrace.frames").iterdir())) == 1
+
+
 def test_tables_are_made_where_nothing_can_be_written(trace: Path) -> None:
     trace.with_name("trace.pftrace.frames").write_text("in the way")
     _assert_same(load_frames(trace), frames_of(read_trace(trace)))
@@ -179,6 +231,37 @@ def test_a_run_without_jitter_is_all_structural(tmp_path: Path) -> None:
     assert why_not == ""
     report = bubbles(load_frames(path)).with_structural(shares)
     assert [rank.excess_ns for rank in report.ranks] == [0] * 4
+
+
+def test_steps_that_only_test_have_no_structural_part(tmp_path: Path) -> None:
+    recording = simulated("1f1b", Shape(2, 4), num_steps=3)
+    recording.settings |= {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
+    for rank in recording.ranks:
+        rank.tasks[:] = [task for task in rank.tasks if task.step != 1 or task.kind == "F"]
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, recording)
+    shares, why_not = CachedTrace(path).structural()
+    assert shares == []
+    assert "1 of its steps, step 1 for one, have no backward" in why_not
+    assert len(CachedTrace(path).structural(range(2, 3))[0]) == 2
+
+
+def test_of_a_long_run_steps_from_its_middle_are_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed = []
+
+    def read_run(recording: Recording) -> None:
+        replayed.append({task.step for rank in recording.ranks for task in rank.tasks})
+        raise RrfpError("enough")
+
+    monkeypatch.setattr(structural, "read_run", read_run)
+    frames = frames_of(make_recording(2, 3, 9))
+    for num_tasks in (1, 36, 1000):
+        monkeypatch.setattr(structural, "_NUM_TASKS_REPLAYED", num_tasks)
+        with pytest.raises(RrfpError, match="enough"):
+            structural.structural_of(frames)
+    assert replayed == [{4}, {1, 4, 7}, set(range(9))]
 
 
 def test_deviations_are_read_from_tables_too(trace: Path) -> None:

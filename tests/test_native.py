@@ -181,6 +181,7 @@ def interleaved() -> list[RankRun]:
     return [runs[0] for runs in by_rank(settings, {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp_rank", range(3))
 def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
     run = interleaved()[pp_rank]

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze import deviations, misalignment
+from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.critical_path import Owner, critical_path
-from rrfp.analyze.frames import MESSAGES, TASKS, frames_of
+from rrfp.analyze.frames import MESSAGES, SCHEMAS, frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.dispatcher import Dispatch
@@ -22,7 +23,14 @@ from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import TaskTimes
 from rrfp.trace.perfetto import read_trace, write_trace
-from rrfp.trace.records import Recording
+from rrfp.trace.records import (
+    PhaseRecord,
+    RankInfo,
+    RankRecords,
+    Recording,
+    TaskRecord,
+    WaitRecord,
+)
 from rrfp.trace.steps import step_windows
 from tests.cases import Case, cases
 from tests.effort import examples
@@ -45,13 +53,34 @@ def owners(recording: Recording, step: int | None = None) -> dict[tuple[int, str
     return {(owner.pp_rank, owner.kind): owner.time_ns for owner in path.owners}
 
 
+def by_hand(
+    *ranks: tuple[tuple[int, int], list[tuple[int, int]], list[tuple[int, int, str]]],
+) -> Recording:
+    """A step whose ranks, a stage each, have a window, forwards and waits."""
+    return Recording(
+        {},
+        [
+            RankRecords(
+                RankInfo(rank, rank, 0, 0, (rank,), "node", 0),
+                [
+                    TaskRecord(*span, 0, "F", rank, 0, m, m, 1, 0, 1, 1, 1, 0)
+                    for m, span in enumerate(tasks)
+                ],
+                [WaitRecord(start_ns, end_ns, 0, cause) for start_ns, end_ns, cause in waits],
+                phases=[PhaseRecord(*window, 0, "schedule")],
+            )
+            for rank, (window, tasks, waits) in enumerate(ranks)
+        ],
+    )
+
+
 # The tables.
 
 
 def test_the_tables_have_their_schemas_also_where_they_are_empty() -> None:
     for recording in (Recording({}, []), simulated("bf", Shape(2, 3))):
         frames = frames_of(recording)
-        assert dict(frames.tasks.schema) == TASKS
+        assert dict(frames.tasks.schema) == SCHEMAS["task"]
         assert dict(frames.messages.schema) == MESSAGES
 
 
@@ -107,6 +136,27 @@ def test_a_fixed_order_deviates_from_nothing() -> None:
         assert report[column].to_list() == [0, 0, 0]
 
 
+def test_steps_that_some_rank_did_not_finish_are_not_counted() -> None:
+    recording = simulated("bf", Shape(2, 3), num_steps=2)
+    whole = deviations.deviations(frames_of(recording).of_steps([0]))
+    # Rank 0 finished step 1, and rank 1 ran one task of it.
+    last = recording.ranks[1]
+    last.phases[:] = [phase for phase in last.phases if phase.step == 0]
+    last.tasks[:] = [*last.tasks[:6], last.tasks[6]._replace(skipped=5)]
+    frames = frames_of(recording)
+    assert deviations.deviations(frames).equals(whole)
+    assert deviations.deviations(frames, 0).equals(whole[:1])
+    with pytest.raises(RrfpError, match="no step that every rank finished"):
+        deviations.deviations(frames.of_steps([1]), 0)
+
+
+def test_what_lone_tasks_are_said_to_have_skipped_is_no_distance() -> None:
+    recording = by_hand(((0, 10), [(0, 10)], []))
+    recording.ranks[0].tasks[:] = [recording.ranks[0].tasks[0]._replace(skipped=5)]
+    report = deviations.deviations(frames_of(recording))
+    assert report["kendall_tau_distance"].to_list() == [0]
+
+
 # Misalignment.
 
 
@@ -131,6 +181,19 @@ def test_a_message_that_is_withheld_starves_nobody() -> None:
     timed = misalignment.timed_messages(frames)
     backward = timed.filter(pl.col("direction") == "backward")
     assert backward["starved_ns"].to_list() == [30] * 3
+
+
+def test_what_comes_before_its_stage_entered_the_step_starves_nobody() -> None:
+    """Stage 1 enters each step when its first message is long there."""
+    recording = simulated("bf", TWO_STAGES, num_steps=2)
+    late = recording.ranks[1]
+    late.phases[:] = [phase._replace(start_ns=phase.start_ns + 10) for phase in late.phases]
+    frames = frames_of(recording)
+    starved = [
+        misalignment.timed_messages(each)["starved_ns"].to_list()
+        for each in (frames, *(frames.of_steps([step]) for step in (0, 1)))
+    ]
+    assert starved == [[0] * 6, [0] * 3, [0] * 3]
 
 
 # The critical path.
@@ -160,8 +223,37 @@ def test_the_slowest_step_is_looked_at_unless_another_is_asked_for() -> None:
     path = critical_path(frames_of(recording))
     assert path.step == 0
     assert critical_path(frames_of(recording), 1).step == 1
-    with pytest.raises(UsageError, match="step 2 is none that every rank finished; choose one"):
-        critical_path(frames_of(recording), 2)
+    # One that lies between others may be missing too.
+    frames = frames_of(simulated("bf", TWO_STAGES, num_steps=5)).of_steps([0, 1, 4])
+    with pytest.raises(UsageError, match=r"step 3 is none .* finished; choose one, such as 1 or 4"):
+        critical_path(frames, 3)
+
+
+def test_the_end_of_a_step_is_of_the_rank_that_synchronises_longest() -> None:
+    first = ((0, 12), [(0, 10)], [(10, 12, "gradient_sync")])
+    second = ((0, 20), [(0, 9)], [(9, 18, "gradient_sync"), (18, 20, "order")])
+    assert owners(by_hand(first, second)) == {
+        (0, "F"): 10,
+        (1, "gradient_sync"): 8,
+        (1, "drain"): 2,
+    }
+    # Those that do so equally long waited for the one that worked last.
+    equal = ((0, 12), [(0, 9)], [(9, 12, "gradient_sync")])
+    assert owners(by_hand(equal, first)) == {(1, "F"): 10, (1, "gradient_sync"): 2}
+
+
+def test_where_waits_overlap_the_earlier_one_counts_as_in_bubbles() -> None:
+    waits = [(10, 20, "limit"), (14, 17, "order"), (18, 24, "hold")]
+    recording = by_hand(((0, 30), [(0, 10), (25, 30)], waits))
+    found = {"limit": 10, "hold": 4, "overhead": 1}
+    assert owners(recording) == {(0, "F"): 15} | {(0, why): ns for why, ns in found.items()}
+    assert {why: ns for why, ns in bubbles(frames_of(recording)).causes_ns.items() if ns} == found
+
+
+def test_a_step_that_takes_no_time_has_no_path() -> None:
+    frames = frames_of(by_hand(((5, 5), [(5, 5)], [])))
+    with pytest.raises(RrfpError, match="step 0 takes no time in this trace"):
+        critical_path(frames)
 
 
 @examples(quick=60, thorough=1000)
@@ -256,6 +348,38 @@ def test_thresholds_and_bad_choices(
 ) -> None:
     found, _, told = run(command, *arguments)
     assert (found, words in told, told.count("\n") <= 1) == (code, True, True)
+
+
+def test_notes_are_told_once_and_steps_left_out_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = simulated("bf", Shape(3, 3), num_steps=3)
+    recording.settings["world"] = 4
+    recording.ranks[1].phases.pop()
+    trace = tmp_path / "trace.pftrace"
+    write_trace(trace, recording)
+    told = {}
+    for command in ("critical-path", "deviations"):
+        monkeypatch.setattr(sys, "argv", ["rrfp", "analyze", command, str(trace), "--stage", "0"])
+        assert cli.main() == 0
+        told[command] = capsys.readouterr().err.splitlines()
+    assert [note.partition(";")[0] for note in told["critical-path"]] == [
+        "note: rank 3 left no records"
+    ]
+    assert told["deviations"][1:] == ["left out, as not every rank finished them: steps 2"]
+
+
+def test_what_a_trace_says_is_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "trace.pftrace"
+    waits = [(10, 15, "[/x]"), (15, 20, "[red]hot")]
+    write_trace(trace, by_hand(((0, 30), [(0, 10), (20, 30)], waits)))
+    monkeypatch.setattr(sys, "argv", ["rrfp", "analyze", "critical-path", str(trace)])
+    assert cli.main() == 0
+    table = capsys.readouterr().out
+    assert "[/x]" in table
+    assert "[red]hot" in table
 
 
 def test_a_run_without_messages_is_told_so() -> None:

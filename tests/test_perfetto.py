@@ -415,3 +415,16 @@ def test_a_trace_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path.write_bytes(trace.SerializeToString())
     with pytest.raises(RrfpError, match="is of version 7, and this rrfp reads up to 1; update"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("text", ["a\0", "\x01", "", "b", "\0" * 9])
+def test_texts_of_any_characters_are_told_apart(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.pftrace"
+    recording = make_recording(2, 3, 1)
+    waits = recording.ranks[0].waits
+    waits[:] = [
+        wait._replace(cause=cause)
+        for wait, cause in zip(waits, ["b", text, "", "b"] * 9, strict=False)
+    ]
+    write_trace(path, recording)
+    assert read_trace(path) == recording

@@ -68,6 +68,7 @@ def reduce_in_many_ways(
     return found
 
 
+@pytest.mark.slow
 def test_chunks_are_reduced_in_one_order(tmp_path: Path) -> None:
     settings = {**PP2_DP2, "chunks": 2}
     hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES, 2))

@@ -28,8 +28,18 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return found
 
 
+IN_LONG_RUNS_ONLY = ("pp2-c2-v", "pp2-dp2-distopt")
+"""What they lay out is met by shorter tests of chunks and of reduction, too."""
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in IN_LONG_RUNS_ONLY else ())
+        for each in LAYOUTS
+    ],
+)
 def test_every_layout_learns_the_same(layout: str, tmp_path: Path) -> None:
     """The short version: fewer hints, one step."""
     hints = [f"--hint={hint}" for hint in SHORT]

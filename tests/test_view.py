@@ -1,10 +1,13 @@
 """The server of a trace: this machine only, that file only, and the UI's own files."""
 
 import http.client
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -244,6 +247,30 @@ def test_the_local_ui_needs_no_certain_port(
         assert server.port not in (0, public.port)
     with pytest.raises(RrfpError, match="cannot be had"):
         TraceServer(trace, ui=None)
+
+
+def test_a_browser_that_went_away_is_no_news(
+    public: TraceServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled = threading.Event()
+    handle_error = TraceServer.handle_error
+
+    def handle(server: TraceServer, request: Any, client_address: Any) -> None:
+        handle_error(server, request, client_address)
+        handled.set()
+
+    monkeypatch.setattr(TraceServer, "handle_error", handle)
+    with socket.create_connection(("127.0.0.1", public.port)) as connection:
+        connection.sendall(b"GET /tra")
+        # Closed so, it is reset.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert handled.wait(10)
+    assert capsys.readouterr().err == ""
+    try:
+        raise ValueError("ours")
+    except ValueError:
+        public.handle_error(None, ("127.0.0.1", 1))
+    assert "ValueError: ours" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

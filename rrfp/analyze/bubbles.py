@@ -274,7 +274,9 @@ def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
     """The tasks of finished steps, in order of time and as far as they lie in the window, each with
     `until_ns`, when the last of those before it had ended."""
     return (
-        frames.tasks.select(*_KEY, "start_ns", "end_ns")
+        frames.scan("task")
+        .select(*_KEY, "start_ns", "end_ns")
+        .collect()
         .join(spans, on=_KEY, suffix="_window")
         .select(
             *_KEY,
@@ -303,7 +305,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 def _waits(frames: Frames) -> pl.DataFrame:
     """The waits in order of time."""
-    waits = frames.waits.select(*_KEY, "start_ns", "end_ns", "cause")
+    waits = frames.scan("wait").select(*_KEY, "start_ns", "end_ns", "cause").collect()
     strange = waits.filter(~pl.col("cause").is_in(CAUSES))
     if not strange.is_empty():
         step, rank, *_, cause = strange.row(0)

@@ -7,17 +7,24 @@ ones. Where nothing can be written beside a trace they are made anew each time.
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from polars.exceptions import PolarsError
+
+import rrfp
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.parquet import read_tables, write_tables
+from rrfp.analyze.parquet import check_tables, read_tables, write_tables
 from rrfp.errors import RrfpError
+from rrfp.trace.whole_file import open_whole
 
 _LAYOUT = 1
 """Part of the folder's name; another number makes every table anew."""
+_FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
 """Folders of traces beside which nothing can be written; removed when the process ends."""
@@ -53,9 +60,9 @@ class CachedTrace:
         """The structural part of the bubble by pipeline rank, as shares of the window; none where
         the run cannot be replayed, and then why."""
         chosen = "" if steps is None else f"-{steps.start}-{steps.stop}"
-        path = self._folder / f"structural{chosen}.json"
-        if path.exists():
-            shares, why = json.loads(path.read_text())
+        path = self._folder / f"structural-{rrfp.__version__}{chosen}.json"
+        with suppress(OSError, ValueError, TypeError):
+            shares, why = json.loads(path.read_bytes())
             return shares, why
         # The second look does without the simulator, which is slow to import.
         from rrfp.analyze.structural import structural_of
@@ -65,8 +72,8 @@ class CachedTrace:
             why = ""
         except RrfpError as error:
             shares, why = [], str(error)
-        with suppress(OSError):
-            path.write_text(json.dumps([shares, why]))
+        with suppress(OSError), open_whole(path) as file:
+            file.write(json.dumps([shares, why]).encode())
         return shares, why
 
 
@@ -78,35 +85,55 @@ def _folder_of(trace: Path) -> Path:
     except OSError as error:
         raise RrfpError(f"the trace {trace} could not be read: {error.strerror}") from error
     folder = trace.with_name(f"{trace.name}.frames") / f"{digest}-{_LAYOUT}"
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder
+    with suppress(OSError, PolarsError):
+        return _make_beside(trace, folder)
+    _temporary.append(tempfile.TemporaryDirectory(prefix="rrfp-"))
+    elsewhere = Path(_temporary[-1].name)
     try:
-        folder.parent.mkdir(exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    except OSError:
-        _temporary.append(tempfile.TemporaryDirectory(prefix="rrfp-"))
-        partial = folder = Path(_temporary[-1].name)
-    # The second look needs no reader of traces either.
-    from rrfp.trace.perfetto_reader import TraceReader
-
-    try:
-        write_tables(TraceReader(trace), partial)
-        if partial != folder:
-            _put(partial, folder)
-    except OSError as error:
+        _make(trace, elsewhere)
+    except (OSError, PolarsError) as error:
         raise RrfpError(
-            f"the tables of {trace} could not be written to {partial}: {error.strerror}"
+            f"the tables of {trace} could be written neither to {folder.parent} nor to "
+            f"{elsewhere}: {error}"
         ) from error
+    return elsewhere
+
+
+def _make_beside(trace: Path, folder: Path) -> Path:
+    """Make the tables in their folder, in the place of those of an earlier trace."""
+    folder.parent.mkdir(exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        _make(trace, partial)
+        for old in folder.parent.iterdir():
+            if _FOLDER.fullmatch(old.name) and (old != folder or not _is_whole(folder)):
+                shutil.rmtree(old, ignore_errors=True)
+        try:
+            partial.replace(folder)
+        except OSError:
+            # Another process may have made them meanwhile.
+            if not _is_whole(folder):
+                raise
     finally:
-        if partial != folder:
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
-def _put(partial: Path, folder: Path) -> None:
-    """Let the new tables take the place of those of an earlier trace."""
-    for old in folder.parent.iterdir():
-        if old not in (partial, folder):
-            shutil.rmtree(old, ignore_errors=True)
-    if not folder.is_dir():
-        partial.replace(folder)
+def _make(trace: Path, folder: Path) -> None:
+    # The second look needs no reader of traces either.
+    from rrfp.trace.perfetto_reader import TraceReader
+
+    write_tables(TraceReader(trace), folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether tables are there and can be read."""
+    try:
+        check_tables(folder)
+    except (OSError, PolarsError):
+        return False
+    return True

@@ -5,7 +5,7 @@ each run are drawn anew, with replacement, and the figure is worked out again (E
 1993). A ratio whose interval holds 1, and a difference whose interval holds 0, are noise.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,12 @@ import polars as pl
 from rrfp.analyze.bubbles import CAUSES, divide
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
-from rrfp.simulate.draws import uniforms
+from rrfp.simulate.draws import uniforms_in_parts
 from rrfp.trace.records import NS_PER_S
 
 _NUM_RESAMPLES = 2000
+_DRAWS_AT_ONCE = 1 << 18
+"""So that a long run needs little memory."""
 _TAIL_PERCENT = 2.5
 
 WORK = "work"
@@ -80,7 +82,7 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
     """Compare the finished steps of two runs; of a stage, the work and idle time of its ranks.
 
     Raises UsageError for a stage that a run does not have, and RrfpError when one of them finished
-    fewer than two.
+    fewer than two, or one that takes no time.
     """
     times_a, times_b = _times(first, stage), _times(second, stage)
     if len(times_a["length"]) < 2 or len(times_b["length"]) < 2:
@@ -89,11 +91,15 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
             "it takes 2 of each to tell a difference from noise; record more steps"
         )
     names = [name for name in (WORK, *CAUSES) if times_a[name].any() or times_b[name].any()]
+    a, b = (
+        resampled_medians({name: times[name] for name in ("length", *names)}, which)
+        for which, times in enumerate((times_a, times_b))
+    )
     return Comparison(
         (len(times_a["length"]), len(times_b["length"])),
-        (float(np.median(times_a["length"])), float(np.median(times_b["length"]))),
-        estimate(times_a["length"], times_b["length"], lambda a, b: b / a),
-        {name: estimate(times_a[name], times_b[name], lambda a, b: b - a) for name in names},
+        (float(a["length"][0]), float(b["length"][0])),
+        estimate(b["length"] / a["length"]),
+        {name: estimate(b[name] - a[name]) for name in names},
     )
 
 
@@ -108,22 +114,31 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
         .group_by("step", maintain_order=True)
         .agg(pl.col("length", WORK, *CAUSES).mean())
     )
+    broken = means.filter(pl.col("length") <= 0)["step"]
+    if not broken.is_empty():
+        raise RrfpError(
+            f"step {broken[0]} takes no time in one of the traces; leave it out with --steps, or "
+            "see 'rrfp trace check'"
+        )
     return {name: means[name].to_numpy() / NS_PER_S for name in ("length", WORK, *CAUSES)}
 
 
-def estimate(a: Floats, b: Floats, relate: Callable[[Floats, Floats], Floats]) -> Estimate:
-    """What `relate` makes of the two medians, and of those of resampled steps."""
-    medians = [
-        np.median(times[(draws * len(times)).astype(np.int64)], axis=1)
-        for times, draws in (
-            (
-                times,
-                uniforms(_NUM_RESAMPLES * len(times), "bootstrap", which).reshape(-1, len(times)),
-            )
-            for which, times in enumerate((a, b))
-        )
-    ]
-    related = relate(*medians)
-    low, high = np.percentile(related, [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
-    both = relate(np.median(a, keepdims=True), np.median(b, keepdims=True))
-    return Estimate(float(both[0]), float(low), float(high))
+def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floats]:
+    """The median over the steps of each figure of a run, and behind it those of resampled steps.
+    All figures meet the same draws, `which` run's own."""
+    num_steps = len(times["length"])
+    draw = uniforms_in_parts("bootstrap", which)
+    medians = {name: [np.median(each, keepdims=True)] for name, each in times.items()}
+    num_at_once = max(1, _DRAWS_AT_ONCE // num_steps)
+    for first in range(0, _NUM_RESAMPLES, num_at_once):
+        num = min(num_at_once, _NUM_RESAMPLES - first)
+        steps = (draw(num * num_steps).reshape(num, num_steps) * num_steps).astype(np.int64)
+        for name, each in times.items():
+            medians[name].append(np.median(each[steps], axis=1))
+    return {name: np.concatenate(parts) for name, parts in medians.items()}
+
+
+def estimate(found: Floats) -> Estimate:
+    """From a figure and behind it those of resampled steps."""
+    low, high = np.percentile(found[1:], [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
+    return Estimate(float(found[0]), float(low), float(high))

@@ -4,13 +4,14 @@ The chain is walked from the end of the step back to its start. A task began whe
 that it needed was there: where its message came after its rank was free, that is the message, and
 the chain goes on with the task that sent it; else it is the task before it on its rank. Every
 nanosecond of the step is somebody's: of the task that ran, of the link (its receiver's) while a
-message was under way, or of what a rank waited for. The members of a group run their tasks as one:
-the last one's message counts for all.
+message was under way, or of what a rank waited for; where its waits overlap, of the earlier one.
+The time after the last task is of the rank that then synchronises gradients longest. The members of
+a group run their tasks as one: the last one's message counts for all.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from rrfp.analyze.frames import Frames, windows
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
-from rrfp.trace.records import NS_PER_S
+from rrfp.trace.records import NS_PER_S, Phase
 
 LINK = "link"
 
@@ -98,6 +99,14 @@ class CriticalPath:
         }
 
 
+class _Wait(NamedTuple):
+    """A wait of a rank."""
+
+    start_ns: int
+    end_ns: int
+    cause: str
+
+
 class _Task(NamedTuple):
     """A task on a rank."""
 
@@ -117,14 +126,15 @@ class _Rank:
     group: tuple[int, int]
     entry_ns: int
     tasks: list[_Task]
-    waits: list[tuple[int, int, str]]
+    waits: list[_Wait]
+    """In order of time, and none overlaps another."""
 
 
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     """The chain of a step; without one, of that which took longest.
 
-    Raises RrfpError when no step was finished by every rank, and UsageError for a step that was
-    not.
+    Raises RrfpError when no step was finished by every rank or the step takes no time, and
+    UsageError for a step that was not finished.
     """
     spans = {step: (start, end) for step, start, end in windows(frames).iter_rows()}
     if not spans:
@@ -132,10 +142,14 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     if step is None:
         step = max(spans, key=lambda each: spans[each][1] - spans[each][0])
     if step not in spans:
+        nearest = sorted(spans, key=lambda each: abs(each - step))[:2]
         raise UsageError(
-            f"step {step} is none that every rank finished; choose one from {min(spans)} to "
-            f"{max(spans)}"
+            f"step {step} is none that every rank finished; choose one, such as "
+            f"{' or '.join(map(str, sorted(nearest)))}"
         )
+    start_ns, end_ns = spans[step]
+    if start_ns >= end_ns:
+        raise RrfpError(f"step {step} takes no time in this trace; see 'rrfp trace check'")
     return _Walk(frames.of_steps(range(step, step + 1)), step, spans[step]).path()
 
 
@@ -146,7 +160,7 @@ class _Walk:
         self._step = step
         self._window = window
         self._ranks: dict[int, _Rank] = {}
-        schedules = frames.phases.filter(pl.col("phase") == "schedule")
+        schedules = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
         for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
             rank, pp_rank, dp_rank, entry_ns = row
             self._ranks[rank] = _Rank(pp_rank, (pp_rank, dp_rank), entry_ns, [], [])
@@ -155,10 +169,16 @@ class _Walk:
             task = _Task(*row)
             self._ranks[task.rank].tasks.append(task)
         for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
-            self._ranks[rank].waits.append((wait[0], wait[1], wait[2]))
+            self._ranks[rank].waits.append(_Wait(*wait))
+        self._syncs = [
+            (rank, wait)
+            for rank, of_rank in self._ranks.items()
+            for wait in of_rank.waits
+            if wait.cause == Cause.GRADIENT_SYNC
+        ]
         for of_rank in self._ranks.values():
             of_rank.tasks.sort()
-            of_rank.waits.sort()
+            of_rank.waits = _disjoint(of_rank.waits)
         self._senders = {
             (task.rank, task.kind, task.stage, task.microbatch): task
             for of_rank in self._ranks.values()
@@ -179,7 +199,7 @@ class _Walk:
         if not tasks:
             raise RrfpError(f"step {self._step} of the trace has no tasks; see 'rrfp trace check'")
         last = max(tasks, key=lambda task: (task.end_ns, -task.rank))
-        back = [*self._idle(last.rank, last.end_ns, end_ns, after_all=True)]
+        back = [*self._tail(last, end_ns)]
         task: _Task | None = last
         until_ns = last.end_ns
         passed: set[_Task] = set()
@@ -217,10 +237,10 @@ class _Walk:
         sender = self._sender(task, from_rank) if came_ns > free_ns else None
         if sender is None:
             reached_ns = min(free_ns, begin_ns)
-            back += self._idle(task.rank, reached_ns, begin_ns)
+            back += _idle(of_rank.pp_rank, of_rank.waits, reached_ns, begin_ns, OVERHEAD)
             return previous, reached_ns
         came_ns = min(came_ns, begin_ns)
-        back += self._idle(task.rank, came_ns, begin_ns)
+        back += _idle(of_rank.pp_rank, of_rank.waits, came_ns, begin_ns, OVERHEAD)
         left_ns = min(sender.end_ns, came_ns)
         back.append(Stretch(left_ns, came_ns, of_rank.pp_rank, LINK))
         return sender, left_ns
@@ -230,19 +250,38 @@ class _Walk:
         stage = task.stage - 1 if task.kind == "F" else task.stage + 1
         return self._senders.get((from_rank, task.kind, stage, task.microbatch))
 
-    def _idle(
-        self, rank: int, start_ns: int, end_ns: int, *, after_all: bool = False
-    ) -> Iterator[Stretch]:
-        """Why a rank ran nothing, from the end back: its recorded waits, and what none of them
-        explains."""
-        of_rank = self._ranks[rank]
-        rest = Cause.DRAIN if after_all else OVERHEAD
-        cursor_ns = end_ns
-        for begin_ns, stop_ns, cause in reversed(of_rank.waits):
-            begin_ns, stop_ns = max(begin_ns, start_ns), min(stop_ns, cursor_ns)
-            if begin_ns >= stop_ns:
-                continue
-            yield Stretch(stop_ns, cursor_ns, of_rank.pp_rank, rest)
-            yield Stretch(begin_ns, stop_ns, of_rank.pp_rank, cause)
-            cursor_ns = begin_ns
-        yield Stretch(start_ns, cursor_ns, of_rank.pp_rank, rest)
+    def _tail(self, last: _Task, end_ns: int) -> Iterator[Stretch]:
+        """Why the step went on after its last task, from the end back: some rank synchronised
+        gradients, or it drained."""
+        synced_ns = defaultdict(int, {last.rank: 0})
+        for rank, sync in self._syncs:
+            synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
+        longest = max(synced_ns, key=lambda rank: (synced_ns[rank], rank == last.rank))
+        syncs = _disjoint(sync for _, sync in self._syncs)
+        return _idle(self._ranks[longest].pp_rank, syncs, last.end_ns, end_ns, Cause.DRAIN)
+
+
+def _disjoint(waits: Iterable[_Wait]) -> list[_Wait]:
+    """Of each wait what lies behind the ends of those before it, in order of time."""
+    found: list[_Wait] = []
+    for wait in sorted(waits):
+        begin_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
+        if begin_ns < wait.end_ns:
+            found.append(wait._replace(start_ns=begin_ns))
+    return found
+
+
+def _idle(
+    pp_rank: int, waits: list[_Wait], start_ns: int, end_ns: int, rest: str
+) -> Iterator[Stretch]:
+    """Why a rank ran nothing, from the end back: its disjoint waits, and the rest that none of them
+    explains."""
+    cursor_ns = end_ns
+    for wait in reversed(waits):
+        begin_ns, stop_ns = max(wait.start_ns, start_ns), min(wait.end_ns, cursor_ns)
+        if begin_ns >= stop_ns:
+            continue
+        yield Stretch(stop_ns, cursor_ns, pp_rank, rest)
+        yield Stretch(begin_ns, stop_ns, pp_rank, wait.cause)
+        cursor_ns = begin_ns
+    yield Stretch(start_ns, cursor_ns, pp_rank, rest)

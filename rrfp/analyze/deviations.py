@@ -8,7 +8,7 @@ of these, so that their sum is Kendall's distance between the two orders.
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, windows
 from rrfp.errors import RrfpError
 
 DEVIATIONS = {
@@ -21,14 +21,22 @@ DEVIATIONS = {
 }
 
 
-def deviations(frames: Frames) -> pl.DataFrame:
-    """A row a pipeline rank, over its steps and replicas; the members of a group, which run the
-    same tasks, count once. The distance is a share of all pairs of a step's tasks, the mean over
-    steps.
+def deviations(frames: Frames, stage: int | None = None) -> pl.DataFrame:
+    """A row a pipeline rank, or that of a stage, over replicas and the steps that every rank
+    finished; the members of a group, which run the same tasks, count once. The distance is a share
+    of all pairs of a step's tasks, the mean over steps.
 
-    Raises RrfpError for a run that recorded no places in a hint's order.
+    Raises UsageError for a stage that the run does not have, and RrfpError when no step was
+    finished by every rank or the run recorded no places in a hint's order.
     """
-    leads = frames.tasks.filter(pl.col("tp_rank") == pl.col("tp_rank").min().over("pp_rank"))
+    finished = windows(frames)
+    if finished.is_empty():
+        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    if stage is not None:
+        frames = frames.of_stage(stage)
+    leads = frames.tasks.join(finished, on="step", how="semi").filter(
+        pl.col("tp_rank") == pl.col("tp_rank").min().over("pp_rank")
+    )
     if leads.is_empty() or leads["skipped"].min() < 0:  # type: ignore[operator]
         raise RrfpError(
             "the trace has no places of its tasks in a hint's order; record one with 'rrfp train'"
@@ -37,9 +45,9 @@ def deviations(frames: Frames) -> pl.DataFrame:
         pl.len().alias("num"), pl.col("skipped").sum().alias("inversions")
     )
     num_pairs = pl.col("num") * (pl.col("num") - 1) / 2
-    distances = by_step.group_by("pp_rank").agg(
-        (pl.col("inversions") / num_pairs).fill_nan(0).mean().alias("kendall_tau_distance")
-    )
+    # A single task has no pair, whatever a damaged trace says that it skipped.
+    distance = pl.when(num_pairs > 0).then(pl.col("inversions") / num_pairs).otherwise(0)
+    distances = by_step.group_by("pp_rank").agg(distance.mean().alias("kendall_tau_distance"))
     return (
         leads.group_by("pp_rank")
         .agg(

@@ -29,9 +29,6 @@ SCHEMAS: dict[str, Schema] = {
     for name, record_type in RECORD_TYPES.items()
 }
 """The columns of each type of record: who recorded it, and its fields."""
-TASKS, WAITS, AGREEMENTS, PHASES = (
-    SCHEMAS[name] for name in ("task", "wait", "agreement", "phase")
-)
 MESSAGES: Schema = {
     "step": pl.Int64,
     "kind": pl.String,
@@ -178,10 +175,15 @@ class Frames:
 
     def piecewise(self) -> Iterator["Frames"]:
         """The run cut between steps into pieces that fit into memory; most runs are one."""
-        counts = self.scan("task").group_by("step").len().sort("step").collect(engine="streaming")
-        pieces = counts.group_by(
-            pl.col("len").cum_sum() // _MOST_TASKS_AT_ONCE, maintain_order=True
-        ).agg(pl.col("step"))
+        counts = self.scan("task").group_by("step").len().collect(engine="streaming")
+        pieces = (
+            pl.DataFrame({"step": self.steps}, schema={"step": pl.Int64})
+            .join(counts, on="step", how="left", maintain_order="left")
+            .group_by(
+                pl.col("len").fill_null(0).cum_sum() // _MOST_TASKS_AT_ONCE, maintain_order=True
+            )
+            .agg(pl.col("step"))
+        )
         if pieces.height < 2:
             yield self
             return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from rrfp.analyze.frames import Frames
-from rrfp.trace.check import expected_ranks
+from rrfp.trace.rundir import expected_ranks
 
 
 def lacking(frames: Frames) -> Iterator[str]:

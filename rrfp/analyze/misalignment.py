@@ -9,9 +9,10 @@ import polars as pl
 
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
-from rrfp.trace.records import NS_PER_S
+from rrfp.trace.records import NS_PER_S, Phase
 
 LINK = ("from", "to", "direction")
+_OF_A_STEP = ("to_rank", "step")
 
 
 def misalignment(frames: Frames) -> pl.DataFrame:
@@ -60,14 +61,17 @@ def as_json(report: pl.DataFrame) -> dict[str, object]:
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
     """Every message with its link and how long it was queued, and starved its stage, in ns."""
-    # Since when a rank was idle at a moment: the end of its last task, or its entry into the step.
-    entries = frames.phases.filter(pl.col("phase") == "schedule").select(
+    # Since when a rank was idle at a moment of a step: the end of its last task, or its entry. What
+    # comes before it entered the step finds neither, and starves nobody.
+    entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(
         pl.col("rank").alias("to_rank"),
+        "step",
         pl.col("start_ns").alias("since_ns"),
         pl.col("start_ns").alias("idle_ns"),
     )
     tasks = frames.tasks.select(
         pl.col("rank").alias("to_rank"),
+        "step",
         pl.col("start_ns").alias("since_ns"),
         pl.col("end_ns").alias("idle_ns"),
     )
@@ -79,7 +83,7 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
             free,
             left_on="came_ns",
             right_on="since_ns",
-            by="to_rank",
+            by=_OF_A_STEP,
             # The very task that began with the message tells nothing of the time before.
             allow_exact_matches=False,
             check_sortedness=False,
@@ -89,7 +93,7 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
             pl.col("to_pp_rank").alias("to"),
             direction.alias("direction"),
             (pl.col("used_ns") - pl.col("came_ns")).clip(0).alias("queued_ns"),
-            pl.when(pl.col("came_ns") == pl.col("came_ns").max().over("to_rank", "since_ns"))
+            pl.when(pl.col("came_ns") == pl.col("came_ns").max().over(*_OF_A_STEP, "since_ns"))
             .then((pl.col("came_ns") - pl.col("idle_ns")).fill_null(0).clip(0))
             .otherwise(0)
             .alias("starved_ns"),

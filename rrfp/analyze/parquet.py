@@ -16,18 +16,31 @@ _RUN = "run.parquet"
 
 
 def read_tables(folder: Path) -> Frames:
-    """The tables that `write_tables` has put there; each is read when it is asked for."""
-    run = pl.read_parquet(folder / _RUN)
+    """The tables that `write_tables` has put there; each is read when it is asked for.
+
+    May raise OSError and PolarsError.
+    """
+    # A path is a name, whatever characters it has.
+    run = pl.read_parquet(folder / _RUN, glob=False, hive_partitioning=False)
     sources = run.lazy().select("source", *PLACE)
     return Frames(
         run.drop("source"),
         {
-            name: pl.scan_parquet(folder / f"{name}-*.parquet")
+            name: pl.scan_parquet(
+                sorted(folder.glob(f"{name}-*.parquet")), glob=False, hive_partitioning=False
+            )
             .join(sources, on="source", maintain_order="left")
             .select(*schema)
             for name, schema in SCHEMAS.items()
         },
     )
+
+
+def check_tables(folder: Path) -> None:
+    """Raises OSError or PolarsError where a table is not there, or is none."""
+    files = [_file(folder, name, 0) for name in SCHEMAS]
+    for file in {folder / _RUN, *files, *folder.glob("*.parquet")}:
+        pl.scan_parquet(file, glob=False).collect_schema()
 
 
 def write_tables(reader: "TraceReader", folder: Path) -> None:
@@ -42,6 +55,10 @@ def write_tables(reader: "TraceReader", folder: Path) -> None:
     run_frame(iter(reader.infos.values()), reader.settings).with_columns(
         pl.Series("source", list(reader.infos), pl.Int64)
     ).write_parquet(folder / _RUN)
+
+
+def _file(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}-{number:05}.parquet"
 
 
 class _TableWriter:
@@ -77,7 +94,7 @@ class _TableWriter:
             if is_text:
                 frame = frame.with_columns(texts.gather(frame[name]).alias(name))
         frame.select(*self._schema).write_parquet(
-            self._folder / f"{self._name}-{self._num_files:05}.parquet", compression="lz4"
+            _file(self._folder, self._name, self._num_files), compression="lz4"
         )
         self._num_files += 1
         self._tables, self._num_rows = [], 0

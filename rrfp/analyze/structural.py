@@ -21,6 +21,7 @@ import polars as pl
 from rrfp.analyze.bubbles import BubbleParts
 from rrfp.analyze.frames import Frames, recording_of, windows
 from rrfp.errors import RrfpError
+from rrfp.schedule.tasks import Kind
 from rrfp.simulate.measured import MeasuredStep, measure
 from rrfp.simulate.recorded import RecordedRun, read_run
 from rrfp.simulate.replay import replay
@@ -56,6 +57,14 @@ def structural_of(frames: Frames) -> Structural:
     finished = windows(frames)["step"].to_list()
     if not finished:
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    backwards = frames.scan("task").filter(pl.col("kind") == Kind.B)
+    trained = set(backwards.select(pl.col("step").unique()).collect()["step"])
+    tested = [step for step in finished if step not in trained]
+    if tested:
+        raise RrfpError(
+            f"{len(tested)} of its steps, step {tested[0]} for one, have no backward, and only "
+            "whole training steps are replayed; choose such with --steps"
+        )
     num_tasks = frames.scan("task").select(pl.len()).collect().item()
     of_a_step = num_tasks / len(frames.steps)
     if of_a_step > _MOST_TASKS_OF_A_STEP:
@@ -64,8 +73,16 @@ def structural_of(frames: Frames) -> Structural:
             "replayed on the side; 'rrfp analyze whatif' replays them all"
         )
     num_steps = min(len(finished), max(1, int(_NUM_TASKS_REPLAYED / max(of_a_step, 1))))
-    chosen = [finished[index * len(finished) // num_steps] for index in range(num_steps)]
+    # From the middle of each part: the first step warms caches up.
+    chosen = [
+        finished[(2 * index + 1) * len(finished) // (2 * num_steps)] for index in range(num_steps)
+    ]
     run = read_run(recording_of(frames.of_steps(chosen)))
+    if run.left_out:
+        raise RrfpError(
+            f"step {run.left_out[0]} has not all of its tasks; see 'rrfp trace check', and choose "
+            "others with --steps"
+        )
     return structural(run, measure(run))
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +50,7 @@ FrameFormat = Annotated[Format, typer.Option("--format", help="How to print the 
 
 def parse_steps(text: str) -> range:
     """Read `A:B`, either of which may be left out; UsageError for anything else."""
-    match = re.fullmatch(r"(\d*):(\d*)", text)
+    match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", text)
     if match is None:
         raise UsageError(f"--steps takes a range such as 3:10, not '{text}'")
     start = int(match[1] or 0)
@@ -86,7 +87,10 @@ def print_frame(
                     "--format parquet is no text for a terminal; send it to a file with "
                     "> report.parquet"
                 )
-            report.write_parquet(sys.stdout.buffer)
+            # A pipe that was closed is the system's to tell, and not polars'.
+            octets = BytesIO()
+            report.write_parquet(octets)
+            sys.stdout.buffer.write(octets.getvalue())
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:

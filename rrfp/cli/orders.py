@@ -15,6 +15,7 @@ from rrfp.cli.options import (
     parse_steps,
     print_frame,
     tell_lacking,
+    tell_left_out,
 )
 from rrfp.trace.records import NS_PER_S
 
@@ -39,8 +40,12 @@ def deviations(
     way round.
     """
     from rrfp.analyze import deviations as module
+    from rrfp.analyze.frames import windows
 
-    report = module.deviations(_frames(path, steps, stage))
+    frames = _frames(path, steps)
+    report = module.deviations(frames, stage)
+    unfinished = set(frames.steps) - set(windows(frames)["step"])
+    tell_left_out(tuple(sorted(unfinished)), "not every rank finished them")
     print_frame(report, module.as_json(report), output_format)
     check_threshold(fail_above, report["deviating_fraction"].max(), "a rank's deviating fraction")
 
@@ -85,9 +90,10 @@ def critical_path(
     """
     from rrfp.analyze.critical_path import critical_path as walk
 
-    report = walk(_frames(path, steps), step)
+    frames = _frames(path, steps)
+    report = walk(frames, step)
     if stage is not None:
-        report = report.of_rank(_frames(path).rank_of(stage))
+        report = report.of_rank(frames.rank_of(stage))
     if output_format is Format.TABLE:
         typer.echo(f"Step {report.step} took {report.length_ns / NS_PER_S:.4g} s, of which")
     print_frame(report.frame, report.as_json(), output_format)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -25,42 +26,53 @@ _HEADINGS = {
     "gradient_sync": "grad\nsync",
     "overhead": "over-\nhead",
 }
+_MOST_CAUSES = 7
+"""So many columns of causes have room beside each other in 80 columns."""
 
 
-def bubble_table(bubbles: "Bubbles") -> Table:
+def bubble_table(bubbles: "Bubbles") -> Group:
     """A row a rank and a total: how much of the window was work, how much bubble, and why.
 
-    Causes that no rank had are left out.
+    Causes that no rank had are left out. Of many causes the last ones stand in a table below.
     """
-    totals_ns = bubbles.causes_ns
-    causes = [cause for cause, total_ns in totals_ns.items() if total_ns]
-    table = Table(
-        title=f"Where the time of {_steps(bubbles)} went, in % of it",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
+    ranks = bubbles.ranks
+    wholes_ns = [rank.window_ns for rank in ranks]
+
+    def percents(parts_ns: list[int]) -> list[str]:
+        """Of each rank, and of all."""
+        pairs = zip([*parts_ns, sum(parts_ns)], [*wholes_ns, sum(wholes_ns)], strict=True)
+        return [f"{100 * part_ns / whole_ns:.1f}" for part_ns, whole_ns in pairs]
+
+    names = {"rank": [*(str(rank.rank) for rank in ranks), "all"]}
+    main = {
+        "stage": [*(" ".join(map(str, rank.stages)) for rank in ranks), ""],
+        "work": percents([rank.busy_ns for rank in ranks]),
+        "bubble": percents([rank.bubble_ns for rank in ranks]),
+    }
+    causes = [
+        (_HEADINGS.get(cause, cause), percents([rank.causes_ns[cause] for rank in ranks]))
+        for cause, total_ns in bubbles.causes_ns.items()
+        if total_ns
+    ]
+    first, *others = (
+        _rank_table(names | (main if start == 0 else {}) | dict(causes[start:][:_MOST_CAUSES]))
+        for start in range(0, max(1, len(causes)), _MOST_CAUSES)
     )
-    for heading in ("rank", "stage", "work", "bubble", *(_HEADINGS.get(c, c) for c in causes)):
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
-    for rank in bubbles.ranks:
-        table.add_row(
-            str(rank.rank),
-            " ".join(map(str, rank.stages)),
-            _percent(rank.busy_ns, rank.window_ns),
-            _percent(rank.bubble_ns, rank.window_ns),
-            *(_percent(rank.causes_ns[cause], rank.window_ns) for cause in causes),
-        )
-    all_ns = bubbles.window_ns * len(bubbles.ranks)
-    bubble_ns = sum(totals_ns.values())
+    first.title = f"Where the time of {_steps(bubbles)} went, in % of it"
+    return Group(first, *others)
+
+
+def _rank_table(columns: dict[str, list[str]]) -> Table:
+    """A row a rank and a total."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for heading in columns:
+        # The stages of a rank with many chunks may take several lines.
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=heading != "stage")
+    *of_ranks, of_all = zip(*columns.values(), strict=True)
+    for row in of_ranks:
+        table.add_row(*row)
     table.add_section()
-    table.add_row(
-        "all",
-        "",
-        _percent(all_ns - bubble_ns, all_ns),
-        _percent(bubble_ns, all_ns),
-        *(_percent(totals_ns[cause], all_ns) for cause in causes),
-        style="bold",
-    )
+    table.add_row(*of_all, style="bold")
     return table
 
 
@@ -119,17 +131,16 @@ def frame_table(frame: "pl.DataFrame") -> Table:
     for name in frame.columns:
         table.add_column(name.replace("_", "\n"), justify="right", vertical="bottom")
     for row in frame.iter_rows():
-        table.add_row(*(f"{each:.4g}" if isinstance(each, float) else str(each) for each in row))
+        # A trace may hold what rich would take for markup.
+        table.add_row(
+            *(Text(f"{each:.4g}" if isinstance(each, float) else str(each)) for each in row)
+        )
     return table
 
 
 def _steps(bubbles: "Bubbles") -> str:
     count = len(bubbles.steps)
     return f"{count} steps" if count > 1 else f"step {bubbles.steps[0]}"
-
-
-def _percent(part_ns: int, whole_ns: int) -> str:
-    return f"{100 * part_ns / whole_ns:.1f}"
 
 
 def _digits(seconds: float) -> str:

@@ -5,12 +5,12 @@ import socket
 import sys
 import threading
 import webbrowser
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.interchange import export_trace, import_trace
+from rrfp.cli.options import TracePath
 from rrfp.trace.first_look import Preset
 
 if TYPE_CHECKING:
@@ -20,17 +20,10 @@ app = typer.Typer(
     help="Look at a run's trace, check that it is whole, or change its form.", no_args_is_help=True
 )
 
-RunPath = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="[PATH]", help="A run's directory or its trace file; none means the newest run."
-    ),
-]
-
 
 @app.command(epilog="Example: rrfp trace view runs/latest --preset bubbles")
 def view(
-    path: RunPath = None,
+    path: TracePath = None,
     preset: Annotated[
         Preset | None,
         typer.Option(
@@ -74,7 +67,7 @@ def view(
 
 
 @app.command(epilog="Example: rrfp trace check runs/latest")
-def check(path: RunPath = None) -> None:
+def check(path: TracePath = None) -> None:
     """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is.
 
     For a whole trace it also states what recording cost.

@@ -8,7 +8,7 @@ exponentials of C libraries differ from machine to machine in their last bit.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import factorial
 
@@ -32,9 +32,14 @@ _LOG = [2 / n for n in range(1, 24, 2)]
 
 def uniforms(num: int, *key: int | str) -> Floats:
     """`num` draws from [0, 1); the first ones are the same whatever `num` is."""
+    return uniforms_in_parts(*key)(num)
+
+
+def uniforms_in_parts(*key: int | str) -> Callable[[int], Floats]:
+    """Gives the same draws as `uniforms`, at each call the next so many of them."""
     digest = blake2b(json.dumps(key).encode(), digest_size=16).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(num)
-    return np.asarray((bits >> np.uint64(11)) * 2.0**-53)
+    bits = np.random.Philox(key=int.from_bytes(digest, "little"))
+    return lambda num: np.asarray((bits.random_raw(num) >> np.uint64(11)) * 2.0**-53)
 
 
 def normals(num: int, *key: int | str) -> Floats:

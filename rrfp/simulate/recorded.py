@@ -28,6 +28,7 @@ from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Pl
 from rrfp.schedule.tasks import Task, format_task
 from rrfp.simulate.world import Policy
 from rrfp.trace.records import (
+    Phase,
     RankInfo,
     RankRecords,
     ReceiveRecord,
@@ -323,7 +324,7 @@ def _split(records: RankRecords) -> defaultdict[int, RankStep]:
         lambda: RankStep(records.info, 0, [], [], [], [], is_in_group)
     )
     for phase in records.phases:
-        if phase.phase == "schedule":
+        if phase.phase == Phase.SCHEDULE:
             steps[phase.step] = RankStep(records.info, phase.start_ns, [], [], [], [], is_in_group)
     for task in records.tasks:
         steps[task.step].tasks.append(task)

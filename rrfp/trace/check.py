@@ -6,14 +6,14 @@ no further check looks at it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import count, islice, pairwise
 from typing import Any
 
 from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
-from rrfp.trace.perfetto_format import MOST_OF_A_KIND
 from rrfp.trace.perfetto_reader import TraceContents
 from rrfp.trace.records import Phase, RankRecords, ReceiveRecord, Recording, SendRecord, TaskRecord
+from rrfp.trace.rundir import expected_ranks
 
 _NUM_EXAMPLES = 3
 
@@ -62,22 +62,6 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
     twice = [rank for rank, count in counts.items() if count > 1]
     if twice:
         yield _tell("unmatched: {} in the trace more than once", "ranks", twice)
-
-
-def expected_ranks(settings: Mapping[str, object]) -> set[int]:
-    """The ranks that a run had by its settings; none where these do not tell."""
-    expected: set[int] = set()
-    world = settings.get("world")
-    if isinstance(world, int) and world <= MOST_OF_A_KIND:
-        expected.update(range(world))
-    listed = settings.get("ranks")
-    if isinstance(listed, list):
-        expected.update(
-            entry["rank"]
-            for entry in listed
-            if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
-        )
-    return expected
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:

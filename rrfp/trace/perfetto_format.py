@@ -26,7 +26,8 @@ FIELDS = {
 MOST_OF_A_KIND = 1 << 20
 """No run has more ranks, stages or microbatches. Who believes a trace makes lists of so many."""
 _PLACES = ("stage", "chunk", "microbatch", "peer", "member")
-_MOST_NS = 1 << 62
+_MOST_NS = 1 << 53
+"""104 days; sums of such times are still numbers."""
 
 
 def bounds_of(field: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Reads a trace back into the recording it was made of; `rrfp.trace.perfetto` states the rules.
 
 An event is known by what is in it: its category and annotations say which record it is, whatever
-its track and wherever it stands. Packets and events of other makers are passed over.
+its track and wherever it stands. Packets and events of other categories are passed over.
 
 A trace is read a batch of packets at a time, and a batch in columns. Slices that do not end in
 their batch are read again with the next one.
@@ -132,10 +132,14 @@ class TraceReader:
         self._open: list[bytes] = []
         self._num_stray_ends = 0
         self._num_backward = 0
-        self._flows: list[Numbers] = []
+        self._num_records = 0
+        self._flows: list[Numbers] | None = None
+        """The arrows of each batch, where they are asked for."""
 
     def contents(self) -> TraceContents:
         """Everything. Raises RrfpError as `tables` does."""
+        flows: list[Numbers] = []
+        self._flows = flows
         found: defaultdict[str, list[Table]] = defaultdict(list)
         for tables in self.tables():
             for name, table in tables.items():
@@ -157,7 +161,7 @@ class TraceReader:
             Recording(self.settings, list(ranks.values())),
             [self._parse(packet).track_event.name for packet in self._open],
             self._num_stray_ends,
-            _counted(self._flows),
+            _counted(flows),
             self._num_records_written,
         )
 
@@ -189,10 +193,17 @@ class TraceReader:
             raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
     def check_whole(self) -> None:
-        """Raises RrfpError where no figure of what was read would be right: the closing mark was
-        not among it, two sequences are of one rank, or events end before they begin."""
+        """Raises RrfpError where no figure of what was read would be right: the closing mark or
+        other events were not among it, two sequences are of one rank, or events end before they
+        begin."""
         if self._num_records_written is None:
             raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
+        if self._num_records < self._num_records_written:
+            raise RrfpError(
+                f"the trace {self._path} lacks {self._num_records_written - self._num_records} of "
+                f"the {self._num_records_written} records that were written; 'rrfp trace check' "
+                "says more"
+            )
         counts = Counter(info.rank for info in self.infos.values())
         twice = sorted(rank for rank, count in counts.items() if count > 1)
         if twice:
@@ -212,7 +223,8 @@ class TraceReader:
         begins, ends = batch.pair_slices()
         self._num_stray_ends += batch.num_stray_ends
         self._open = [batch.packet(event) for event in batch.unended]
-        self._flows.append(batch.flows(num_read_before))
+        if self._flows is not None:
+            self._flows.append(batch.flows(num_read_before))
         for event in batch.instants_in(RUN, RANK):
             self._take_mark(self._parse(batch.packet(event)))
         return {
@@ -232,6 +244,7 @@ class TraceReader:
         events = begins[slices] if is_slice else instants
         if not events.size:
             return None
+        self._num_records += events.size
         table = {"source": batch.sequences[events]}
         if is_slice:
             starts_ns, ends_ns = batch.times[events], batch.times[ends[slices]]

@@ -4,10 +4,12 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.perfetto_format import MOST_OF_A_KIND
 
 RUNS = Path("runs")
 """Where runs go that were given no directory, below the working directory."""
@@ -82,8 +84,10 @@ def resolve_trace(path: Path | None) -> Path:
         path = LATEST
     if not path.exists():
         raise RrfpError(f"there is no run or trace at {path}")
-    if not path.is_dir():
+    if path.is_file():
         return path
+    if not path.is_dir():
+        raise RrfpError(f"{path} is no file; save the trace to one first, it is read twice")
     run = RunDir(path)
     if run.trace.exists():
         return run.trace
@@ -93,6 +97,22 @@ def resolve_trace(path: Path | None) -> Path:
     from rrfp.trace.merge import encode_run
 
     return encode_run(path)
+
+
+def expected_ranks(settings: Mapping[str, object]) -> set[int]:
+    """The ranks that a run had by its settings; none where these do not tell."""
+    expected: set[int] = set()
+    world = settings.get("world")
+    if isinstance(world, int) and world <= MOST_OF_A_KIND:
+        expected.update(range(world))
+    listed = settings.get("ranks")
+    if isinstance(listed, list):
+        expected.update(
+            entry["rank"]
+            for entry in listed
+            if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
+        )
+    return expected
 
 
 def _create_at(out: Path, force: bool) -> RunDir:

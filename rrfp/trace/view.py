@@ -15,6 +15,7 @@ with it.
 import importlib.util
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -100,6 +101,11 @@ class TraceServer(ThreadingHTTPServer):
         (through a tunnel its port may be another)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
         return f"{ui}#!/?url=http://{host}{_TRACE_PATH}&{self._arguments}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that went away is no news to the user; anything else is."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     def _bind_first(self, ports: list[int]) -> None:
         for port in ports:
@@ -189,11 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Security-Policy", _UI_POLICY)
             self.end_headers()
             if with_body:
-                try:
-                    shutil.copyfileobj(file, self.wfile)
-                except ConnectionError:
-                    # The browser went away.
-                    self.close_connection = True
+                shutil.copyfileobj(file, self.wfile)
 
     def _lead_to_ui(self) -> None:
         self.send_response(HTTPStatus.FOUND)
