@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +277,159 @@ def test_steps_are_the_profilers_where_it_had_any(put: Callable[[str, Any], Path
 
 
 def test_huge_numbers_cost_nothing(put: Callable[[str, Any], Path]) -> None:
-    events = [event("PP:999999999F999999999", 0, 1), event("PP:0B999999999", 2, 1)]
+    events = [event("PP:999999F999999", 0, 1), event("PP:0B999999", 2, 1)]
     imported = import_run([put("p.json", profile(events, 0, 10**6))])
     assert imported.notes[0].startswith("999999 of 1000000 ranks are missing (1, 2, 3, ")
     assert len(imported.recording.ranks[0].tasks) == 2
+
+
+Spoil = Callable[[int, list[Event]], object]
+
+
+@pytest.fixture
+def spoilt(tmp_path: Path) -> Callable[[str, Spoil], Path]:
+    """A directory of a fixture's profiles, in each of which the events of its rank were changed."""
+
+    def write(name: str, spoil: Spoil) -> Path:
+        for rank in range(4):
+            packed = (FIXTURES / name / f"rank-{rank}.json.gz").read_bytes()
+            told = json.loads(gzip.decompress(packed))
+            told["traceEvents"].sort(key=lambda each: each["ts"])
+            spoil(rank, told["traceEvents"])
+            (tmp_path / f"{rank}.json").write_text(json.dumps(told))
+        return tmp_path
+
+    return write
+
+
+def test_steps_without_the_profilers_are_the_same(spoilt: Callable[[str, Spoil], Path]) -> None:
+    gap_us = 1_000_000
+
+    def spread(rank: int, events: list[Event], profiler: bool = False) -> None:
+        begins: list[float] = []
+        first = "PP:0F0" if rank == 0 else f"PP:{rank}RECV_F0"
+        for each in events:
+            if each["name"] == first:
+                begins.append(each["ts"] + gap_us * len(begins))
+            each["ts"] += gap_us * (len(begins) - 1)
+        assert len(begins) == 3
+        for step in range(3 * profiler):
+            end_us = [*begins, begins[-1] + 100 * gap_us][step + 1]
+            events.append(event(f"ProfilerStep#{step}", begins[step], end_us - begins[step]))
+
+    def windows_ns(directory: Path) -> list[tuple[int, ...]]:
+        recording = import_run([directory]).recording
+        return [phase[:3] for rank in recording.ranks for phase in rank.phases]
+
+    counted = windows_ns(spoilt("pipelining-interleaved", spread))
+    told = windows_ns(
+        spoilt("pipelining-interleaved", lambda rank, events: spread(rank, events, profiler=True))
+    )
+    assert counted == told
+    for (_, end_ns, step), (start_ns, _, later) in pairwise(counted):
+        assert later <= step or end_ns < start_ns
+
+
+@pytest.mark.parametrize("torn", [(0, 1, 2, 3), (0, 1), (3,)])
+def test_a_torn_step_is_left_out(
+    torn: tuple[int, ...], spoilt: Callable[[str, Spoil], Path]
+) -> None:
+    def tear(rank: int, events: list[Event]) -> None:
+        if rank in torn:
+            del events[: len(events) // 8]
+
+    imported = import_run([spoilt("pipelining-1f1b", tear)])
+    (note,) = imported.notes
+    assert note.startswith(f"{len(torn)} of 4 profiles begin in the middle of a step")
+    rows = ORDERS["1f1b"](Shape(4, 8)).rows
+    for rank in range(4):
+        steps = [phase.step for phase in imported.recording.ranks[rank].phases]
+        missing = 0 if len(torn) == 4 else int(rank in torn)
+        assert steps == list(range(missing, 2 if len(torn) == 4 else 3))
+        assert all(order_of(imported.recording, rank, step) == rows[rank] for step in steps)
+
+
+def test_evaluation_does_not_hide_the_order(spoilt: Callable[[str, Spoil], Path]) -> None:
+    def evaluate(rank: int, events: list[Event]) -> None:
+        events[:] = [e for e in events if not re.fullmatch(r"rrfp B.* step=2", e["name"])]
+
+    recording = import_run([spoilt("megatron", evaluate)]).recording
+    assert recording.settings["settings"]["hint"] == "1f1b"  # type: ignore[index]
+
+
+def test_what_is_no_harm_is_passed_over(put: Callable[[str, Any], Path]) -> None:
+    since_1970_us = 1.7e15
+    event_0, event_1 = event("PP:0F0", since_1970_us, 10), event("PP:0B0", since_1970_us + 20, 10)
+    told = {**profile([{**event_0, "pid": 1 << 40}, {**event_1, "pid": 10**30}])}
+    profiles = put("p.json", {**told, "baseTimeNanoseconds": 0}).parent
+    put("run.json", {"settings": {}})
+    recording = import_run([profiles]).recording
+    assert [task.start_ns for task in recording.ranks[0].tasks] == [0, 20 * US]
+    assert recording.ranks[0].info.pid == 0
+    # Two at one time, of which one has an id.
+    numbered = {**event("PP:0F0", 0, 10), "args": {"External id": 3}}
+    put("p.json", profile([event("PP:0F0", 0, 10), numbered, event("PP:0B0", 20, 10)]))
+    assert len(import_run([profiles]).recording.ranks[0].tasks) == 3
+    # What is not compressed may grow while it is read, or has no size.
+    put("p.json", json.dumps(profile([event_0, event_1])).encode() + b" " * 3_000_000)
+    assert len(import_run([profiles]).recording.ranks[0].tasks) == 2
+
+
+def on_gpu(number: Callable[[int], Event], num_worked: int = 6) -> list[Event]:
+    events = []
+    for index, name in enumerate(["PP:0F0", "PP:0B0"] * 3):
+        events.append(event(name, 10 * index, 5, args=number(index)))
+        if index < num_worked:
+            worked = {"cat": "gpu_user_annotation", "args": number(index)}
+            events.append(event(name, 1000 + 100 * index, 50, **worked))
+    return events
+
+
+def test_the_gpus_work_is_found_by_its_number_only(put: Callable[[str, Any], Path]) -> None:
+    by_text = on_gpu(lambda index: {"External id": str(index)})
+    tasks = import_run([put("p.json", profile(by_text))]).recording.ranks[0].tasks
+    assert [task.start_ns for task in tasks] == [100 * US * index for index in range(6)]
+    half = [
+        {**each, "args": {}} if each["cat"] == "gpu_user_annotation" else each for each in by_text
+    ]
+    for events in (on_gpu(lambda _: {}), half):
+        with pytest.raises(RrfpError, match="the GPU worked for; profile with a torch"):
+            import_run([put("p.json", profile(events))])
+    cut = on_gpu(lambda index: {"External id": index}, num_worked=5)
+    imported = import_run([put("p.json", profile(cut))])
+    assert "has 1 tasks for which the GPU did nothing" in imported.notes[0]
+    assert len(imported.recording.ranks[0].tasks) == 5
+
+
+def test_gpipes_stages_are_the_ranks_numbers(put: Callable[[str, Any], Path]) -> None:
+    ranks = 0, 1, 3
+    paths = [
+        put(
+            f"{rank}.json",
+            profile([event("Forward 0", 20 * rank, 10), event("Backward 0", 200, 10)], rank, 4),
+        )
+        for rank in ranks
+    ]
+    imported = import_run(paths)
+    assert [rank.info.stages for rank in imported.recording.ranks] == [(0,), (1,), (3,)]
+    assert "all ranks are taken for one pipeline" in imported.notes[0]
+
+
+@pytest.mark.parametrize(("late_ns", "told"), [(900, None), (5_000, "rank 1 by 5 us, ")])
+def test_only_shifts_that_matter_are_told(late_ns: int, told: str | None) -> None:
+    ranks = [
+        RankSpans(
+            RankInfo(number, number, 0, 0, (number,), "h", 1),
+            [TaskSpan(0, late_ns, 0, Kind.F, number, 0)],
+            phases=[PhaseRecord(0, late_ns, 0, Phase.SCHEDULE)],
+        )
+        for number in range(2 if told is None else 20)
+    ]
+    notes = assemble(ranks, SOURCE).notes
+    assert (notes == ()) == (told is None)
+    if told is not None:
+        assert told in notes[0]
+        assert notes[0].endswith("rank 8 by 40 us, ...")
 
 
 def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +492,26 @@ GOOD = profile([F0, B0])
             },
             "rank 0 ran a task of stage 5 and says that it holds 1",
         ),
+        (
+            {
+                f"{rank}.json": profile(
+                    [
+                        event(task_range(Kind.F, 0, 0, 0, 0), 0, 1),
+                        event(schedule_range(ScheduleRange(0, rank, 0, 0, 0, (0,))), 0, 1),
+                    ],
+                    rank,
+                    2,
+                )
+                for rank in range(2)
+            },
+            "ranks 0 and 1 both say that they are pp 0, tp 0, dp 0",
+        ),
+        ({"a.json": profile([{**F0, "ts": 10**400}])}, "whose ts is 1000"),
+        ({"a.json": profile([{**F0, "ts": True}])}, "whose ts is True"),
+        ({"a.json": profile([F0, B0], 4, 4)}, "is of rank 4, of a run of 4 ranks"),
+        ({"a.json": profile([F0, B0], 10**30, 4)}, "as 1048576, so it is damaged"),
+        ({"a.json": profile([event("PP:0F9999999", 0, 1)])}, "the number 9999999 for a rank"),
+        ({"a.json": profile([F0, event("PP:0B0", 1e13, 1)])}, "to last more than 104 days"),
         ({}, "has no file whose name ends in"),
         ({"a.csv": b"", "b.csv": b""}, "import it alone"),
     ],
@@ -386,6 +557,35 @@ def test_an_existing_run_is_replaced_only_by_force(
     assert "192 tasks of 4 ranks in 3 steps" in capsys.readouterr().out
     assert _rrfp(*arguments) == 2
     assert _rrfp(*arguments, "--force") == 0
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    before = sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
+    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:], "--force") == 1
+    assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
+    # It is refused before anything is read.
+    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:]) == 2
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_cannot_be_written_leaves_things_as_they_were(
+    is_new: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    if not is_new:
+        run.mkdir()
+        (run / "trace.pftrace").write_text("the old one")
+
+    def is_full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rrfp.trace.perfetto_writer.write_trace", is_full)
+    assert _rrfp("trace", "import", str(FIXTURES / "megatron"), "-o", str(run), "--force") == 1
+    assert "could not be written: No space left" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.rglob("*")] == (
+        [] if is_new else ["run", "trace.pftrace"]
+    )
 
 
 @st.composite

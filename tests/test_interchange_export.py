@@ -153,6 +153,8 @@ def test_parquet_holds_the_frames(run: Path, tmp_path: Path) -> None:
     ("arguments", "code"),
     [
         (("-o", "t.txt", "--format", "chrome"), 2),
+        (("-o", "t.csv"), 2),
+        (("-o", ""), 2),
         (("-o", "missing/t.json"), 1),
         (("-o", "trace.pftrace", "--format", "parquet"), 2),
         ((), 2),

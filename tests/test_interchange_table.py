@@ -2,6 +2,7 @@
 
 import csv
 import io
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def spoiled(column: str, value: object) -> list[Any]:
         ([GOOD, spoiled("mc", -1)], "row 2: mc is -1.0"),
         ([GOOD, spoiled("mc", 10**8)], "row 2: mc is 100000000.0"),
         ([GOOD, spoiled("stage", 10**12)], "row 2: stage is 1000000000000.0"),
+        ([GOOD, spoiled("mb_id", 1 << 20)], "row 2: mb_id is 1048576.0"),
+        ([GOOD, spoiled("step", 0.5)], "step is 0.5; it must be a whole number"),
+        (
+            [GOOD, spoiled("duration", 3e9), spoiled("step", 1)],
+            "has steps that take 3e+09 s together",
+        ),
         ([GOOD, spoiled("optype", "nap")], "has the optype 'nap'"),
         ([GOOD, spoiled("optype", "")], "has the optype 'missing'"),
         ([GOOD, spoiled("stage", 1)], "gives rank 0 several stages or replicas"),
@@ -150,9 +157,40 @@ def test_rows_that_cannot_be_are_refused(
 
 
 def test_huge_numbers_cost_nothing(tmp_path: Path) -> None:
-    rows = [GOOD, spoiled("mb_id", 10**9), spoiled("step", 10**9)]
+    rows = [GOOD, spoiled("mb_id", 10**6), spoiled("step", 10**9)]
     imported = import_run([written(tmp_path / "t.csv", rows)])
     assert imported.recording.settings["settings"]["hint"] == "as recorded"  # type: ignore[index]
+
+
+def test_steps_may_be_dated(tmp_path: Path) -> None:
+    dated = [spoiled("start_ts", 1.7e9 + second) for second in range(20)]
+    for step, each in enumerate(dated):
+        each[COLUMNS.index("step")] = step
+    tasks = import_run([written(tmp_path / "t.csv", dated)]).recording.ranks[0].tasks
+    assert [task.start_ns for task in tasks] == [step * 10**9 for step in range(20)]
+    # By so little they overlap that they are laid end to end.
+    for each in dated[1:]:
+        each[COLUMNS.index("start_ts")] -= 1e-6
+    tasks = import_run([written(tmp_path / "t.csv", dated)]).recording.ranks[0].tasks
+    assert [task.start_ns for task in tasks] == [step * 10**9 for step in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("rank", [[0]]),
+        ("rank", [{"a": 1}]),
+        ("rank", [b"0"]),
+        ("start_ts", [datetime(2024, 1, 1)]),
+        ("duration", [timedelta(seconds=1)]),
+        ("optype", [["forward-compute"]]),
+    ],
+)
+def test_columns_of_other_types_are_refused(column: str, values: list[Any], tmp_path: Path) -> None:
+    table = pl.DataFrame(dict(zip(COLUMNS, ([value] for value in GOOD), strict=True)))
+    table.with_columns(pl.Series(column, values)).write_parquet(tmp_path / "t.parquet")
+    with pytest.raises(RrfpError, match=f"has {column} as "):
+        import_run([tmp_path / "t.parquet"])
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:

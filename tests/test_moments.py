@@ -1,5 +1,6 @@
 """When work began and ended, on a GPU that is made up: one that is late, and whose clock drifts."""
 
+from struct import pack, unpack
 from typing import Any
 
 import pytest
@@ -101,9 +102,28 @@ def test_a_busy_gpu_is_not_waited_for(gpu: Gpu) -> None:
 
 def test_events_are_used_again(gpu: Gpu) -> None:
     moments = CudaMoments(gpu.clock)
-    first = moments.mark()
-    assert moments.times_ns([first], wait=True) is not None
+    first, second = moments.mark(), moments.mark()
+    assert moments.times_ns([first, second], wait=True) is not None
+    # The last one is what the next ones are counted from.
     assert moments.mark() is first
+    assert moments.mark() is not second
+
+
+def test_long_runs_are_told_as_precisely(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells the time between two events in single precision."""
+
+    def elapsed_ms(start: Event, end: Event) -> float:
+        (told,) = unpack("f", pack("f", (end.passes_ns - start.passes_ns) / 1e6))
+        return float(told)
+
+    monkeypatch.setattr(Event, "elapsed_time", elapsed_ms)
+    moments = CudaMoments(gpu.clock)
+    errors_ns = []
+    for step in range(1000):
+        mark = mark_after(moments, gpu, 10_000_000_000 + 137_003 * step)
+        (time_ns,) = moments.times_ns([mark], wait=True) or [0]
+        errors_ns.append(time_ns - mark.passes_ns)
+    assert max(errors_ns) - min(errors_ns) < 100_000 < 10_000 * 10**9 * 2**-24 / 2
 
 
 def test_the_host_needs_no_waiting() -> None:

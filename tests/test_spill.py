@@ -112,6 +112,18 @@ def test_a_file_is_known_to_be_written_until_it_is_closed(tmp_path: Path) -> Non
     assert not is_being_written(path)
 
 
+def test_a_forked_child_does_not_keep_a_run_open(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    writer = SpillWriter(path, INFO)
+    # As in a child, another descriptor of the same open file.
+    kept = os.dup(writer._file.fileno())
+    assert is_being_written(path)
+    writer.close()
+    writer.close()
+    assert not is_being_written(path)
+    os.close(kept)
+
+
 def test_locks_are_taken_on_files_open_for_reading_and_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,4 +137,4 @@ def test_locks_are_taken_on_files_open_for_reading_and_writing(
     path = tmp_path / "rank-0.jsonl"
     SpillWriter(path, INFO).close()
     is_being_written(path)
-    assert modes == [os.O_RDWR, os.O_RDWR]
+    assert modes == [os.O_RDWR] * 3

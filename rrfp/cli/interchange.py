@@ -3,12 +3,16 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.options import TracePath
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
+
+if TYPE_CHECKING:
+    from rrfp.trace.records import Recording
 
 
 class ExportFormat(StrEnum):
@@ -18,6 +22,7 @@ class ExportFormat(StrEnum):
     PARQUET = "parquet"
 
 
+_HINT = "imported"
 TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run")
 """The tables that are exported, as `rrfp.analyze.frames` declares them."""
 
@@ -42,21 +47,41 @@ def import_trace(
     rrfp.megatron.trace_native(), or of torch.distributed.pipelining.
     """
     from rrfp.interchange.files import import_run
-    from rrfp.trace.perfetto_writer import write_trace
     from rrfp.trace.rundir import create_run_dir
-    from rrfp.trace.whole_file import open_whole
 
+    if out.exists() and not (force and out.is_dir()):
+        create_run_dir(out, force, _HINT)  # refuses it, before anything large is read
     imported = import_run(paths)
-    run = create_run_dir(out, force, "imported")
-    write_trace(run.trace, imported.recording)
-    with open_whole(run.run_json) as file:
-        file.write(f"{json.dumps(imported.recording.settings, indent=2)}\n".encode())
+    try:
+        _write_run(out, force, imported.recording)
+    except OSError as error:
+        raise RrfpError(f"the run {out} could not be written: {error.strerror}") from error
     for note in imported.notes:
         typer.echo(note, err=True)
     ranks = imported.recording.ranks
     num_tasks = sum(len(rank.tasks) for rank in ranks)
     num_steps = len({phase.step for rank in ranks for phase in rank.phases})
-    print(f"{run.path} has {num_tasks} tasks of {len(ranks)} ranks in {num_steps} steps")
+    print(f"{out} has {num_tasks} tasks of {len(ranks)} ranks in {num_steps} steps")
+
+
+def _write_run(out: Path, force: bool, recording: "Recording") -> None:
+    """Write a run whole or not at all; the one it replaces stays until then. May raise OSError."""
+    from rrfp.trace.perfetto_writer import write_trace
+    from rrfp.trace.rundir import RunDir, create_run_dir
+
+    is_new = not out.exists()
+    run = create_run_dir(out, force, _HINT) if is_new else RunDir(out)
+    try:
+        with TemporaryDirectory(prefix=".import-", dir=out) as directory:
+            part = RunDir(Path(directory))
+            write_trace(part.trace, recording)
+            part.run_json.write_text(f"{json.dumps(recording.settings, indent=2)}\n")
+            create_run_dir(out, force=True, hint=_HINT)
+            part.run_json.replace(run.run_json)
+            part.trace.replace(run.trace)
+    finally:
+        if is_new and not any(out.iterdir()):
+            out.rmdir()
 
 
 def export_trace(
@@ -73,10 +98,17 @@ def export_trace(
     """Write a trace as Chrome's trace events (one JSON file) or as Parquet tables."""
     from rrfp.trace.rundir import resolve_trace
 
+    if not out.name:
+        raise UsageError("the output has no name; give -o a .json or .json.gz file or a directory")
     is_json = out.name.endswith((".json", ".json.gz"))
     chosen = output_format or (ExportFormat.CHROME if is_json else ExportFormat.PARQUET)
     if chosen is ExportFormat.CHROME and not is_json:
         raise UsageError(f"Chrome's trace events go to a .json or .json.gz file, not to {out}")
+    if output_format is None and not is_json and out.suffix and not out.is_dir():
+        raise UsageError(
+            f"the name of {out} tells no format; end it in .json or .json.gz, or say --format "
+            "parquet for a directory of that name"
+        )
     trace = resolve_trace(path)
     if chosen is ExportFormat.CHROME:
         from rrfp.interchange.chrome import write_chrome

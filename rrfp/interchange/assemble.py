@@ -13,7 +13,7 @@ What it does not tell is derived, and nothing else is made up:
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -25,7 +25,10 @@ from rrfp.schedule.dispatcher import ComputeIdle, InputArrived
 from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.perfetto_format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import (
+    NS_PER_S,
+    Phase,
     PhaseRecord,
     RankInfo,
     RankRecords,
@@ -42,6 +45,11 @@ AS_RECORDED = "as recorded"
 """The name of an order that is none of ours."""
 
 _US = 1_000
+_TOLD_SHIFT_NS = _US
+"""What is less is of the rounding of times."""
+_MOST_NS = bounds_of("end_ns")[1]
+_DAY_NS = 86_400 * NS_PER_S
+_NUM_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,8 @@ def assemble(ranks: list[RankSpans], source: Source) -> Imported:
     ranks = sorted(ranks, key=lambda rank: rank.info.rank)
     if not any(rank.tasks for rank in ranks):
         raise RrfpError(f"the {source.name} has no task; import one that was taken in a step")
-    notes = list(_missing(ranks, source))
+    _check_places(ranks, source)
+    notes = [*source.notes, *_missing(ranks, source)]
     run = _Run(ranks)
     notes += run.put_clocks_right()
     run.begin_with_the_input()
@@ -124,12 +133,16 @@ class _Run:
                 "which no shift of clocks explains; their messages count as taking no time"
             )
             return
-        told = ", ".join(
+        told = [
             f"rank {rank} by {shift_ns / _US:.4g} us"
             for rank, shift_ns in shifts_ns.items()
-            if shift_ns
-        )
-        yield f"clocks were put forward so that no task begins before its input is there: {told}"
+            if shift_ns > _TOLD_SHIFT_NS
+        ]
+        if told:
+            yield (
+                "clocks were put forward so that no task begins before its input is there: "
+                f"{_listed(told)}"
+            )
         for rank in self.ranks:
             shift_ns = shifts_ns[rank.info.rank]
             rank.info = replace(rank.info, clock_offset_ns=shift_ns)
@@ -151,12 +164,18 @@ class _Run:
 
     def records(self) -> list[RankRecords]:
         """Everything recorded and derived, counted from the run's first moment."""
-        origin_ns = min(
-            span.start_ns
+        spans = [
+            span
             for rank in self.ranks
             for spans in (rank.tasks, rank.waits, rank.phases)
             for span in spans
-        )
+        ]
+        origin_ns = min(span.start_ns for span in spans)
+        if max(span.end_ns for span in spans) - origin_ns > _MOST_NS:
+            raise RrfpError(
+                f"the run seems to last more than {_MOST_NS / _DAY_NS:.0f} days; its files have "
+                "times of different kinds, import those of one run"
+            )
         for rank in self.ranks:
             _shift(rank, -origin_ns)
         self._find()
@@ -198,7 +217,7 @@ class _Run:
     def _gaps(self, rank: RankSpans) -> Iterator[tuple[int, TaskSpan]]:
         """Where the rank was free before each task that did not begin at once, and that task."""
         entries_ns = {
-            phase.step: phase.start_ns for phase in rank.phases if phase.phase == "schedule"
+            phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE
         }
         free_ns: dict[int, int] = {}
         for task in rank.tasks:
@@ -311,16 +330,16 @@ def _task_records(info: RankInfo, tasks: list[TaskSpan]) -> list[TaskRecord]:
 
 
 def _is_steady(ranks: list[RankRecords]) -> bool:
-    """Whether every rank ran all its steps in the same order."""
-    return all(len({tuple(row) for row in _rows(rank).values()}) <= 1 for rank in ranks)
+    """Whether every rank ran all its training steps in the same order."""
+    return all(len(set(_rows(rank))) <= 1 for rank in ranks)
 
 
-def _rows(rank: RankRecords) -> dict[int, list[Task]]:
-    """What a rank ran, by step."""
+def _rows(rank: RankRecords) -> list[tuple[Task, ...]]:
+    """What a rank ran, of each step that trained: evaluation has no backwards."""
     rows: defaultdict[int, list[Task]] = defaultdict(list)
     for task in rank.tasks:
         rows[task.step].append(task_of(task))
-    return rows
+    return [tuple(row) for row in rows.values() if any(task.kind is Kind.B for task in row)]
 
 
 def _stimuli(rank: RankRecords) -> Iterator[StimulusRecord]:
@@ -330,7 +349,7 @@ def _stimuli(rank: RankRecords) -> Iterator[StimulusRecord]:
     for receive in sorted(rank.receives, key=lambda receive: receive.end_ns):
         arrivals[receive.step].append((receive.end_ns, task_of(receive)))
     needed = {(step, task) for step, found in arrivals.items() for _, task in found}
-    free_ns = {phase.step: phase.start_ns for phase in rank.phases if phase.phase == "schedule"}
+    free_ns = {phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE}
     for record in rank.tasks:
         step, task = record.step, task_of(record)
         now_ns = free_ns.get(step, record.start_ns)
@@ -346,15 +365,47 @@ def _stimuli(rank: RankRecords) -> Iterator[StimulusRecord]:
         free_ns[step] = record.end_ns
 
 
+def _check_places(ranks: list[RankSpans], source: Source) -> None:
+    """Whether every rank has a place of its own in a run that can be."""
+    found: dict[tuple[int, int, int], int] = {}
+    for rank in ranks:
+        info = rank.info
+        place = info.pp_rank, info.tp_rank, info.dp_rank
+        most = max(
+            *(info.rank, *place, *info.stages),
+            *(max(task.stage, task.microbatch) for task in rank.tasks),
+        )
+        if most >= MOST_OF_A_KIND:
+            raise RrfpError(
+                f"the {source.name} has the number {most} for a rank, a stage or a microbatch; "
+                f"no run has as many as {MOST_OF_A_KIND}, so it is damaged"
+            )
+        if source.world_size is not None and info.rank >= source.world_size:
+            raise RrfpError(
+                f"the {source.name} is of rank {info.rank}, of a run of {source.world_size} ranks; "
+                "import the files of one run"
+            )
+        if place in found:
+            raise RrfpError(
+                f"ranks {found[place]} and {info.rank} both say that they are pp {place[0]}, tp "
+                f"{place[1]}, dp {place[2]}; import one run at a time"
+            )
+        found[place] = info.rank
+
+
 def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
     present = {rank.info.rank for rank in ranks}
     missing = [rank for rank in range(source.world_size or 0) if rank not in present]
     if missing:
-        told = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         yield (
-            f"{len(missing)} of {source.world_size} ranks are missing ({told}): what is said of "
-            "waits for them, and of the run as a whole, is said without them"
+            f"{len(missing)} of {source.world_size} ranks are missing ({_listed(missing)}): what "
+            "is said of waits for them, and of the run as a whole, is said without them"
         )
+
+
+def _listed(found: Sequence[object]) -> str:
+    """The first of them."""
+    return ", ".join(map(str, found[:_NUM_LISTED])) + (", ..." if found[_NUM_LISTED:] else "")
 
 
 def _settings(run: _Run, ranks: list[RankRecords], source: Source) -> dict[str, object]:
@@ -400,7 +451,8 @@ def _shape(run: _Run) -> Shape | None:
             continue
         shape = Shape(
             num_ranks,
-            1 + max(task.microbatch for task in tasks),
+            # Evaluation has no backwards, and may have more microbatches.
+            1 + max((task.microbatch for task in tasks if task.kind is Kind.B), default=0),
             num_chunks,
             placement,
             SPLIT_BACKWARD if splits else WHOLE_BACKWARD,
@@ -412,12 +464,12 @@ def _shape(run: _Run) -> Shape | None:
 
 def _order_name(shape: Shape, ranks: list[RankRecords]) -> str:
     """The name of the order that every rank ran all its steps in, if it is one of ours."""
-    rows = [(rank.info.pp_rank, row) for rank in ranks for row in _rows(rank).values()]
-    if any(len(row) != shape.num_tasks_of_a_rank for _, row in rows):
+    rows = [(rank.info.pp_rank, row) for rank in ranks for row in _rows(rank)]
+    if not rows or any(len(row) != shape.num_tasks_of_a_rank for _, row in rows):
         return AS_RECORDED
     for name, order in ORDERS.items():
         if order.fits(shape):
             wanted = order(shape).rows
-            if all(tuple(row) == wanted[pp_rank] for pp_rank, row in rows):
+            if all(row == wanted[pp_rank] for pp_rank, row in rows):
                 return name
     return AS_RECORDED

@@ -5,9 +5,12 @@ from pathlib import Path
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.assemble import Imported, assemble
+from rrfp.trace.rundir import RunDir
 
 _PROFILES = (".json", ".json.gz")
 _TABLES = (".csv", ".csv.gz", ".parquet")
+_OF_A_RUN = RunDir(Path()).run_json.name
+"""Is no profile; a run's directory may be where its profiles went."""
 
 
 def import_run(paths: Sequence[Path]) -> Imported:
@@ -39,7 +42,7 @@ def _files(path: Path) -> list[Path]:
     found = sorted(
         file
         for file in path.iterdir()
-        if file.name.endswith((*_PROFILES, *_TABLES)) and file.is_file()
+        if file.name.endswith((*_PROFILES, *_TABLES)) and file.name != _OF_A_RUN and file.is_file()
     )
     if not found:
         raise RrfpError(

@@ -24,13 +24,14 @@ def open_bytes(path: Path) -> Iterator[bytes]:
 
     Raises RrfpError when it cannot be read, is cut off, or expands beyond all measure.
     """
-    most_bytes = _MOST_EXPANSION * path.stat().st_size + _CHUNK_BYTES if path.exists() else 0
+    is_packed = path.suffix == ".gz"
     num_bytes = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        most_bytes = _MOST_EXPANSION * path.stat().st_size + _CHUNK_BYTES
+        with gzip.open(path) if is_packed else path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 num_bytes += len(chunk)
-                if num_bytes > most_bytes:
+                if is_packed and num_bytes > most_bytes:
                     raise RrfpError(
                         f"{path} expands to more than {_MOST_EXPANSION} times its size, which no "
                         "profile does; if it is one all the same, expand it with gunzip and "

@@ -47,6 +47,8 @@ class WaitRange:
     maker: Maker
     cause: Cause
     step: int | None
+    is_receive: bool = False
+    """Whether it is for the task that comes next, and not of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ _OUR_SCHEDULE = re.compile(
     re.ASCII,
 )
 _ACTION = re.compile(
-    rf"PP:{_NUMBER}(?:([FBIW]){_NUMBER}|(?:SEND|RECV)_[FB]\d+|(REDUCE_GRAD))", re.ASCII
+    rf"PP:{_NUMBER}(?:([FBIW]){_NUMBER}|(SEND|RECV)_[FB]\d+|(REDUCE_GRAD))", re.ASCII
 )
 _OF_GPIPE = re.compile(rf"(Forward|Backward) {_NUMBER}", re.ASCII)
 _PROFILER_STEP = re.compile(rf"ProfilerStep#{_NUMBER}", re.ASCII)
@@ -107,10 +109,10 @@ def parse_range(name: str) -> Range | None:
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):
-        stage, letter, microbatch, reduces = match.groups()
+        stage, letter, microbatch, transfer, reduces = match.groups()
         if letter is None:
             cause = Cause.GRADIENT_SYNC if reduces else Cause.TRANSFER
-            return WaitRange(Maker.PIPELINING, cause, None)
+            return WaitRange(Maker.PIPELINING, cause, None, transfer == "RECV")
         kind = Kind.B if letter == "I" else Kind(letter)
         return TaskRange(Maker.PIPELINING, kind, int(microbatch), int(stage), None)
     if match := _OF_GPIPE.fullmatch(name):

@@ -56,3 +56,5 @@ class Source:
     """Whether a rank does nothing else while it sends and receives, as in Megatron's schedules."""
     world_size: int | None
     """How many ranks the run had; None where its trace does not tell."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know of how it was read, a sentence each."""

@@ -17,6 +17,7 @@ from rrfp.interchange.json_stream import open_bytes
 from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.perfetto_format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, RankInfo, WaitRecord
 
 NUMBERS = ("dp_rank", "stage", "rank", "step", "mc", "mb_id")
@@ -37,9 +38,12 @@ _PASSED_OVER = ("params-all-gather", "gc")
 
 OPTYPES = (*_TASKS, *_TRANSFERS, *_GRADIENT_SYNC, *_OPTIMIZER, *_PASSED_OVER)
 _ROUNDING_NS = 100_000
-_MOST_NUMBER = 1 << 30
-_MOST_CHUNKS = 1_000
-_MOST_SECONDS = 1e9
+_MOST = {
+    **dict.fromkeys(NUMBERS, MOST_OF_A_KIND - 1),
+    **dict.fromkeys(TIMES, 4_000_000_000),  # a date of 2096, in seconds since 1970
+    "step": 1 << 30,
+    "mc": 1_000,
+}
 
 
 def read_table(path: Path) -> tuple[list[RankSpans], Source]:
@@ -104,6 +108,13 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
             f"{path} lacks the columns {', '.join(lacking)}; a table of StragglerAnalysis has "
             f"{', '.join((*NUMBERS, *TIMES, 'optype'))}"
         )
+    for name in (*NUMBERS, *TIMES, "optype"):
+        found = table[name].dtype
+        # A text may hold numbers; what is null throughout is told of by its rows.
+        allowed = (pl.String, pl.Null, *((pl.Categorical, pl.Enum) if name == "optype" else ()))
+        if found not in allowed and (name == "optype" or not found.is_numeric()):
+            kind = "text" if name == "optype" else "number"
+            raise RrfpError(f"{path} has {name} as {str(found)[:40]}; it must be a {kind}")
     table = table.with_columns(
         *(pl.col(name).cast(pl.Float64, strict=False) for name in (*NUMBERS, *TIMES)),
         pl.col("optype").cast(pl.String),
@@ -111,15 +122,16 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
     is_task = pl.col("optype").is_in(list(_TASKS))
     for name in (*NUMBERS, *TIMES):
         column = pl.col(name)
-        most = _MOST_SECONDS if name in TIMES else _MOST_CHUNKS if name == "mc" else _MOST_NUMBER
-        # Only tasks have chunks and microbatches.
+        most, is_whole = _MOST[name], name in NUMBERS
         bad = ~column.is_between(0, most).fill_null(value=False)
+        bad = bad | (column != column.floor()) if is_whole else bad
+        # Only tasks have chunks and microbatches.
         bad = bad & is_task if name in ("mc", "mb_id") else bad
         rows = table.with_row_index("row", offset=1).filter(bad)
         if len(rows):
             raise RrfpError(
-                f"{path}, row {rows['row'][0]}: {name} is {rows[name][0]}; it must be a number "
-                f"from 0 to {most:,.0f}"
+                f"{path}, row {rows['row'][0]}: {name} is {rows[name][0]}; it must be a "
+                f"{'whole ' if is_whole else ''}number from 0 to {most:,}"
             )
     unknown = set(table["optype"].drop_nulls().unique()) - set(OPTYPES)
     if unknown or table["optype"].has_nulls():
@@ -130,10 +142,10 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
         (seconds * NS_PER_S).round().cast(pl.Int64)
         for seconds in (pl.col("start_ts"), pl.col("start_ts") + pl.col("duration"))
     )
-    return _laid_end_to_end(table.with_columns(start_ns=start_ns, end_ns=end_ns))
+    return _laid_end_to_end(path, table.with_columns(start_ns=start_ns, end_ns=end_ns))
 
 
-def _laid_end_to_end(table: pl.DataFrame) -> pl.DataFrame:
+def _laid_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
     """Steps one after the other, where they lie on top of one another."""
     steps = (
         table.group_by("step")
@@ -142,9 +154,17 @@ def _laid_end_to_end(table: pl.DataFrame) -> pl.DataFrame:
     )
     if (steps["first_ns"] >= steps["last_ns"].shift(1)).all():
         return table
-    steps = steps.select(
-        "step", (pl.col("last_ns").cum_sum() - pl.col("last_ns")).alias("shift_ns")
-    )
+    shifts_ns = []
+    end_ns = 0
+    for _, first_ns, last_ns in steps.iter_rows():
+        shifts_ns.append(end_ns - first_ns)
+        end_ns += last_ns - first_ns
+    if end_ns > bounds_of("end_ns")[1]:
+        raise RrfpError(
+            f"{path} has steps that take {end_ns / NS_PER_S:.4g} s together; start_ts and duration "
+            "must be seconds"
+        )
+    steps = steps.select("step", pl.Series("shift_ns", shifts_ns, pl.Int64))
     return (
         table.join(steps, on="step")
         .with_columns(pl.col("start_ns", "end_ns") + pl.col("shift_ns"))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rrfp.errors import UsageError
 from rrfp.megatron.dispatching import DispatchSettings
@@ -38,10 +38,10 @@ def get_forward_backward_func(
 def install(settings: DispatchSettings | None = None) -> None:
     """Put `get_forward_backward_func` where Megatron's training loop looks it up.
 
-    Call it once in a training script, before the loop starts. Megatron-LM's loop imports the name
-    into `megatron.training.training`; it is replaced there too, where that was imported already.
+    Call it once in a training script, before the loop starts. Modules that have imported the name
+    by then get it too. Raises UsageError when the schedule is not Megatron's own any more.
     """
-    _put(partial(get_forward_backward_func, settings=settings))
+    _put(_megatrons_own(), partial(get_forward_backward_func, settings=settings))
 
 
 def trace_native(out: Path | str | None = None) -> None:
@@ -50,30 +50,32 @@ def trace_native(out: Path | str | None = None) -> None:
     Call it once in a training script, on every rank, before or after Megatron is initialised and
     before the training loop starts. From the first step on every rank records its tasks and waits
     into the run's directory: `out`, or `runs/<time>-native/`. A profile that torch.profiler takes
-    meanwhile carries them too, as ranges. Raises UsageError when the schedule is not Megatron's
-    own any more.
+    meanwhile carries them too, as ranges. When no step has passed by it, it says so as the process
+    ends. Raises UsageError when the schedule is not Megatron's own any more.
     """
-    import megatron.core.pipeline_parallel.schedules as schedules
-
+    original = _megatrons_own()
     from rrfp.megatron.native_trace import NativeTrace
 
-    found = schedules.get_forward_backward_func
+    _put(original, NativeTrace(original, None if out is None else Path(out)).get)
+
+
+def _megatrons_own() -> Callable[..., Any]:
+    """Megatron's `get_forward_backward_func`."""
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    found: Callable[..., Any] = schedules.get_forward_backward_func
     if found.__module__ != schedules.__name__:
         raise UsageError(
             "rrfp has replaced Megatron's schedule in this process already; call either install() "
             "or trace_native(), and only once"
         )
-    _put(NativeTrace(found, None if out is None else Path(out)).get)
+    return found
 
 
-def _put(function: Callable[..., object]) -> None:
-    """Put a function in the place of Megatron's `get_forward_backward_func`, wherever it is."""
-    import megatron.core.pipeline_parallel.schedules  # noqa: F401 (to be found below)
-
-    for name in (
-        "megatron.core.pipeline_parallel",
-        "megatron.core.pipeline_parallel.schedules",
-        "megatron.training.training",
-    ):
-        if name in sys.modules:
-            sys.modules[name].get_forward_backward_func = function  # type: ignore[attr-defined]
+def _put(original: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Put a function in the place of another in every module that has it, under whatever name: a
+    script may have imported it before it calls us."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original:
+                setattr(module, name, function)

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rrfp.megatron.settings import TrainSettings
@@ -27,7 +27,7 @@ def describe_run(
         "settings": dict(settings),
         "versions": {
             "python": platform.python_version(),
-            **{package: version(package) for package in _PACKAGES},
+            **{package: _version(package) for package in _PACKAGES},
         },
         "world": world_size,
         "ranks": [
@@ -45,3 +45,10 @@ def describe_run(
     }
     with open_whole(path) as file:
         file.write(f"{json.dumps(described, indent=2)}\n".encode())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # Megatron is often run from its sources
+        return "unknown"

@@ -42,8 +42,8 @@ class CudaMoments:
     """Work is done when the current stream gets there.
 
     An event's time is that of a reference event, whose time on the host's clock is known, and the
-    time between the two. The reference is made anew before a step whenever the GPU has nothing to
-    do then, as the two clocks drift.
+    time between the two. The last mark whose time was told becomes the next reference. Before a
+    step, whenever the GPU has nothing to do then, one is made anew, as the two clocks drift.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
@@ -80,7 +80,10 @@ class CudaMoments:
             self._reference_ns + round(self._reference.elapsed_time(mark) * 1_000_000)
             for mark in marks
         ]
-        self._spare += marks
+        if marks:
+            # What lies between two events is told in single precision: the closer, the better.
+            self._spare += [self._reference, *marks[:-1]]
+            self._reference, self._reference_ns = marks[-1], times[-1]
         return times
 
 

@@ -46,6 +46,7 @@ class NativeSchedule:
         self._moments = moments or HostMoments()
         self._named = named
         self._name_of_step = name_of_step
+        self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
         self._steps: deque[_Tally] = deque()
         self.step = 0
         """The number of the next step."""
@@ -67,6 +68,7 @@ class NativeSchedule:
             self.step,
             chunks,
             self._pp_rank,
+            self._num_ranks,
             kinds * len(chunks) * arguments["num_microbatches"],
             self._moments,
             self._named,
@@ -114,13 +116,14 @@ class _Tally:
         step: int,
         chunks: list[Any],
         pp_rank: int,
+        num_ranks: int,
         num_tasks: int,
         moments: Moments,
         named: Named,
     ) -> None:
         self._step = step
         self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
-        self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        self._num_ranks = num_ranks
         self._pp_rank = pp_rank
         self._num_tasks = num_tasks
         self._moments = moments
@@ -163,8 +166,22 @@ class _Tally:
 
         return recorded
 
-    def transfer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded as a wait for a blocking transfer."""
+    def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `_communicate`, recorded, and the later waits for what it left under way."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            *received, under_way = self._transfer(function)(*args, **kwargs)
+            if isinstance(under_way, dict):  # by overlap_p2p_comm; otherwise all is done
+                under_way = {
+                    name: _UnderWay(handle, self._transfer(handle.wait))
+                    for name, handle in under_way.items()
+                }
+            return *received, under_way
+
+        return recorded
+
+    def _transfer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded as a wait for a transfer."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             cause = Cause.TRANSFER
@@ -231,13 +248,24 @@ class _Tally:
         return result
 
 
+class _UnderWay:
+    """The handle of a transfer, with a `wait` of its own."""
+
+    def __init__(self, handle: Any, wait: Callable[..., Any]) -> None:
+        self._handle = handle
+        self.wait = wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
 @contextmanager
 def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
     with ExitStack() as restored:
         _replace(restored, schedules, "forward_step", tally.forward)
         _replace(restored, schedules, "backward_step", tally.backward)
         # Every transfer of every schedule passes through this method, and nothing else does.
-        _replace(restored, P2PCommunicator, "_communicate", tally.transfer)
+        _replace(restored, P2PCommunicator, "_communicate", tally.communicate)
         if config.finalize_model_grads_func is not None:
             _replace(
                 restored,

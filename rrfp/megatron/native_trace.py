@@ -39,6 +39,7 @@ _END_S = 60.0
 """How long rank 0 waits for the other ranks to close their records."""
 _LOOK_S = 0.05
 
+_NOT_RECORDED = "the run is not recorded, the training goes on: %s"
 _log = logging.getLogger(__name__)
 
 
@@ -49,20 +50,30 @@ class NativeTrace:
         self._original = original
         self._out = out
         self._rank: _Rank | None = None
+        self._has_begun = False
+        atexit.register(self._tell_if_unused)
 
     def get(self, *args: Any, **kwargs: Any) -> Callable[..., list[Any]]:
         """As Megatron's `get_forward_backward_func`."""
         return partial(self._run, self._original(*args, **kwargs))
 
-    def close(self) -> None:
-        """End the recording now rather than with the process; closing twice is harmless."""
-        if self._rank is not None:
-            self._rank.close()
-
     def _run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
+        if not self._has_begun:
+            self._has_begun = True
+            try:
+                self._rank = _Rank(arguments, self._out)
+            except Exception as error:  # whatever it is, the training goes on
+                _log.warning(_NOT_RECORDED, error)
         if self._rank is None:
-            self._rank = _Rank(arguments, self._out)
+            return schedule(**arguments)
         return self._rank.run(schedule, arguments)
+
+    def _tell_if_unused(self) -> None:
+        if not self._has_begun:
+            _log.warning(
+                "trace_native() saw no step and recorded nothing; call it before the script calls "
+                "get_forward_backward_func()"
+            )
 
 
 class _Rank:
@@ -81,7 +92,7 @@ class _Rank:
                 settings = _settings(chunks, arguments["num_microbatches"], is_cuda)
                 _describe(run, settings, info)
         except Exception as error:  # whatever it is, the training goes on
-            _log.warning("the run is not recorded, the training goes on: %s", error)
+            _log.warning(_NOT_RECORDED, error)
             path = None
         self._info = info
         self._recorder = Recorder(path, info)
@@ -116,17 +127,20 @@ class _Rank:
 
     def _safely(self, record: Callable[[], object]) -> None:
         """Do a part of the recording; whatever fails in it, the training goes on."""
+        if self._is_off:
+            return
         try:
             record()
         except Exception as error:
-            _log.warning("recording is switched off, the training goes on: %s", error)
             self._is_off = True
+            if self._directory is not None:  # else the one warning was given at the first step
+                _log.warning("recording is switched off, the training goes on: %s", error)
 
     def close(self) -> None:
         """Write what is left; rank 0 makes the trace once every rank has done so."""
+        self._safely(self._schedule.close)
         directory, self._directory = self._directory, None
         try:
-            self._schedule.close()
             self._recorder.close()
             if directory is not None and self._info.rank == 0:
                 _merge(RunDir(directory))
@@ -142,7 +156,8 @@ def _info(num_chunks: int) -> RankInfo:
         rank=dist.get_rank(),
         pp_rank=pp_rank,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        # Ranks that share a sequence run the same tasks, as replicas do.
+        dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         stages=tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks)),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -200,7 +215,7 @@ def _settings(chunks: list[Any], num_microbatches: int, is_cuda: bool) -> dict[s
         "device": "cuda" if is_cuda else "cpu",
         "pp": num_ranks,
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
-        "dp": parallel_state.get_data_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "chunks": len(chunks),
         "placement": "loop",

@@ -72,7 +72,15 @@ class SpillWriter:
             self._separator = "["
 
     def close(self) -> None:
-        self._file.close()
+        """Closing twice is harmless."""
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+        finally:
+            # A process that was forked meanwhile has the file open, too, and so has the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
 
 
 def is_being_written(path: Path) -> bool:
