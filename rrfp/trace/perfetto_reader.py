@@ -12,15 +12,24 @@ import mmap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from google.protobuf import message
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
+from rrfp.trace.event_columns import (
+    CATEGORIES_READ,
+    INSTANT,
+    INT,
+    TEXT,
+    EventBatch,
+    Packets,
+    cut_packets,
+    foreign,
+)
 from rrfp.trace.perfetto_format import (
     END_MARK,
     FIELDS,
@@ -37,10 +46,7 @@ from rrfp.trace.protobuf import (
     Numbers,
     Rows,
     Spans,
-    buffer_of,
     find,
-    read_fields,
-    read_varints,
 )
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
 
@@ -49,34 +55,8 @@ _NUM_BYTES_FREED = 24 << 20
 """Once a block of this size was freed, glibc keeps smaller ones at hand, where it would else give
 each array's memory back to the system and ask for it anew: a tenth of the time of reading."""
 
-_BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
-_END = pb.TrackEvent.TYPE_SLICE_END
-_INSTANT = pb.TrackEvent.TYPE_INSTANT
-
-_PACKET_TAG = 0x0A
 _MOST_NAMES = 64
 """Kinds, causes and stimuli are fewer."""
-_GZIP_MAGIC = b"\x1f\x8b"
-
-
-def _numbers(message: Any, *names: str) -> list[int]:
-    fields = message.DESCRIPTOR.fields_by_name
-    return [fields[name].number for name in names]
-
-
-_TIMESTAMP, _SEQUENCE, _EVENT = _numbers(
-    pb.TracePacket, "timestamp", "trusted_packet_sequence_id", "track_event"
-)
-_TYPE, _TRACK, _CATEGORIES, _NOTES, *_FLOWS = _numbers(
-    pb.TrackEvent,
-    *("type", "track_uuid", "categories", "debug_annotations"),
-    *("flow_ids", "terminating_flow_ids"),
-)
-_NOTE_NAME, _INT, _TEXT = _numbers(pb.DebugAnnotation, "name", "int_value", "string_value")
-
-_CATEGORIES_READ = (*RECORD_TYPES, RUN, RANK)
-_FIELD_NAMES = tuple(sorted({name for fields in FIELDS.values() for name, _ in fields}))
-
 Table = dict[str, Numbers]
 """Records of one type in columns: `source`, the packet sequence that each was found on, and the
 type's own fields. Of a text it has the place in `TraceReader.texts`."""
@@ -181,10 +161,10 @@ class TraceReader:
                     while position < len(data):
                         # Slices that never end are read again in few batches, not in all.
                         size = max(_NUM_BYTES_OF_A_BATCH, sum(map(len, self._open)))
-                        packets, position = _cut(self._path, data, position, size)
+                        packets, position = cut_packets(self._path, data, position, size)
                         yield self._read(packets)
         except DecodeError as error:
-            raise _foreign(self._path) from error
+            raise foreign(self._path) from error
         except OSError as error:
             raise RrfpError(
                 f"the trace {self._path} could not be read: {error.strerror}"
@@ -217,9 +197,9 @@ class TraceReader:
                 "they begin; 'rrfp trace check' names them"
             )
 
-    def _read(self, packets: "_Packets") -> dict[str, Table]:
+    def _read(self, packets: Packets) -> dict[str, Table]:
         num_read_before = len(self._open)
-        batch = _Batch(packets.behind(self._open))
+        batch = EventBatch(packets.behind(self._open))
         begins, ends = batch.pair_slices()
         self._num_stray_ends += batch.num_stray_ends
         self._open = [batch.packet(event) for event in batch.unended]
@@ -233,12 +213,12 @@ class TraceReader:
             if (table := self._table(name, batch, begins, ends)) is not None
         }
 
-    def _table(self, name: str, batch: "_Batch", begins: Rows, ends: Rows) -> Table | None:
+    def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
         """The records of one type, in the order in which they ended."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
-        own = batch.categories == _CATEGORIES_READ.index(name)
+        own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]
-        instants = np.flatnonzero(own & (batch.types == _INSTANT))
+        instants = np.flatnonzero(own & (batch.types == INSTANT))
         if slices.any() if not is_slice else instants.size:
             raise self._damaged(name, batch, begins[slices] if not is_slice else instants, "times")
         events = begins[slices] if is_slice else instants
@@ -253,7 +233,7 @@ class TraceReader:
         else:
             table["time_ns"] = batch.times[events]
         for key, is_text in FIELDS[name]:
-            notes = batch.notes(events, key, _TEXT if is_text else _INT)
+            notes = batch.notes(events, key, TEXT if is_text else INT)
             if notes.min() < 0:
                 raise self._damaged(name, batch, events[notes < 0], f"'{key}'")
             table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
@@ -267,7 +247,7 @@ class TraceReader:
                 raise self._damaged(name, batch, events[strange], told)
         return table
 
-    def _read_texts(self, batch: "_Batch", notes: Rows) -> Numbers:
+    def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
         spans = batch.note_texts.take(notes)
         found = self._vocabulary.find(batch.data, spans)
         new = np.flatnonzero(found < 0)
@@ -280,7 +260,7 @@ class TraceReader:
             ) from error
         return found
 
-    def _damaged(self, name: str, batch: "_Batch", events: Rows, lacking: str) -> RrfpError:
+    def _damaged(self, name: str, batch: EventBatch, events: Rows, lacking: str) -> RrfpError:
         event = self._parse(batch.packet(events[0])).track_event.name
         return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {lacking}")
 
@@ -305,7 +285,7 @@ class TraceReader:
         try:
             return pb.TracePacket.FromString(packet)
         except message.DecodeError as error:
-            raise _foreign(self._path) from error
+            raise foreign(self._path) from error
 
     def _check_version(self, notes: dict[str, Any]) -> None:
         """Traces that do not state a version are of the first one."""
@@ -344,175 +324,6 @@ class _Vocabulary:
         return place
 
 
-class _Packets(NamedTuple):
-    """Some packets one behind the other."""
-
-    octets: bytes
-    spans: Spans
-
-    def behind(self, packets: Sequence[bytes]) -> "_Packets":
-        """These packets, behind others."""
-        if not packets:
-            return self
-        ends = np.cumsum([len(packet) for packet in packets])
-        starts = np.concatenate(([0], ends, self.spans.starts + ends[-1]))
-        return _Packets(
-            b"".join(packets) + self.octets,
-            Spans(np.delete(starts, len(ends)), np.concatenate((ends, self.spans.ends + ends[-1]))),
-        )
-
-
-class _Batch:
-    """The track events of some packets, in columns."""
-
-    def __init__(self, packets: _Packets) -> None:
-        self.octets = packets.octets
-        self.data = data = buffer_of(packets.octets)
-        self._spans = packets.spans
-        fields = read_fields(data, self._spans)
-        events = fields.of(_EVENT)
-        num_packets, self._num_events = len(packets.spans.starts), len(events.owners)
-        self._packets = events.owners
-        self.times = fields.last(_TIMESTAMP, num_packets)[events.owners]
-        self.sequences = fields.last(_SEQUENCE, num_packets)[events.owners]
-        self._fields = read_fields(data, events.spans)
-        self.types = self._fields.last(_TYPE, self._num_events)
-        self._tracks = self._fields.last(_TRACK, self._num_events)
-        self.categories = self._find_categories(data)
-        """The place of each event's first category among those that are read, or -1."""
-        self.num_stray_ends = 0
-        self.unended: list[int] = []
-        """The slices that begin in these packets and do not end there."""
-        self._read_notes(data)
-
-    def packet(self, event: int) -> bytes:
-        """The packet of an event."""
-        packet = self._packets[event]
-        return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
-
-    def instants_in(self, *categories: str) -> Rows:
-        chosen = [_CATEGORIES_READ.index(name) for name in categories]
-        return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == _INSTANT))
-
-    def flows(self, num_packets_passed: int) -> Numbers:
-        """The arrows of all events but those of the first so many packets, once an event."""
-        found = [self._fields.of(number) for number in _FLOWS]
-        return np.concatenate(
-            [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
-        )
-
-    def pair_slices(self) -> tuple[Rows, Rows]:
-        """The events that begin a slice, each with the one that ends it, in order of the latter.
-
-        Most slices end in the event right behind the one that begins them. The rest nest, as the
-        slices of a track do; those that have no end are left in `unended`.
-        """
-        slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
-        begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
-        at_once = np.flatnonzero(begins[:-1] & ~begins[1:] & (tracks[:-1] == tracks[1:]))
-        rest = np.delete(slices, np.concatenate((at_once, at_once + 1)))
-        stacks: defaultdict[int, list[int]] = defaultdict(list)
-        nested = []
-        for event, track, event_type in zip(
-            rest.tolist(), self._tracks[rest].tolist(), self.types[rest].tolist(), strict=True
-        ):
-            if event_type == _BEGIN:
-                stacks[track].append(event)
-            elif stacks[track]:
-                nested.append((stacks[track].pop(), event))
-            else:
-                self.num_stray_ends += 1
-        self.unended = sorted(chain.from_iterable(stacks.values()))
-        pairs = np.concatenate(
-            (
-                np.stack((slices[at_once], slices[at_once + 1]), axis=1),
-                np.array(nested, np.intp).reshape(-1, 2),
-            )
-        )
-        pairs = pairs[np.argsort(pairs[:, 1])]
-        return pairs[:, 0], pairs[:, 1]
-
-    def notes(self, events: Rows, name: str, number: int) -> Rows:
-        """The annotation of that name of each event, or -1 where it has none of that type."""
-        found = self._notes[events, _FIELD_NAMES.index(name)]
-        return np.where(self._note_types[found] == number, found, -1)
-
-    def _find_categories(self, data: Bytes) -> Rows:
-        categories = self._fields.of(_CATEGORIES)
-        owners, firsts = np.unique(categories.owners, return_index=True)
-        found = np.full(self._num_events, -1, np.intp)
-        found[owners] = find(data, categories.spans.take(firsts), _CATEGORIES_READ)
-        return found
-
-    def _read_notes(self, data: Bytes) -> None:
-        notes = self._fields.of(_NOTES)
-        notes = notes.take(np.flatnonzero(self.categories[notes.owners] >= 0))
-        num_notes = len(notes.owners)
-        fields = read_fields(data, notes.spans)
-        names = fields.of(_NOTE_NAME)
-        columns = np.full(num_notes, -1, np.intp)
-        columns[names.owners] = find(data, names.spans, _FIELD_NAMES)
-        # One more than there are: -1, no annotation, has no type.
-        self._note_types = np.zeros(num_notes + 1, np.int64)
-        for number in (_INT, _TEXT):
-            self._note_types[fields.of(number).owners] = number
-        self.note_values = fields.last(_INT, num_notes)
-        texts = fields.of(_TEXT)
-        starts, ends = np.zeros(num_notes, np.int64), np.zeros(num_notes, np.int64)
-        starts[texts.owners], ends[texts.owners] = texts.spans
-        self.note_texts = Spans(starts, ends)
-        self._notes = np.full((self._num_events, len(_FIELD_NAMES)), -1, np.intp)
-        known = np.flatnonzero(columns >= 0)
-        self._notes[notes.owners[known], columns[known]] = known
-
-
-def _cut(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[_Packets, int]:
-    """The next packets of a trace, about so many bytes of them, and where they end.
-
-    This loop runs once a packet, and its speed is that of reading.
-    """
-    octets = data[start : start + num_bytes]
-    size = len(octets)
-    tags: list[int] = []
-    end = 0
-    while end < size:
-        tags.append(end)
-        if octets[end] != _PACKET_TAG:
-            raise _foreign(path)
-        begin = end + 2
-        # A length takes one byte, or two; where it takes more, or the piece ends, it is read anew.
-        if begin < size:
-            length = octets[begin - 1]
-            if length >= 0x80:
-                length += (octets[begin] << 7) - 0x80
-                begin += 1
-        if begin >= size or length >= 1 << 14:
-            begin, length = _read_length(path, data, start + end + 1)
-            begin -= start
-        end = begin + length
-    if start + end > len(data):
-        raise _truncated(path)
-    if end > size:
-        octets = data[start : start + end]
-    starts = np.array(tags)
-    _, begins = read_varints(buffer_of(octets), starts + 1)
-    return _Packets(octets, Spans(begins, np.append(starts[1:], end))), start + end
-
-
-def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
-    """Where the contents of the packet whose length stands there begin, and that length."""
-    length = 0
-    for shift in range(0, 35, 7):
-        if position >= len(data):
-            raise _truncated(path)
-        octet = data[position]
-        position += 1
-        length |= (octet & 0x7F) << shift
-        if octet < 0x80:
-            return position, length
-    raise _foreign(path)
-
-
 def _counted(flows: Sequence[Numbers]) -> Counter[int]:
     ids, counts = np.unique(np.concatenate(flows), return_counts=True)
     return Counter(dict(zip(ids.view(np.uint64).tolist(), counts.tolist(), strict=True)))
@@ -533,14 +344,3 @@ def _rank_info(notes: dict[str, Any]) -> RankInfo:
         clock_offset_ns=number["clock_offset_ns"],
         clock_error_ns=number["clock_error_ns"],
     )
-
-
-def _foreign(path: Path) -> RrfpError:
-    with path.open("rb") as file:
-        is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-    remedy = "; unpack it first, with gunzip" if is_gzipped else ""
-    return RrfpError(f"{path} is not an uncompressed Perfetto trace{remedy}")
-
-
-def _truncated(path: Path) -> RrfpError:
-    return RrfpError(f"the trace {path} is truncated: it ends in the middle of a packet")
