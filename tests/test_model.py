@@ -123,6 +123,7 @@ def test_experts_are_numbered_over_the_ranks_that_share_them() -> None:
         assert np.array_equal(ranks[0][name][1], ranks[1][name][1]), name
 
 
+@pytest.mark.slow
 def test_a_tied_output_layer_starts_as_the_embedding() -> None:
     first, last = run_ranks(
         2, initial_parameters, {**SMALL, "pp": 2, "tie_embeddings": True}, timeout_s=60

@@ -65,6 +65,7 @@ def test_four_stages_train_and_the_loss_falls() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_to_the_bit() -> None:
     for first, second in pipeline():
         assert first.losses == second.losses

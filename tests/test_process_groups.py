@@ -101,6 +101,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         assert "for rank 3" in str(error)
 
 
+@pytest.mark.slow
 def test_megatrons_groups_give_the_place() -> None:
     settings = {**SMALL, "pp": 2, "dp": 2, "ep": 2, "experts": 4}
     found = run_ranks(4, places_in_megatron, settings, timeout_s=110)

@@ -271,6 +271,7 @@ def test_a_silent_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert not processes_of(training.run)
 
 
+@pytest.mark.slow
 def test_a_training_that_breaks_down_stops(tmp_path: Path) -> None:
     with Training(tmp_path / "run", *ENDLESS, "--lr", "1e30") as training:
         code, _, err = training.ended()

@@ -28,7 +28,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return found
 
 
-IN_LONG_RUNS_ONLY = ("pp2-c2-v", "pp2-dp2-distopt")
+IN_LONG_RUNS_ONLY = ("pp4-c2-loop", "pp2-c2-v", "pp2-dp2-distopt")
 """What they lay out is met by shorter tests of chunks and of reduction, too."""
 
 

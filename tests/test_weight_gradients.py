@@ -88,6 +88,7 @@ def test_tensor_parallel_ranks() -> None:
         assert found == [[] for _ in cases]
 
 
+@pytest.mark.slow
 def test_sequence_parallel_ranks() -> None:
     cases = [SP, {**SP, "dtype": "bf16"}, {**SP, **MOE}, {**SP, "recompute": "full"}]
     for found in run_ranks(2, in_groups, SP, names_that_differ, cases, timeout_s=TIMEOUT_S):

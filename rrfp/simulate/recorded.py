@@ -37,6 +37,7 @@ from rrfp.trace.records import (
     TaskRecord,
     WaitRecord,
 )
+from rrfp.trace.rundir import expected_ranks
 from rrfp.trace.steps import Window, step_windows
 from rrfp.trace.stimuli import stimulus_of, task_of
 
@@ -239,6 +240,12 @@ class _Layout:
             raise RrfpError("the trace has no ranks; see 'rrfp trace check'")
         self._settings = _Settings(recording)
         infos = [records.info for records in recording.ranks]
+        missing = sorted(expected_ranks(recording.settings) - {info.rank for info in infos})
+        if missing:
+            raise RrfpError(
+                f"the trace lacks ranks of its run, rank {missing[0]} for one, and only whole runs "
+                "are replayed; see 'rrfp trace check'"
+            )
         self._num_ranks = 1 + max(info.pp_rank for info in infos)
         self._stages = {info.pp_rank: info.stages for info in infos}
         hosts = [info.host for info in infos]

@@ -153,27 +153,33 @@ def _words_of(data: Bytes, texts: Spans) -> _TextWords:
 
 def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, Spans]:
     """The numbers, and the contents, of fields of these wire types that begin at these places."""
-    values = np.zeros(len(at), np.int64)
-    starts, ends = at.copy(), at.copy()
-    for wire in np.flatnonzero(np.bincount(wires, minlength=8)):
+    present = np.flatnonzero(np.bincount(wires, minlength=8))
+    if len(present) == 1:
+        return _read_alike(data, int(present[0]), at)
+    values, starts, ends = np.zeros(len(at), np.int64), at.copy(), at.copy()
+    for wire in present.tolist():
         rows = np.flatnonzero(wires == wire)
-        if wire == _VARINT:
-            values[rows], ends[rows] = read_varints(data, at[rows])
-        elif wire == _LENGTH:
-            lengths, starts[rows] = read_varints(data, at[rows])
-            # A length that is no number of bytes of this buffer must not wrap around.
-            if (lengths.view(np.uint64) > len(data)).any():
-                raise DecodeError
-            ends[rows] = starts[rows] + lengths
-        elif wire in (_FIXED64, _FIXED32):
-            size = 8 if wire == _FIXED64 else 4
-            ends[rows] += size
-            if ends[rows].max() > len(data):
-                raise DecodeError
-            values[rows] = _words(data, size)[at[rows]].astype(np.int64)
-        else:
-            raise DecodeError
+        values[rows], (starts[rows], ends[rows]) = _read_alike(data, wire, at[rows])
     return values, Spans(starts, ends)
+
+
+def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
+    """The same, of fields of one wire type."""
+    if wire == _VARINT:
+        values, ends = read_varints(data, at)
+        return values, Spans(at, ends)
+    if wire == _LENGTH:
+        lengths, starts = read_varints(data, at)
+        # A length that is no number of bytes of this buffer must not wrap around.
+        if (lengths.view(np.uint64) > len(data)).any():
+            raise DecodeError
+        return np.zeros(len(at), np.int64), Spans(starts, starts + lengths)
+    if wire in (_FIXED64, _FIXED32):
+        size = 8 if wire == _FIXED64 else 4
+        if at.max() + size > len(data):
+            raise DecodeError
+        return _words(data, size)[at].astype(np.int64), Spans(at, at + size)
+    raise DecodeError
 
 
 def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
