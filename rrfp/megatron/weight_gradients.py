@@ -103,6 +103,9 @@ class DeferredWeightGradients:
                         add_gradient(parameter, gradient)
             else:
                 self._gradients.add(microbatch, gradients)
+        # The contexts of a graph hold this list. Where a layer of Transformer Engine has stored an
+        # input with its graph, that is a circle, and Python's collector does not see into graphs.
+        products.clear()
 
 
 class _Product(Protocol):
@@ -303,7 +306,9 @@ class _InputGradient(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
         (input_,) = ctx.saved_tensors
         linear: _Linear = ctx.linear
-        ctx.products.append(_LinearProduct(linear, input_, output_gradient))
+        # The product needs their values only. The input has its graph, and so has the gradient that
+        # Megatron's cross entropy gives, which it has saved; they would live on until W.
+        ctx.products.append(_LinearProduct(linear, input_.detach(), output_gradient.detach()))
         gradient = output_gradient.matmul(linear.weight)
         if linear.reduces_input_gradient:
             torch.distributed.all_reduce(gradient, group=linear.tp_group)
