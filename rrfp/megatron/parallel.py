@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
+from rrfp.megatron.gloo import sharing_a_device
 from rrfp.megatron.settings import TrainSettings
 from rrfp.schedule.shape import Placement, Shape
 
@@ -81,15 +82,16 @@ def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterat
                 f"(pp {settings.pp} x tp {settings.tp} x cp {settings.cp} x dp "
                 f"{settings.num_replicas}); start as many as ranks"
             )
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=settings.tp,
-            pipeline_model_parallel_size=settings.pp,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
-            context_parallel_size=settings.cp,
-            expert_model_parallel_size=settings.ep,
-            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-            create_gloo_process_groups=False,
-        )
+        with sharing_a_device():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=settings.tp,
+                pipeline_model_parallel_size=settings.pp,
+                virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
+                context_parallel_size=settings.cp,
+                expert_model_parallel_size=settings.ep,
+                distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+                create_gloo_process_groups=False,
+            )
         layout = Layout(
             pp=settings.pp,
             tp=settings.tp,
