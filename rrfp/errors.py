@@ -7,6 +7,10 @@ class RrfpError(Exception):
     exit_code = 1
 
 
+class StoppedError(RrfpError):
+    """A signal from outside ended what ran."""
+
+
 class UsageError(RrfpError):
     """Wrong arguments, configuration, data or order file; the command line exits with 2."""
 

@@ -49,26 +49,25 @@ def run_steps(
     """The steps of a run, by whatever Megatron's function is at its usual place."""
     from megatron.core.pipeline_parallel import schedules
 
-    from rrfp.megatron.corpus import open_corpus
-    from rrfp.megatron.data import Batches
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.parallel import seed_random_states
     from rrfp.megatron.training import Trainer
 
     seed_random_states(settings, layout)
-    corpus = open_corpus(settings.data)
-    gpt = build_gpt(settings, layout, corpus.vocab_size)
+    data = open_data(settings)
+    gpt = build_model(settings, layout, data)
     trainer = Trainer(
         settings,
         layout,
         gpt,
-        Batches(corpus, settings, layout.dp_rank),
+        data.batches(layout.dp_rank),
         schedules.get_forward_backward_func(),
         lambda _: None,
     )
     run = NativeRun()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    for step in range(settings.steps):
+    for step in range(settings.num_steps):
         if step == 1 and export is not None:
             profiler.start()
         result = trainer.train_step(step)

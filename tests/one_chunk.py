@@ -1,8 +1,10 @@
 """One model chunk on its ranks, run task by task by hand: no dispatcher and no transport."""
 
+import gc
 import hashlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,10 +51,10 @@ class Chunk:
             DistributedDataParallelConfig,
         )
 
-        from rrfp.megatron.model import build_gpt
+        from rrfp.megatron.model import build_model
 
         chosen = TrainSettings(**{**SMALL, **settings})
-        built = build_gpt(chosen, layout, VOCABULARY)
+        built = build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY))
         self.config = built.config
         (self.model,) = built.chunks
         if ddp:
@@ -93,6 +95,11 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
         if gradient is not None:
             found[name] = hashlib.sha256(gradient.view(torch.uint8).numpy().tobytes()).hexdigest()
     return found
+
+
+def num_tensors() -> int:
+    """Tensors that anything in this process keeps; what only the collector frees counts too."""
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def some_order(seed: int, kinds: str) -> list[Task]:

@@ -45,15 +45,14 @@ class Rig:
     """One rank's chunks of a small GPT, their data, and their place."""
 
     def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.megatron.corpus import open_corpus
-        from rrfp.megatron.data import Batches
-        from rrfp.megatron.model import build_gpt
+        from rrfp.megatron.data import open_data
+        from rrfp.megatron.model import build_model
 
         chosen = TrainSettings(**settings)
-        corpus = open_corpus(chosen.data)
+        data = open_data(chosen)
         self.layout = layout
-        self.batches = Batches(corpus, chosen, layout.dp_rank)
-        self.gpt = build_gpt(chosen, layout, corpus.vocab_size)
+        self.batches = data.batches(layout.dp_rank)
+        self.gpt = build_model(chosen, layout, data)
 
     def run(
         self,
@@ -65,7 +64,7 @@ class Rig:
         **arguments: Any,
     ) -> Outcome:
         """One step from empty gradients; the parameters stay as they are."""
-        from rrfp.megatron.training import forward_step as mean_loss_step
+        from rrfp.megatron.gpt import forward_step as mean_loss_step
 
         chunks = self.gpt.chunks
         for chunk in chunks:

@@ -4,23 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
+from rrfp.schedule.admission import Admit, ListedOrders
 from rrfp.schedule.hints import hint_named, kinds_of
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.admission import Admit, admission_order, admitted
+from rrfp.simulate.admission import admitted, order_by_costs, weights_ns
 from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.costs import StepCosts
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.trial import Setting, run_settings
 from rrfp.simulate.world import Policy, TaskTimes
-from tests.effort import examples
 
 ROOT = Path(__file__).parent.parent
-
-weights = st.lists(st.integers(0, 9), min_size=1, max_size=30)
 
 
 def of_weights(weights: list[int]) -> TaskTimes:
@@ -28,42 +24,28 @@ def of_weights(weights: list[int]) -> TaskTimes:
     return TaskTimes([weights, [5] * len(weights)], [[0] * len(weights)] * 2, [weights, weights])
 
 
-def test_the_given_order_is_kept() -> None:
-    assert admission_order(of_weights([3, 1, 2]), Admit.GIVEN) == [0, 1, 2]
-
-
-def test_a_pyramid_is_light_heavy_light() -> None:
-    order = admission_order(of_weights([30, 10, 50, 20, 40]), Admit.PYRAMID)
-    assert order == [1, 0, 2, 4, 3]
-
-
 def test_a_microbatch_weighs_what_it_takes_on_all_stages() -> None:
     times = TaskTimes([[9, 1, 1], [1, 1, 1]], [[1, 1, 1], [1, 1, 7]], [[1, 1, 1], [1, 2, 9]])
-    assert admission_order(times, Admit.PYRAMID) == [1, 2, 0]
-
-
-@given(weights)
-@examples(quick=100, thorough=1000)
-def test_a_pyramid_rises_and_then_falls(weights: list[int]) -> None:
-    order = admission_order(of_weights(weights), Admit.PYRAMID)
-    assert sorted(order) == list(range(len(weights)))
-    admitted = [weights[each] for each in order]
-    top = admitted.index(max(admitted))
-    assert admitted[: top + 1] == sorted(admitted[: top + 1])
-    assert admitted[top:] == sorted(admitted[top:], reverse=True)
+    assert weights_ns(times) == [14, 7, 20]
+    assert order_by_costs(StepCosts(times), Admit.PYRAMID, 0) == [1, 2, 0]
+    assert list(order_by_costs(StepCosts(times), Admit.GIVEN, 0)) == [0, 1, 2]
 
 
 def test_what_is_admitted_is_what_costs_say_of_it() -> None:
     costs = StepCosts(of_weights([3, 1, 2]), agreement_ns=5)
-    assert admitted(costs, Admit.GIVEN) is costs
-    assert admitted(costs, Admit.PYRAMID) == costs.permuted([1, 0, 2])
+    assert admitted(costs, Admit.GIVEN, 0) is costs
+    assert admitted(costs, Admit.PYRAMID, 0) == costs.permuted([1, 0, 2])
+    listed = ListedOrders("mine", ((2, 1, 0), (1, 2, 0)))
+    assert admitted(costs, listed, 1) == costs.permuted([1, 2, 0])
+    assert admitted(costs, listed, 2) == costs.permuted([2, 1, 0])
 
 
 def test_nobody_can_sort_by_what_is_drawn() -> None:
     costs = resolve_costs(f"drawn:{ROOT / 'traces' / 'gpt-pp4-bf.pftrace'}").step(Shape(4, 8), 0, 0)
-    assert admitted(costs, Admit.GIVEN) is costs
+    assert admitted(costs, Admit.GIVEN, 0) is costs
+    admitted(costs, ListedOrders("mine", (tuple(range(8)),)), 0)
     with pytest.raises(UsageError, match=r"--admit pyramid sorts by .* choose --admit given"):
-        admitted(costs, Admit.PYRAMID)
+        admitted(costs, Admit.PYRAMID, 0)
 
 
 COLUMNS = (

@@ -33,15 +33,24 @@ FLOORS = {
     "rrfp.errors": floor(),
     "rrfp.__main__": floor("cli"),
     "rrfp.schedule": floor(),
-    "rrfp.hint_files": floor("schedule"),
+    "rrfp.text_files": floor(),
+    "rrfp.hint_files": floor("schedule text_files"),
+    "rrfp.admission_files": floor("schedule text_files"),
     "rrfp.trace": floor("schedule", "perfetto google numpy viztracer"),
     "rrfp.interchange": floor("schedule trace", "polars"),
     "rrfp.runtime": floor("schedule trace", "torch"),
     "rrfp.simulate": floor("schedule trace", "numpy"),
-    "rrfp.megatron": floor("schedule hint_files trace interchange runtime", "torch numpy megatron"),
+    "rrfp.megatron": floor(
+        "schedule hint_files admission_files trace interchange runtime simulate",
+        "torch numpy megatron PIL",
+    ),
     "rrfp.analyze": floor("schedule trace simulate", "polars numpy altair vl_convert"),
+    "rrfp.bench": floor(
+        "schedule hint_files trace simulate megatron analyze", "numpy polars altair"
+    ),
     "rrfp.cli": floor(
-        "schedule hint_files trace interchange runtime simulate megatron analyze",
+        "schedule hint_files admission_files trace interchange runtime simulate megatron analyze "
+        "bench",
         "typer rich polars torch",
     ),
 }

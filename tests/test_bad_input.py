@@ -104,6 +104,11 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--sequence-parallel", "--sequence-parallel divides sequences among tensor-parallel"),
         ("--w ranked", "ranks the weight gradients and bf ranks none"),
         ("--w ranked --hint 1f1b", "ranks the weight gradients and 1f1b ranks none"),
+        ("--admit heavy", "'heavy' is not an admission order; choose given, pyramid, or a file"),
+        ("--admit no.txt", "cannot read the admission file no.txt: No such file or directory"),
+        ("--admit-cost work", "--admit given sorts none; add --admit pyramid or leave"),
+        ("--admit pyramid --admit-cost heavy", "'heavy' is not a microbatch's cost; choose work, "),
+        ("--admit pyramid --admit-cost no:cost", "the cost no:cost cannot be imported: ModuleNotF"),
         ("--dropout 1", "--dropout is 1.0; it must be at least 0 and below 1"),
         ("--device cuda", "--device cuda has no transport in this version; use --device cpu"),
         ("--device tpu", "'tpu' is not a device; use --device cpu"),
@@ -113,6 +118,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--nnodes 2 --rdzv-endpoint a", "--rdzv-endpoint is 'a'; it must be HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint a:b", "--rdzv-endpoint is 'a:b'; it must be HOST:PORT"),
         ("--node-rank 1", "--node-rank is 1; with --nnodes 1 it must be in 0..0"),
+        ("--model vlm --image-size 8", "--image-size is 8; scenes take at least 16 pixels"),
         ("--stepz 3", "No such option: --stepz"),
     ],
 )
@@ -160,6 +166,16 @@ def test_wrong_data(
     assert words in refused("--data", next(iter(files), "data"))
 
 
+def test_a_pipe_and_a_folder_of_images_are_no_text(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "the data pipe is no regular file" in refused("--data", "pipe")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "1.PNG").write_bytes(b"an image")
+    assert "holds the image 1.PNG and the model takes text; add" in refused("--data", "data")
+
+
 def test_an_empty_folder(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert "the data data holds no text" in refused("--data", "data")
@@ -200,6 +216,14 @@ def test_a_wrong_order_file(
     (tmp_path / "order.csv").write_text(order, encoding="utf-8", errors="surrogateescape")
     shape = ("--pp", "2", "--microbatches", "2", "--dispatch", "fixed")
     assert words in refused("--hint", "order.csv", *shape)
+
+
+def test_an_admission_file_for_another_number_of_microbatches(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "order.txt").write_text("1 0 2\n", encoding="utf-8")
+    sentence = refused("--admit", "order.txt", "--microbatches", "4")
+    assert "order.txt, line 1 admits 3 of 4 microbatches; 3 is missing, add it" in sentence
 
 
 @pytest.mark.parametrize(
@@ -311,7 +335,7 @@ SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
         ("--dispatch fixed --agreement unanimous", "nothing to agree on; leave --agreement out"),
         ("--dispatch fixed --hint gpipe --limit 2", "8 forwards ahead of their backwards"),
         ("--dispatch fixed --hint 1f1b --hold 2", "order 1f1b keeps 4 microbatches on rank 0"),
-        ("--admit heavy", "--admit is 'heavy'; it must be one of given, pyramid"),
+        ("--admit heavy", "'heavy' is not an admission order; choose given, pyramid, or"),
         ("--seeds 0", "Invalid value for '--seeds'"),
         ("--seed -1", "Invalid value for '--seed'"),
         ("--format xml", "Invalid value for '--format'"),

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 from rrfp.cli import main as cli
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.admission import order_by_costs
+from rrfp.simulate.cost_files import resolve_costs
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -50,6 +54,21 @@ def rows_of(run: Run, *arguments: str) -> list[dict[str, Any]]:
     assert list(found) == ["rows"]
     rows: list[dict[str, Any]] = found["rows"]
     return rows
+
+
+def test_an_order_of_admission_from_a_file(run: Run, tmp_path: Path) -> None:
+    """A line of it is a seed's step; what the pyramid finds for two of them, written down."""
+    shape, costs = Shape(3, 6), resolve_costs("multimodal")
+    lines = [order_by_costs(costs.step(shape, seed, 0), Admit.PYRAMID, 0) for seed in (1234, 1235)]
+    text = "\n".join(",".join(map(str, line)) for line in lines)
+    (tmp_path / "orders.csv").write_text(text, encoding="utf-8")
+    flags = (*SMALL, "--costs", "multimodal", "--seeds", "2")
+    pyramid, listed, given = rows_of(run, *flags, "--sweep", "admit=pyramid,orders.csv,given")
+    assert listed["admit"] == "orders.csv"
+    assert listed["makespan_s"] == pyramid["makespan_s"] != given["makespan_s"]
+    code, out, err = run("simulate", *flags, "--admit", "orders.csv", "--row", "microbatches=4")
+    assert (code, out) == (2, "")
+    assert "in the row microbatches=4: orders.csv, line 1: " in err
 
 
 def test_the_defaults(run: Run) -> None:

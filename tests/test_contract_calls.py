@@ -206,7 +206,7 @@ def group(rig: Rig, schedules: list[Any]) -> ByCase:
 
 
 def a_view_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    from rrfp.megatron.training import forward_step
+    from rrfp.megatron.gpt import forward_step
 
     output, loss = forward_step(data_iterator, model)
     return output[:], loss

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.megatron.corpus import DOCUMENT_END, ByteCorpus, Corpus, document_lengths, open_corpus
-from rrfp.megatron.data import Batches
 from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.text_batches import TextBatches
 
 
 def documents(corpus: Corpus) -> list[list[int]]:
@@ -70,7 +70,7 @@ def test_padding_is_a_token_of_a_small_vocabulary(tmp_path: Path) -> None:
     write_pair(tmp_path / "d", [[1, 2, 1, 2, 1], [2, 1]])
     corpus = open_corpus(tmp_path / "d")
     settings = TrainSettings(seq_length=8, micro_batch_size=2, variable_lengths=True)
-    batch = Batches(corpus, settings, 0).batch(0, 0)
+    batch = TextBatches(corpus, settings, 0).batch(0, 0)
     assert batch["loss_mask"].sum(1).tolist() in ([4, 1], [1, 4])
     for tokens in (batch["tokens"], batch["labels"]):
         assert tokens.shape == (2, 4)
@@ -212,7 +212,7 @@ def test_negative_tokens_are_refused(tmp_path: Path) -> None:
 
 def test_too_little_text_is_refused() -> None:
     with pytest.raises(UsageError, match="holds 4 tokens and needs 9"):
-        Batches(ByteCorpus([b"abc"]), TrainSettings(seq_length=8), 0)
+        TextBatches(ByteCorpus([b"abc"]), TrainSettings(seq_length=8), 0)
 
 
 texts = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12)
@@ -245,7 +245,7 @@ def test_an_epoch_of_packed_windows_covers_the_text_once(
         dp=dp,
         seed=seed,
     )
-    replicas = [Batches(ByteCorpus(texts), settings, dp_rank) for dp_rank in range(dp)]
+    replicas = [TextBatches(ByteCorpus(texts), settings, dp_rank) for dp_rank in range(dp)]
     windows: list[tuple[list[int], list[int]]] = []
     step = 0
     while len(windows) < num_windows:
@@ -280,7 +280,7 @@ def test_variable_lengths_follow_the_documents(
         variable_lengths=True,
         seed=seed,
     )
-    batch = Batches(ByteCorpus(texts), settings, 0).batch(step, 1)
+    batch = TextBatches(ByteCorpus(texts), settings, 0).batch(step, 1)
     counts = batch["loss_mask"].sum(1).int().tolist()
     length = batch["tokens"].shape[1]
     assert length == max(counts) + max(counts) % 2
@@ -300,8 +300,8 @@ def test_variable_lengths_follow_the_documents(
 def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
     settings = TrainSettings(seq_length=4, variable_lengths=True)
     corpus = ByteCorpus([bytes(range(n)) for n in range(2, 30)])
-    asked = [Batches(corpus, settings, 0).batch(step, 2)["tokens"] for step in (5, 0)]
-    batches = Batches(corpus, settings, 0)
+    asked = [TextBatches(corpus, settings, 0).batch(step, 2)["tokens"] for step in (5, 0)]
+    batches = TextBatches(corpus, settings, 0)
     assert [batches.batch(step, 2)["tokens"].tolist() for step in (0, 5)] == [
         tokens.tolist() for tokens in reversed(asked)
     ]
@@ -310,7 +310,9 @@ def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:
 def test_the_seed_chooses_the_samples() -> None:
     corpus = ByteCorpus([bytes(range(256))])
     first, other = (
-        Batches(corpus, TrainSettings(seq_length=4, seed=seed), 0).batch(0, 0)["tokens"].tolist()
+        TextBatches(corpus, TrainSettings(seq_length=4, seed=seed), 0)
+        .batch(0, 0)["tokens"]
+        .tolist()
         for seed in (1, 2)
     )
     assert first != other

@@ -45,13 +45,12 @@ def train_before_and_after_installing() -> tuple[list[str], list[float], list[fl
 
 
 def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
-    from rrfp.megatron.corpus import open_corpus
-    from rrfp.megatron.data import Batches
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.training import Trainer
 
-    corpus = open_corpus(settings.data)
-    gpt = build_gpt(settings, layout, corpus.vocab_size)
-    batches = Batches(corpus, settings, layout.dp_rank)
+    data = open_data(settings)
+    gpt = build_model(settings, layout, data)
+    batches = data.batches(layout.dp_rank)
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
-    return [trainer.train_step(step).loss for step in range(settings.steps)]
+    return [trainer.train_step(step).loss for step in range(settings.num_steps)]

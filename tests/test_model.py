@@ -1,6 +1,7 @@
 """The GPT: every layout starts from the same function."""
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def initial_parameters(settings: dict[str, Any]) -> Arrays:
     prepare_host("cpu")
     from megatron.core.utils import unwrap_model
 
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.parallel import parallel_groups
 
     chosen = TrainSettings(**settings)
@@ -34,7 +35,9 @@ def initial_parameters(settings: dict[str, Any]) -> Arrays:
     num_experts = (chosen.experts or 0) // chosen.ep
     with parallel_groups(chosen) as layout:
         arrays: Arrays = {}
-        chunks = unwrap_model(build_gpt(chosen, layout, VOCABULARY).chunks)
+        chunks = unwrap_model(
+            build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY)).chunks
+        )
         for stage, gpt in zip(layout.stages, chunks, strict=True):
             first_layer = stage * num_layers
             numbers = [layer.layer_number for layer in gpt.decoder.layers]

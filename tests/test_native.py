@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,21 +215,21 @@ def chunks_and_microbatches() -> list[tuple[int, int]]:
     from rrfp.megatron.host import prepare_host
 
     prepare_host("cpu")
-    from rrfp.megatron.corpus import open_corpus
-    from rrfp.megatron.data import Batches
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.gpt import forward_step
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.native import NativeSchedule
     from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.training import Trainer, forward_step
+    from rrfp.megatron.training import Trainer
 
     settings = TrainSettings(
         **{**SMALL, "pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "dispatch": "megatron"}
     )
     found: list[tuple[int, int]] = []
     with parallel_groups(settings) as layout:
-        corpus = open_corpus(settings.data)
-        gpt = build_gpt(settings, layout, corpus.vocab_size)
-        batches = Batches(corpus, settings, layout.dp_rank)
+        data = open_data(settings)
+        gpt = build_model(settings, layout, data)
+        batches = data.batches(layout.dp_rank)
         firsts = [batches.batch(0, index)["tokens"].tolist() for index in range(6)]
 
         class Spied:
@@ -307,7 +308,7 @@ def fail_in_a_step() -> bool:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.native import NativeSchedule
     from rrfp.megatron.parallel import parallel_groups
 
@@ -320,7 +321,7 @@ def fail_in_a_step() -> bool:
     settings = TrainSettings(**{**SMALL, "pp": 1})
     before = functions()
     with parallel_groups(settings) as layout:
-        gpt = build_gpt(settings, layout, 257)
+        gpt = build_model(settings, layout, SimpleNamespace(vocab_size=257))
         finalize = gpt.config.finalize_model_grads_func
         with pytest.raises(ZeroDivisionError):
             NativeSchedule(0, lambda _: None)(

@@ -225,7 +225,7 @@ class Handle:
 
 def test_waits_for_overlapping_transfers_are_recorded() -> None:
     times = iter(range(100))
-    tally = _Tally(0, [], 1, 2, 9, HostMoments(lambda: next(times)), nullcontext)
+    tally = _Tally(0, [], 1, 2, 9, HostMoments(lambda: next(times)), nullcontext, None)
     handle = Handle()
     received, gradient, handles = tally.communicate(
         lambda **_: ("received", None, {"recv_prev": handle})
@@ -252,7 +252,7 @@ def train_with_overlap(settings: dict[str, Any]) -> tuple[NativeRun, NativeRun, 
     from rrfp.megatron.settings import TrainSettings
     from tests.training import SMALL
 
-    build = model.build_gpt
+    build = model.build_model
 
     def overlapping(*args: Any) -> Any:
         gpt = build(*args)
@@ -261,7 +261,7 @@ def train_with_overlap(settings: dict[str, Any]) -> tuple[NativeRun, NativeRun, 
         gpt.config.deallocate_pipeline_outputs = False
         return gpt
 
-    model.build_gpt = overlapping  # type: ignore[assignment]
+    model.build_model = overlapping  # type: ignore[assignment]
     chosen = TrainSettings(**{**SMALL, **settings})
     records: list[Record] = []
     with parallel_groups(chosen) as layout:

@@ -349,11 +349,22 @@ def test_the_display_says_a_line_a_step(tmp_path: Path, capsys: pytest.CaptureFi
     """Where there is no terminal; a line that is not whole yet is left for later."""
     metrics = tmp_path / "metrics.jsonl"
     told = {"loss": 5.0, "tokens": 64, "step_time_s": 0.5, "busy_fraction": [0.5]}
-    lines = [json.dumps({"step": step, **told}) + "\n" for step in range(3)]
+    lines = [
+        json.dumps({"step": step, "heldout_loss": heldout, **told}) + "\n"
+        for step, heldout in enumerate((None, 0.25, None, 0.0))
+    ]
     with TrainDisplay(metrics, TrainSettings(steps=9)):
         metrics.write_text("".join(lines) + lines[0][:20])
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines()[2:] == [
-        f"step {step + 1}/9   loss 5.0000   128 tokens/s   0.50 s/step" for step in range(3)
+        f"step {step + 1}/9   loss 5.0000   {heldout}128 tokens/s   0.50 s/step"
+        for step, heldout in enumerate(
+            (
+                "",
+                "(held-out 0.2500)   ",
+                "(held-out 0.2500)   ",
+                "(held-out 0.0000)   ",
+            )
+        )
     ]

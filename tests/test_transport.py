@@ -236,21 +236,75 @@ def test_reports_and_decisions_need_no_credit_and_overtake_messages() -> None:
 
 
 @settings(max_examples=15)
-@given(num_credits=st.integers(1, 5), raised=st.integers(1, 8))
+@given(num_credits=st.integers(1, 30), raised=st.integers(1, 40))
 def test_credits_bound_what_is_in_flight_and_can_be_raised(num_credits: int, raised: int) -> None:
     with pair(num_credits=num_credits, close_s=0.05) as made:
-        for index in range(12):
+        for index in range(60):
             made.transports[0].send(1, Message(0, task(index), ()))
         bound = max(num_credits, raised)
-        assert len(take(made.inboxes[1], num_credits)) == num_credits
+        first, most = most_held(num_credits), most_held(bound)
+        assert len(take(made.inboxes[1], first)) == first
         made.transports[1].grant(raised)
-        assert len(take(made.inboxes[1], bound - num_credits)) == bound - num_credits
+        assert len(take(made.inboxes[1], most - first)) == most - first
         # The link keeps its order: a message beyond the bound would stand before or after this.
         made.transports[0].report(1, 0, task(0))
         assert take(made.inboxes[1], 1) == [Reported(0, 0, task(0))]
-        for index in range(bound, 12):
+        arrived = most
+        for consumed in range(1, 61):
             made.transports[1].consumed(0, 0)
-            assert take(made.inboxes[1], 1) == [Arrived(0, Message(0, task(index), ()))]
+            # Credits come back some at a time, and never so late that the link holds too little.
+            least = min(60, consumed + bound)
+            if arrived < least:
+                arrived += len(take(made.inboxes[1], least - arrived))
+            assert least <= arrived <= consumed + most
+        assert arrived == 60
+
+
+def most_held(num_credits: int) -> int:
+    """What a link holds that must be able to hold so many messages."""
+    return num_credits + num_credits // 8
+
+
+def test_many_senders_at_once_lose_and_reorder_nothing() -> None:
+    """Whoever sends writes by itself what the socket takes, and the link's thread the rest."""
+    num_each = 200
+    with pair(num_credits=9) as made:
+
+        def send_messages() -> None:
+            for index in range(num_each):
+                size = 100_000 if index % 20 == 0 else 3
+                tensors = (torch.full((size,), float(index)),)
+                made.transports[0].send(1, Message(0, task(index), tensors))
+
+        def announce(report: bool) -> None:
+            for index in range(num_each):
+                if report:
+                    made.transports[0].report(1, 0, task(index))
+                else:
+                    made.transports[0].decide(1, 0, index, task(index, Kind.B))
+
+        with ThreadPoolExecutor() as threads:
+            sending = [
+                threads.submit(send_messages),
+                threads.submit(announce, True),
+                threads.submit(announce, False),
+            ]
+            events: list[Event] = []
+            while len(events) < 3 * num_each:
+                for event in take(made.inboxes[1], 1):
+                    events.append(event)
+                    if isinstance(event, Arrived):
+                        made.transports[1].consumed(0, 0)
+            for each in sending:
+                each.result()
+    messages = [event.message for event in events if isinstance(event, Arrived)]
+    assert [message.task for message in messages] == [task(index) for index in range(num_each)]
+    for index, message in enumerate(messages):
+        assert message.tensors[0] is not None
+        assert bool((message.tensors[0] == index).all())
+    reports = [event.task.microbatch for event in events if isinstance(event, Reported)]
+    decisions = [event.position for event in events if isinstance(event, Decided)]
+    assert reports == decisions == list(range(num_each))
 
 
 def test_sends_and_receives_are_recorded() -> None:

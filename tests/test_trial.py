@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.hints import TURNS, Hint, hint_named, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.admission import Admit
 from rrfp.simulate.costs import Links, StepCosts
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.jitter import parse_jitter

@@ -28,8 +28,15 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return found
 
 
-IN_LONG_RUNS_ONLY = ("pp4-c2-loop", "pp2-c2-v", "pp2-dp2-distopt")
-"""What they lay out is met by shorter tests of chunks and of reduction, too."""
+IN_LONG_RUNS_ONLY = (
+    "pp4",
+    "pp4-c2-loop",
+    "pp2-c2-v",
+    "pp2-dp2-distopt",
+    "vlm-pp4",
+    "vlm-pp2-c2-v",
+)
+"""What they lay out is met by shorter tests of chunks, reduction and the multimodal model, too."""
 
 
 @pytest.mark.timeout(200)
@@ -51,7 +58,7 @@ def test_every_layout_learns_the_same(layout: str, tmp_path: Path) -> None:
     assert combinations >= {(hint, rule) for hint in ("bfw", RANDOM) for rule in rules}
     assert {verdict["dropout"] > 0 for verdict in found} == {False, True}
     assert {verdict["reference"].split()[0] for verdict in found if not verdict["dropout"]} == {
-        DispatchMode.FIXED if layout == "pp2-c2-v" else DispatchMode.MEGATRON
+        DispatchMode.FIXED if layout.endswith("-v") else DispatchMode.MEGATRON
     }
 
 
@@ -76,6 +83,7 @@ def test_every_valid_combination_is_there() -> None:
     expected = dict.fromkeys(LAYOUTS, one_chunk) | {
         "pp4-c2-loop": chunks - {"zb-v"},
         "pp2-c2-v": chunks - {"interleaved"},
+        "vlm-pp2-c2-v": chunks - {"interleaved"},
     }
     for layout, hints in expected.items():
         _, *ours = variants_of(layout)

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.one_chunk import MICROBATCHES, TIMEOUT_S, Chunk, Task, digests, in_groups, some_order
+from tests.one_chunk import (
+    MICROBATCHES,
+    TIMEOUT_S,
+    Chunk,
+    Task,
+    digests,
+    in_groups,
+    num_tensors,
+    some_order,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
@@ -48,13 +57,15 @@ class Split:
 
 
 def names_that_differ(layout: Any, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """By case, the parameters whose gradients any order changes; and a word when W does nothing."""
+    """By case, the parameters whose gradients any order changes; and a word when W does nothing or
+    a step leaves tensors behind."""
     return [_names_that_differ(Chunk(layout, case)) for case in cases]
 
 
 def _names_that_differ(chunk: Chunk) -> list[str]:
     expected = chunk.gradients_in_order()
     differing = set()
+    num_before = num_tensors()
     for order in ORDERS:
         chunk.model.zero_grad_buffer()
         split = Split(chunk.model)
@@ -65,6 +76,8 @@ def _names_that_differ(chunk: Chunk) -> list[str]:
         linear = {names[id(weight)] for weight in split.weights}
         if not {name for name in expected if "linear_" in name and "weight" in name} <= linear:
             differing.add("a linear layer is not deferred")
+        if num_tensors() != num_before:
+            differing.add("a step leaves tensors behind")
     return sorted(differing)
 
 
@@ -202,6 +215,7 @@ def layers_by_themselves(_layout: Any) -> None:
     an_input_that_needs_no_gradient()
     a_weight_used_twice()
     weights_that_stay_with_the_backward()
+    a_graph_that_leads_back_to_its_products()
     assert layers.LinearWithGradAccumulationAndAsyncCommunication is native
 
 
@@ -256,6 +270,21 @@ def a_weight_used_twice() -> None:
         return torch.stack([layer(part)[0].square().sum() for part in data]).sum()
 
     assert fused_and_split(column, run)[0] == [True, True]
+
+
+def a_graph_that_leads_back_to_its_products() -> None:
+    linear, te = column(), TeLinear(fuse_wgrad_accumulation=False)
+    data = torch.randn(5, 8)
+    kept = []
+    for _ in range(2):
+        split = Split(torch.nn.ModuleList([linear, te]))
+        with split.deferred.task(0):
+            output = te(linear(data)[0]).square().sum()
+        with split.deferred.task(0), split.with_backwards.adding(0):
+            output.backward()
+        split.deferred.run(0)
+        kept.append(num_tensors())
+    assert kept[0] == kept[1]
 
 
 def weights_that_stay_with_the_backward() -> None:

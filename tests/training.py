@@ -28,6 +28,7 @@ class RankRun:
     """What one rank saw of a run."""
 
     losses: list[float] = field(default_factory=list)
+    heldout_losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     summaries: list[StepSummary | None] = field(default_factory=list)
@@ -58,23 +59,27 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
 
 
 def _train(settings: TrainSettings, layout: Layout) -> RankRun:
-    from rrfp.megatron.corpus import open_corpus
-    from rrfp.megatron.data import Batches
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.model import build_model
+    from rrfp.megatron.pacing import pace_of
     from rrfp.megatron.parallel import seed_random_states
-    from rrfp.megatron.rank import schedule_of
+    from rrfp.megatron.rank import evaluation_of, schedule_of
     from rrfp.megatron.training import Trainer
 
     settings.validate()
     run = RankRun()
     seed_random_states(settings, layout)
-    corpus = open_corpus(settings.data)
-    batches = Batches(corpus, settings, layout.dp_rank)
-    gpt = build_gpt(settings, layout, corpus.vocab_size)
-    schedule = schedule_of(settings, layout.pp_rank, run.records.append)
+    data = open_data(settings)
+    batches = data.batches(layout.dp_rank)
+    gpt = build_model(settings, layout, data)
+    pace = pace_of(settings, layout)
+    schedule = schedule_of(settings, layout.pp_rank, run.records.append, pace=pace)
     trainer = Trainer(settings, layout, gpt, batches, schedule, run.records.append)
-    for step in range(settings.steps):
+    evaluation = evaluation_of(settings, layout, gpt, data.heldout)
+    for step in range(settings.num_steps):
         result = trainer.train_step(step)
+        if evaluation is not None and evaluation.is_due(step):
+            run.heldout_losses.append(evaluation.loss())
         run.losses.append(result.loss)
         run.grad_norms.append(result.grad_norm)
         run.tokens.append(result.tokens)

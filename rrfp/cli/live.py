@@ -31,6 +31,7 @@ class TrainDisplay:
         self._settings = settings
         self._offset = 0
         self._last: dict[str, Any] | None = None
+        self._heldout: float | None = None
         self._start_s = time.monotonic()
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=5)
@@ -77,7 +78,9 @@ class TrainDisplay:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                self._last = json.loads(line)
+                last = self._last = json.loads(line)
+                if last["heldout_loss"] is not None:
+                    self._heldout = last["heldout_loss"]
                 if not self._live.is_started:
                     self._console.print(self._headline(), highlight=False)
 
@@ -87,8 +90,10 @@ class TrainDisplay:
             seconds = time.monotonic() - self._start_s
             return Text(f"starting {self._settings.world_size} ranks ... {seconds:.0f} s")
         speed = last["tokens"] / last["step_time_s"]
+        heldout = "" if self._heldout is None else f"(held-out {self._heldout:.4f})   "
         return Text(
-            f"step {last['step'] + 1}/{self._settings.steps}   loss {last['loss']:.4f}   "
+            f"step {last['step'] + 1}/{self._settings.num_steps}   "
+            f"loss {last['loss']:.4f}   {heldout}"
             f"{speed:,.0f} tokens/s   {last['step_time_s']:.2f} s/step"
         )
 

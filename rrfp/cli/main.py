@@ -11,6 +11,7 @@ import typer
 
 from rrfp import __version__
 from rrfp.cli import analyze, errors, hint, trace
+from rrfp.cli.bench import bench
 from rrfp.cli.simulate import simulate
 from rrfp.cli.train import train
 from rrfp.cli.verify import verify
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(simulate)
+app.command()(bench)
 app.add_typer(trace.app, name="trace")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(hint.app, name="hint")

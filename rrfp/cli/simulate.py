@@ -88,8 +88,8 @@ def simulate(
     admit: Annotated[
         str | None,
         _setting(
-            "The order in which microbatches enter: given (default) or pyramid (light, heavy, "
-            "light)."
+            "The order in which microbatches enter: given (default), pyramid (light, heavy, light) "
+            "or a file with a line a step."
         ),
     ] = None,
     costs: Annotated[

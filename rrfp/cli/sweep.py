@@ -14,8 +14,10 @@ from functools import cache
 from itertools import product
 from math import prod
 
+from rrfp.admission_files import resolve_admission
 from rrfp.errors import RrfpError, UsageError
 from rrfp.hint_files import resolve_hint
+from rrfp.schedule.admission import Admission, Admit
 from rrfp.schedule.dispatcher import (
     DEFAULT_LIMIT,
     AgreementRule,
@@ -27,10 +29,9 @@ from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import check_binding, order_of
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.admission import Admit
 from rrfp.simulate.blocking import check_meets
 from rrfp.simulate.cost_files import resolve_costs
-from rrfp.simulate.flops import FlopCosts
+from rrfp.simulate.flops import check_divided
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.trial import Setting, check_fits
 from rrfp.simulate.world import Policy
@@ -70,7 +71,8 @@ class Asked:
     """Most activations kept on a rank, in microbatches of the whole rank."""
     w: WeightGradients = WeightGradients.IDLE
     agreement: AgreementRule = AgreementRule.INTERSECTION
-    admit: Admit = Admit.GIVEN
+    admit: str = Admit.GIVEN
+    """A name, or an admission file."""
     costs: str = "uniform"
     jitter: str = "none"
     own: Mapping[str, str] = field(default_factory=dict)
@@ -171,15 +173,16 @@ class _Sources:
     """Reads every hint, costs and jitter once, so that rows which name the same share it."""
 
     def __init__(self) -> None:
-        self._fitting: set[tuple[str, str, Shape]] = set()
+        self._fitting: set[tuple[str, str, Admission, Shape]] = set()
         self.policy = cache(_policy)
         self.costs = cache(resolve_costs)
+        self.admission = cache(resolve_admission)
         self.jitter = cache(parse_jitter)
         self.check_binding = cache(check_binding)
         self.check_meets = cache(check_meets)
 
     def check_fits(self, costs: str, jitter: str, setting: Setting) -> None:
-        key = costs, jitter, setting.shape
+        key = costs, jitter, setting.admit, setting.shape
         if key not in self._fitting:
             check_fits(setting)
             self._fitting.add(key)
@@ -215,11 +218,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
         if row.links is LinkMode.BLOCKING:
             sources.check_meets(policy.order)
     costs = sources.costs(row.costs)
-    if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != row.tp:
-        raise UsageError(
-            f"the model in {row.costs} is divided among {costs.tensor_parallel.size} "
-            f"tensor-parallel ranks and --tp is {row.tp}; give both the same number"
-        )
+    check_divided(costs, row.costs, row.tp)
     return Setting(
         shape=shape,
         policy=replace(
@@ -227,7 +226,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
         ),
         costs=costs,
         jitter=sources.jitter(row.jitter),
-        admit=row.admit,
+        admit=sources.admission(row.admit, row.microbatches),
         blocking=row.links is LinkMode.BLOCKING,
         num_members=row.tp,
         num_replicas=row.dp,
@@ -320,7 +319,7 @@ SETTINGS: dict[str, Callable[[str, str], object]] = {
     "hold": count_or_none,
     "w": _choice(WeightGradients),
     "agreement": _choice(AgreementRule),
-    "admit": _choice(Admit),
+    "admit": _text,
     "costs": _text,
     "jitter": _text,
 }

@@ -1,5 +1,6 @@
 """`rrfp train`: train a Megatron GPT over a pipeline and record every dispatch and wait."""
 
+import json
 import shutil
 import sys
 from dataclasses import fields
@@ -10,6 +11,7 @@ import typer
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT
 from rrfp.schedule.hints import HINT_NAMES
 
@@ -73,13 +75,20 @@ def train(
         int | None, _setting("micro_batch_size", "Sequences a microbatch")
     ] = None,
     seq_length: Annotated[int | None, _setting("seq_length", "Tokens a sequence")] = None,
+    model: Annotated[
+        str | None,
+        _flag(
+            "gpt (default: text), vlm (images, then text), moe (a gpt with experts) or mlp (a gpt "
+            "without attention, for --pace)."
+        ),
+    ] = None,
     layers: Annotated[
         int | None, _setting("layers", "Transformer layers, a multiple of --pp x --chunks")
     ] = None,
     hidden: Annotated[int | None, _setting("hidden", "Hidden size")] = None,
     heads: Annotated[int | None, _setting("heads", "Attention heads, a multiple of --tp")] = None,
     experts: Annotated[
-        int | None, _flag("Experts a layer, of which a token takes 2 [none: dense layers].")
+        int | None, _flag("Experts a layer, of which a token takes 2 [moe: 4; else dense layers].")
     ] = None,
     tie_embeddings: Annotated[
         bool | None,
@@ -97,7 +106,7 @@ def train(
         _flag("Divide the optimizer's state among the replicas.", "--distributed-optimizer"),
     ] = None,
     lr: Annotated[float | None, _setting("lr", "Learning rate")] = None,
-    steps: Annotated[int | None, _setting("steps", "Steps")] = None,
+    steps: Annotated[int | None, _flag("Steps [60; vlm: 240].")] = None,
     limit: Annotated[
         int | None,
         _flag(
@@ -129,17 +138,57 @@ def train(
             "arrival (as they come)."
         ),
     ] = None,
+    admit: Annotated[
+        str | None,
+        _flag(
+            "The order in which a step's microbatches enter: given (default), pyramid (light, "
+            "heavy, light) or a file with a line a step."
+        ),
+    ] = None,
+    admit_cost: Annotated[
+        str | None,
+        _flag(
+            "What a microbatch weighs in the pyramid: work (default), tokens, patches or "
+            "MODULE:FUNCTION, which takes its batch."
+        ),
+    ] = None,
     seed: Annotated[int | None, _setting("seed", "Seed of parameters, data and dropout")] = None,
     data: Annotated[
         Path | None,
         _flag(
             "Text file, folder, JSONL with a 'text' field, or Megatron .bin/.idx pair [Python's "
-            "standard library]."
+            "standard library]; for --model vlm a folder with images and a JSONL of 'image' and "
+            "'text' [scenes drawn at run time]."
         ),
     ] = None,
     variable_lengths: Annotated[
         bool | None,
         _flag("Give every microbatch the length of its own documents.", "--variable-lengths"),
+    ] = None,
+    pace: Annotated[
+        str | None,
+        _flag(
+            "Stretch tasks and messages to language, multimodal or uniform costs, or to those of a "
+            "CSV or TOML file or of a run [none]."
+        ),
+    ] = None,
+    jitter: Annotated[
+        str | None, _flag("none (default), J0 to J3, lognormal:0.5, ...: see docs/costs.md.")
+    ] = None,
+    max_images: Annotated[
+        int | None, _setting("max_images", "Most images a microbatch of --model vlm")
+    ] = None,
+    image_size: Annotated[
+        int | None, _setting("image_size", "Longest edge of an image, in pixels")
+    ] = None,
+    patch_size: Annotated[int | None, _setting("patch_size", "Edge of a patch, in pixels")] = None,
+    blank_images: Annotated[
+        bool | None,
+        _flag("Show grey instead of the images, to see what they are worth.", "--blank-images"),
+    ] = None,
+    heldout_every: Annotated[
+        int | None,
+        _flag("Steps between evaluations on held-out images [after the last step only]."),
     ] = None,
     device: Annotated[str | None, _flag("cpu, the only device of this version.")] = None,
     out: Annotated[
@@ -169,22 +218,20 @@ def train(
     given.pop("config", None)
     settings = _settings(config, given)
     _check_hint(settings)
+    _check_admission(settings)
+    _check_pace(settings)
     _run(settings)
 
 
 def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
     """What the flags and the file say, checked: nothing has been started yet."""
-    from rrfp.megatron.corpus import count_samples, document_lengths
+    from rrfp.megatron.data_source import check_data
 
     settings = (
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     settings.validate()
-    count_samples(
-        document_lengths(settings.data),
-        settings.seq_length,
-        variable_lengths=settings.variable_lengths,
-    )
+    check_data(settings)
     return settings
 
 
@@ -200,6 +247,20 @@ def _check_hint(settings: TrainSettings) -> None:
     if settings.dispatch != DispatchMode.READY:
         hold = None if settings.hold is None else settings.hold * settings.chunks
         check_binding(order_of(hint, shape), settings.limit, hold)
+
+
+def _check_admission(settings: TrainSettings) -> None:
+    from rrfp.admission_files import resolve_admission
+    from rrfp.megatron.item_costs import resolve_cost
+
+    resolve_admission(settings.admit, settings.microbatches)
+    resolve_cost(settings.admit_cost)
+
+
+def _check_pace(settings: TrainSettings) -> None:
+    from rrfp.megatron.pacing import check_pace
+
+    check_pace(settings)
 
 
 def _run(settings: TrainSettings) -> None:
@@ -230,8 +291,12 @@ def _run(settings: TrainSettings) -> None:
 
 def _report(run: "RunDir", settings: TrainSettings) -> None:
     """What a run that came to its end has to show, and where to look next."""
+    _tell_pace(run)
+    _tell_heldout(run)
     if settings.no_trace:
-        typer.echo(f"Trained {settings.steps} steps; the metrics are in {run.metrics}", err=True)
+        typer.echo(
+            f"Trained {settings.num_steps} steps; the metrics are in {run.metrics}", err=True
+        )
         return
     from rich.console import Console
 
@@ -247,6 +312,35 @@ def _report(run: "RunDir", settings: TrainSettings) -> None:
     typer.echo(f"The trace is {trace}", err=True)
     typer.echo(f"Next: {rrfp} trace view{where}", err=True)
     typer.echo(f"      {rrfp} analyze bubbles{where} --steps 1:", err=True)
+
+
+def _tell_pace(run: "RunDir") -> None:
+    """Say how many tasks of a paced run took longer than their model."""
+    lines = run.metrics.read_text(encoding="utf-8").splitlines()
+    steps = [over for line in lines if (over := json.loads(line)["over_pace"]) is not None]
+    if not steps:
+        return
+    num_over, num_tasks = (sum(over[name] for over in steps) for name in ("tasks", "of"))
+    worst_ms = max(over["worst_s"] for over in steps) * 1e3
+    sentence = (
+        f"{num_over} of {num_tasks} tasks ({num_over / num_tasks:.2%}) took longer than their model"
+    )
+    if num_over:
+        sentence += f", by {worst_ms:.1f} ms at most"
+    if num_over > MOST_OVER_PACE * num_tasks:
+        sentence = (
+            f"Warning: {sentence}; the times of this run are not its model's; use a smaller model "
+            "or longer tasks"
+        )
+    typer.echo(sentence, err=True)
+
+
+def _tell_heldout(run: "RunDir") -> None:
+    """Say how well the trained model does on what it has not seen."""
+    last_line = run.metrics.read_text(encoding="utf-8").splitlines()[-1]
+    loss = json.loads(last_line)["heldout_loss"]
+    if loss is not None:
+        typer.echo(f"Held-out loss {loss:.4f}", err=True)
 
 
 def _encode_what_is_there(run: "RunDir") -> None:

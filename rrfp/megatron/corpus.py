@@ -34,6 +34,10 @@ _DEFINITION = re.compile(rb"\n\n+(?=[ \t]*(?:async def|def|class|@))")
 """Between two definitions of a Python file. Each is a document, so that lengths differ as they do
 in real text."""
 
+_IMAGE_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEAD = struct.Struct("<9sQBQQ")
 """Magic, version, type of the tokens, number of sequences, number of documents."""
@@ -135,6 +139,12 @@ def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -
     return num_samples
 
 
+def check_no_pipe(path: Path) -> None:
+    """Raise UsageError for a pipe or a device, which might never end and is read only once."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"the data {path} is no regular file; save its text to one first")
+
+
 def _byte_corpus(path: Path) -> ByteCorpus:
     try:
         documents = tuple(document for document in _documents(path) if document)
@@ -154,8 +164,15 @@ def _documents(path: Path) -> Iterator[bytes]:
                 raise UsageError(
                     f"the folder {path} holds {file.name}; give --data the .bin/.idx pair itself"
                 )
+            if file.suffix.lower() in _IMAGE_SUFFIXES:
+                raise UsageError(
+                    f"the folder {path} holds the image {file.name} and the model takes text; add "
+                    "--model vlm"
+                )
             yield from _documents(file)
-    elif path.suffix == ".jsonl":
+        return
+    check_no_pipe(path)
+    if path.suffix == ".jsonl":
         yield from _json_documents(path)
     else:
         yield path.read_bytes()
@@ -176,18 +193,20 @@ def _json_documents(path: Path) -> Iterator[bytes]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _json_text(line, f"{path}, line {number}")
+                yield json_line(line, f"{path}, line {number}")[1]
 
 
-def _json_text(line: bytes, place: str) -> bytes:
+def json_line(line: bytes, place: str) -> tuple[dict[str, Any], bytes]:
+    """The fields of a line of JSON, and the bytes of its string `text`. Raises UsageError, naming
+    the place, for a line that has none."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{place}: not JSON ({error}); correct or remove the line") from None
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise UsageError(f"{place}: no string field 'text'; each line takes one")
-    return text.encode("utf-8", errors="surrogatepass")
+    return value, text.encode("utf-8", errors="surrogatepass")
 
 
 def _library_documents() -> Iterator[bytes]:

@@ -1,20 +1,15 @@
-"""Batches: which tokens a microbatch sees, as a function of (seed, step, replica, microbatch).
+"""The data of a run: which batch a microbatch is, a function of (seed, step, replica, microbatch).
 
-Nothing is kept between calls, so every rank finds any microbatch by itself, in any order. No
-sample comes twice in an epoch, which walks over them in long strides from a place of its own.
+Nothing is kept between calls, so every rank finds any microbatch by itself, in any order.
 """
 
-import math
-from functools import lru_cache
-from typing import TypedDict
+from collections.abc import Callable
+from typing import Protocol, TypedDict
 
-import numpy as np
 import torch
 
-from rrfp.megatron.corpus import Corpus, Tokens, count_samples
-from rrfp.megatron.settings import TrainSettings
-
-_GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
+from rrfp.megatron.data_source import open_documents
+from rrfp.megatron.settings import ModelKind, TrainSettings
 
 
 class Batch(TypedDict):
@@ -27,93 +22,35 @@ class Batch(TypedDict):
     position_ids: torch.Tensor
 
 
-class Batches:
-    """The batches of one data-parallel replica.
-
-    By default documents are packed end to end and cut into windows of `seq_length`. With
-    `variable_lengths` a row is one document, or `seq_length` tokens of it from a random place; the
-    microbatch is as long as its longest row, rounded up to a multiple of `tp`.
-    """
-
-    def __init__(self, corpus: Corpus, settings: TrainSettings, dp_rank: int) -> None:
-        """Raises UsageError when the corpus is too small for one sample."""
-        self._corpus = corpus
-        self._settings = settings
-        self._dp_rank = dp_rank
-        self._ends: Tokens = np.cumsum(corpus.lengths)
-        self._long_enough: Tokens = np.flatnonzero(corpus.lengths > 1)
-        self._num_samples = count_samples(
-            corpus.lengths, settings.seq_length, variable_lengths=settings.variable_lengths
-        )
+class Batches(Protocol):
+    """The batches of one data-parallel replica."""
 
     def batch(self, step: int, microbatch: int) -> Batch:
         """The microbatch of that step, the same whenever and wherever it is asked for."""
-        settings = self._settings
-        first = (step * settings.num_replicas + self._dp_rank) * settings.microbatches + microbatch
-        first *= settings.micro_batch_size
-        indices = range(first, first + settings.micro_batch_size)
-        if settings.variable_lengths:
-            rows = [self._document(index) for index in indices]
-            longest = max(len(row) for row in rows) - 1
-            length = -(-longest // settings.tp) * settings.tp
-        else:
-            rows = [self._window(index) for index in indices]
-            length = settings.seq_length
-        return _batch(rows, length)
-
-    def _sample(self, index: int) -> int:
-        """The sample at a place of the endless sequence of samples."""
-        epoch, place = divmod(index, self._num_samples)
-        start, stride = _epoch_walk(self._settings.seed, epoch, self._num_samples)
-        return (start + place * stride) % self._num_samples
-
-    def _window(self, index: int) -> Tokens:
-        start = self._sample(index) * self._settings.seq_length
-        stop = start + self._settings.seq_length + 1
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._ends, stop, side="left"))
-        parts = []
-        for document in range(first, last + 1):
-            length = int(self._corpus.lengths[document])
-            begin = int(self._ends[document]) - length
-            parts.append(
-                self._corpus.tokens(document, max(start - begin, 0), min(stop - begin, length))
-            )
-        return np.concatenate(parts)
-
-    def _document(self, index: int) -> Tokens:
-        document = int(self._long_enough[self._sample(index)])
-        length = int(self._corpus.lengths[document])
-        spare = length - (self._settings.seq_length + 1)
-        start = 0
-        if spare > 0:
-            start = int(np.random.default_rng((self._settings.seed, index)).integers(spare + 1))
-        stop = min(start + self._settings.seq_length + 1, length)
-        return self._corpus.tokens(document, start, stop)
+        ...
 
 
-@lru_cache(maxsize=8)
-def _epoch_walk(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
-    """Where an epoch starts, and its stride. The stride is coprime to the number of samples, so
-    that the walk meets every one of them once without a permutation in memory, and near the golden
-    section, so that neighbours of the walk are far apart in the text."""
-    stride = round(num_samples * _GOLDEN_SECTION)
-    while math.gcd(stride, num_samples) != 1:
-        stride += 1
-    return int(np.random.default_rng((seed, epoch)).integers(num_samples)), stride
+class Data(Protocol):
+    """What a run trains on."""
+
+    vocab_size: int
+    """One more than the highest token."""
+
+    @property
+    def heldout(self) -> Callable[[int], Batch] | None:
+        """A microbatch of what training never sees, by its number; None if nothing is held out."""
+
+    def batches(self, dp_rank: int) -> Batches:
+        """The batches of a replica. Raises UsageError when there is not enough for one."""
+        ...
 
 
-def _batch(rows: list[Tokens], length: int) -> Batch:
-    # The padding is token 0, which every vocabulary has.
-    padded = np.zeros((len(rows), length + 1), np.int64)
-    counts = np.zeros((len(rows), length), np.float32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-        counts[index, : len(row) - 1] = 1.0
-    tokens = torch.from_numpy(padded)
-    return Batch(
-        tokens=tokens[:, :-1].contiguous(),
-        labels=tokens[:, 1:].contiguous(),
-        loss_mask=torch.from_numpy(counts),
-        position_ids=torch.arange(length).expand(len(rows), length),
-    )
+def open_data(settings: TrainSettings) -> Data:
+    """Open the data that these settings train on. Raises UsageError when there is none."""
+    if settings.model == ModelKind.VLM:
+        from rrfp.megatron.image_batches import ImageData
+
+        return ImageData(open_documents(settings), settings)
+    from rrfp.megatron.text_batches import TextData
+
+    return TextData(settings)

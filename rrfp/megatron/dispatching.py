@@ -1,10 +1,13 @@
 """How the drop-in dispatches tasks, as its user says it. Imports no torch."""
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from rrfp.errors import UsageError
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT, AgreementRule, Dispatch, WeightGradients
 from rrfp.schedule.shape import Placement
 
@@ -36,6 +39,12 @@ class DispatchSettings:
     agreement: AgreementRule = AgreementRule.INTERSECTION
     """What the ranks that share a collective inside a task run, given what each has ready."""
     grad_order: GradOrder = GradOrder.CANONICAL
+    admit: str = Admit.GIVEN
+    """The order in which the items of a step that trains become its microbatches: a name, or the
+    path of an admission file."""
+    admit_cost: str | Callable[[Any], Any] | None = None
+    """What an item weighs in a pyramid: a function of it that gives a number, by itself, as
+    MODULE:FUNCTION, or one of `CostName`; None is `CostName.WORK`."""
     placement: Placement = Placement.LOOP
     """Which stages the model chunks of a rank are."""
     connect_s: float = 60.0
@@ -62,6 +71,20 @@ class DispatchSettings:
             raise UsageError(
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; "
                 "choose one of the two"
+            )
+        if not isinstance(self.admit, str):
+            raise UsageError(f"admit is {self.admit!r}; it must be a name or a path, as text")
+        cost = self.admit_cost
+        is_function = callable(cost) and isinstance(cost, Hashable)
+        if not (cost is None or isinstance(cost, str) or is_function):
+            raise UsageError(
+                f"admit_cost is {cost!r:.50}; it must be a name, or a function of an item that can "
+                "be hashed"
+            )
+        if cost is not None and self.admit != Admit.PYRAMID:
+            raise UsageError(
+                f"an admit_cost weighs microbatches and admit '{self.admit}' sorts none; choose "
+                "admit 'pyramid' or leave admit_cost out"
             )
 
     @property

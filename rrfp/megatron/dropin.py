@@ -22,17 +22,23 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.utils import get_model_config
 
+from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
+from rrfp.megatron.admission import agreed_weights
 from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.groups import Place, place_in, step_groups
+from rrfp.megatron.item_costs import resolve_cost
+from rrfp.megatron.microbatch_data import MicrobatchData
 from rrfp.megatron.pipeline import Pipeline
 from rrfp.megatron.plans import Plan, make_plan
 from rrfp.megatron.random_streams import RandomStreams
 from rrfp.megatron.refusals import refuse
 from rrfp.megatron.stage import RankStep, StepArguments
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.worker import StepSummary
+from rrfp.schedule.admission import Admit, admission_order
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
@@ -45,13 +51,15 @@ def get_forward_backward_func(
     settings: DispatchSettings | None = None,
     record: Callable[[Record], None] | None = None,
     delays: Delays | None = None,
+    pace: Pace | None = None,
 ) -> "ForwardBackward":
     """The function that a Megatron training loop calls once a step.
 
     Megatron's own arguments come first; how many ranks and chunks there are is what each call
     passes, so `vp_size` is only checked against the placement. `record` receives every trace record
     of this rank, from several threads. `delays` makes tasks and messages late, to show that the
-    result does not depend on them. Raises UsageError for chunks that the placement has no room for.
+    result does not depend on them; `pace` gives those of training steps a model's times. Raises
+    UsageError for chunks that the placement has no room for.
     """
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
@@ -62,14 +70,17 @@ def get_forward_backward_func(
             "choose 2, or placement loop"
         )
     # Megatron's loops ask again for training and for every evaluation: all share the links.
-    return _shared(settings, record or _discard, delays)
+    return _shared(settings, record or _discard, delays, pace)
 
 
 @cache
 def _shared(
-    settings: DispatchSettings, record: Callable[[Record], None], delays: Delays | None
+    settings: DispatchSettings,
+    record: Callable[[Record], None],
+    delays: Delays | None,
+    pace: Pace | None,
 ) -> "ForwardBackward":
-    return ForwardBackward(settings, record, delays)
+    return ForwardBackward(settings, record, delays, pace)
 
 
 def _discard(_: Record) -> None:
@@ -87,16 +98,21 @@ class ForwardBackward:
         settings: DispatchSettings,
         record: Callable[[Record], None],
         delays: Delays | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._settings = settings
         self._record = record
         self._delays = delays
+        self._pace = pace
+        self._admission = resolve_admission(settings.admit)
+        self._cost = resolve_cost(settings.admit_cost)
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
         self._num_openings = 0
         self._pipeline: Pipeline | None = None
         self._plans: dict[tuple[Shape, bool], Plan] = {}
         self._step = 0
+        self._num_trained = 0
         atexit.register(self.close)
         self.last_step: StepSummary | None = None
         """What the last step came to on this rank."""
@@ -120,36 +136,78 @@ class ForwardBackward:
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         """One step, by Megatron's contract: what the loss function gave for each microbatch, in
-        microbatch order (empty but on the rank of the last stage). `model` and `data_iterator` are
+        microbatch order (empty but on the rank of the last stage); with `admit`, in the order
+        in which they are admitted. `model` and `data_iterator` are
         lists where a rank has several chunks, by chunk. `seq_length`, `micro_batch_size`,
         `decoder_seq_length` and `adjust_tensor_shapes_fn` are not needed: messages carry their
         shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
         When anything is raised after the links are open, they close, and the neighbours are told.
         """
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
-        iterators = _iterators(data_iterator, len(models))
+        data = [
+            None if iterator is None else MicrobatchData(iterator)
+            for iterator in _iterators(data_iterator, len(models))
+        ]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
         plan = self._plan(place, num_microbatches, len(models), forward_only)
         refuse(config, models, plan, place.pp_rank)
-        streams = RandomStreams(next(models[0].parameters()).device)
-        arguments = StepArguments(
-            forward_step_func,
-            iterators,
-            num_microbatches,
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-        )
-        pipeline = self._connected(place, plan.shape, forward_only)
+        device = next(models[0].parameters()).device
+        streams = RandomStreams(device)
         try:
+            order: Sequence[int] = range(num_microbatches)
+            if not forward_only:
+                order = self._admitted(data[0], num_microbatches, groups, device)
+            arguments = StepArguments(
+                forward_step_func,
+                data,
+                order,
+                num_microbatches,
+                forward_only,
+                collect_non_loss_data,
+                first_val_step,
+            )
+            pipeline = self._connected(place, plan.shape, forward_only)
+            pace = None
+            if self._pace is not None and not forward_only:
+                pace = self._pace.start_step(self._num_trained, plan.shape)
+            if not forward_only:
+                self._num_trained += 1
             return self._run_step(
-                pipeline, plan, models, config, groups, arguments, streams, force_all_reduce
+                pipeline, plan, models, config, groups, arguments, streams, pace, force_all_reduce
             )
         except BaseException:
             self.close(farewell=False)
             raise
+
+    def _admitted(
+        self,
+        data: MicrobatchData | None,
+        num_microbatches: int,
+        groups: Any,
+        device: torch.device,
+    ) -> Sequence[int]:
+        """The order in which the items of a step that trains become its microbatches."""
+        start_ns = monotonic()
+
+        def weigh() -> list[float]:
+            if data is None:
+                raise UsageError(
+                    f"admit '{self._settings.admit}' weighs the step's items and the first rank of "
+                    "this replica is given no data iterator; pass one there or leave admit out"
+                )
+            return self._cost.weigh(data.first(num_microbatches))
+
+        order = admission_order(
+            self._admission,
+            self._num_trained,
+            num_microbatches,
+            lambda: agreed_weights(weigh, num_microbatches, groups, device),
+        )
+        if self._admission is not Admit.GIVEN:
+            self._record(PhaseRecord(start_ns, monotonic(), self._step, Phase.DATA))
+        return order
 
     def _run_step(
         self,
@@ -160,6 +218,7 @@ class ForwardBackward:
         groups: Any,
         arguments: StepArguments,
         streams: RandomStreams,
+        pace: StepPace | None,
         force_all_reduce: bool | None,
     ) -> list[Any]:
         start_ns = monotonic()
@@ -187,7 +246,7 @@ class ForwardBackward:
             follows_hooks=plan.is_the_same_on_replicas and not shape.splits_backward,
         )
         try:
-            summary = pipeline.run_step(self._step, plan, compute)
+            summary = pipeline.run_step(self._step, plan, compute, pace)
         except BaseException:
             compute.abandon()
             raise

@@ -14,6 +14,8 @@ each kind is met in one way, by the *chosen* device and never by what the machin
    its weights tagged for Megatron's gradient finalisation.
 5. The exchange of tokens between experts looks for Transformer Engine's matrix product by a name
    that is not there without it, and has its split sizes from a copy off the GPU.
+6. The loss reduces over the tensor-parallel group three times a microbatch, also where that is one
+   rank: on a GPU this costs a launch, with gloo a thread's waking up. There it is left out.
 
 `prepare_host` must run before any other part of this package imports megatron.
 """
@@ -100,6 +102,7 @@ def prepare_host(device: str) -> None:
         _install_cpu_random_states()
         _install_norm()
         _install_expert_exchange()
+        _install_loss_reduction()
         for path in _FUNCTIONS:
             _use_cpu_names(path)
         _prepared = True
@@ -235,6 +238,22 @@ def _install_norm() -> None:
         return norm
 
     _core("transformer.torch_norm").WrappedTorchNorm.__new__ = tagged_norm
+
+
+def _install_loss_reduction() -> None:
+    distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
+    vars(distributed).update(vars(torch.distributed))
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        if group.size() > 1:
+            torch.distributed.all_reduce(tensor, op=op, group=group)
+
+    vars(distributed)["all_reduce"] = all_reduce
+    module = _core("tensor_parallel.cross_entropy")
+    loss_torch = ModuleType("torch", torch.__doc__)
+    vars(loss_torch).update(vars(torch))
+    vars(loss_torch)["distributed"] = distributed
+    module.torch = loss_torch
 
 
 def _install_expert_exchange() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.megatron.failure import FailureReport, first_line
 from rrfp.megatron.meeting import meet
 from rrfp.megatron.process import Job
@@ -33,7 +33,8 @@ def launch(settings: TrainSettings, run: RunDir, job: Job = Job.TRAIN) -> None:
     """Run this host's ranks to their end.
 
     Raises RrfpError naming the rank that failed first (UsageError when it refused its settings),
-    and KeyboardInterrupt on Ctrl-C; no rank is left then. Must run on the main thread.
+    KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. Must run
+    on the main thread.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if settings.nnodes == 1:
@@ -61,7 +62,7 @@ def launch(settings: TrainSettings, run: RunDir, job: Job = Job.TRAIN) -> None:
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise RrfpError(f"the run was stopped by {error.sigval.name}") from None
+            raise StoppedError(f"the run was stopped by {error.sigval.name}") from None
         except (DistError, RendezvousError) as error:
             raise RrfpError(
                 f"the elastic launcher failed ({first_line(str(error))}); see whether the other "

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from rrfp.megatron.pacing import PaceTally
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.training import StepResult
 from rrfp.runtime.worker import StepSummary
-from rrfp.trace.records import RankInfo
+from rrfp.trace.records import NS_PER_S, RankInfo
 
 
 class Metrics:
@@ -21,9 +22,18 @@ class Metrics:
         self._is_traced = is_traced
         self._file = path.open("a", encoding="utf-8") if layout.rank == 0 else None
 
-    def write(self, step: int, result: StepResult, summary: StepSummary, seconds: float) -> None:
-        """Write a finished step that took `seconds` as a whole; every rank calls it."""
+    def write(
+        self,
+        step: int,
+        result: StepResult,
+        summary: StepSummary,
+        seconds: float,
+        tally: PaceTally | None,
+    ) -> None:
+        """Write a finished step that took `seconds` as a whole; every rank calls it. `tally` is
+        this rank's, where tasks have a model."""
         layout = self._layout
+        own_tally = tally or PaceTally()
         # Float64 holds nanoseconds exactly for the first hundred days after a host's start.
         own = torch.tensor(
             [
@@ -31,6 +41,9 @@ class Metrics:
                 summary.end_ns + self._offset_ns,
                 summary.busy_ns,
                 summary.peak_held,
+                own_tally.num_tasks,
+                own_tally.num_over,
+                own_tally.worst_over_ns,
             ],
             dtype=torch.float64,
         )
@@ -46,12 +59,20 @@ class Metrics:
         line = {
             "step": step,
             "loss": result.loss,
+            "heldout_loss": result.heldout_loss,
             "grad_norm": result.grad_norm,
             "step_time_s": seconds,
             "tokens": result.tokens,
             "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
             "peak_held": peak_held.tolist(),
             "busy_fraction": busy.mean(dim=1).tolist(),
+            "over_pace": None
+            if tally is None
+            else {
+                "tasks": int(table[:, 5].sum()),
+                "of": int(table[:, 4].sum()),
+                "worst_s": float(table[:, 6].max()) / NS_PER_S,
+            },
         }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()

@@ -18,8 +18,11 @@ from megatron.core.utils import get_model_config
 
 from rrfp.interchange.ranges import task_range, wait_range
 from rrfp.megatron.moments import HostMoments, Moments
+from rrfp.megatron.native_pace import NativePace
+from rrfp.runtime.pace import Pace
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
 
@@ -37,19 +40,23 @@ class NativeSchedule:
         moments: Moments | None = None,
         named: Named = nullcontext,
         name_of_step: Callable[[int], str] = str,
+        pace: Pace | None = None,
     ) -> None:
         """`moments` are the host's unless given; `named` opens a range around each task, each wait
         and each step, whose name `name_of_step` tells. Records come when their times are known, in
-        the order of the steps."""
+        the order of the steps. `pace` gives tasks and transfers of training steps a model's times,
+        where work is the host's."""
         self._pp_rank = pp_rank
         self._record = record
         self._moments = moments or HostMoments()
         self._named = named
         self._name_of_step = name_of_step
+        self._pace = pace
         self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
         self._steps: deque[_Tally] = deque()
         self.step = 0
         """The number of the next step."""
+        self._num_trained = 0
         self.last_step: StepSummary | None = None
         """What the last step whose times are known came to on this rank."""
 
@@ -64,6 +71,12 @@ class NativeSchedule:
         chunks = _chunks(arguments["model"])
         name = self._name_of_step(self.step)
         kinds = 1 if arguments.get("forward_only", False) else 2
+        pace = None
+        if self._pace is not None and kinds == 2:
+            shape = Shape(self._num_ranks, arguments["num_microbatches"], len(chunks))
+            step_pace = self._pace.start_step(self._num_trained, shape)
+            self._num_trained += 1
+            pace = NativePace(step_pace, shape, self._pp_rank)
         tally = _Tally(
             self.step,
             chunks,
@@ -72,6 +85,7 @@ class NativeSchedule:
             kinds * len(chunks) * arguments["num_microbatches"],
             self._moments,
             self._named,
+            pace,
         )
         with _recorded(get_model_config(chunks[0]), tally), self._named(name):
             # Marks lie inside their ranges: what a range costs while a profiler runs is no work.
@@ -120,6 +134,7 @@ class _Tally:
         num_tasks: int,
         moments: Moments,
         named: Named,
+        pace: NativePace | None,
     ) -> None:
         self._step = step
         self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
@@ -128,6 +143,7 @@ class _Tally:
         self._num_tasks = num_tasks
         self._moments = moments
         self._named = named
+        self._pace = pace
         self._num_forwards = [0] * len(chunks)
         self._forwarded: dict[int, tuple[int, int]] = {}
         """Chunk and microbatch, by the identity of the output that the schedule keeps of them."""
@@ -168,6 +184,8 @@ class _Tally:
 
     def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's `_communicate`, recorded, and the later waits for what it left under way."""
+        if self._pace is not None:
+            function = self._pace.transfer(function)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             *received, under_way = self._transfer(function)(*args, **kwargs)
@@ -233,7 +251,8 @@ class _Tally:
         stage = chunk * self._num_ranks + self._pp_rank
         with self._named(task_range(kind, stage, chunk, microbatch, self._step)):
             start = self._moments.mark()
-            result = function()
+            with nullcontext() if self._pace is None else self._pace.task(stage, kind, microbatch):
+                result = function()
             end = self._moments.mark()
         self._depth += 1 if kind is Kind.F else -1
         self._peak_depth = max(self._peak_depth, self._depth)

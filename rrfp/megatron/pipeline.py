@@ -11,6 +11,7 @@ from rrfp.megatron.groups import Place, coupled_pipelines
 from rrfp.megatron.plans import Plan
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import Compute, Inbox
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.socket_transport import SocketTransport
@@ -82,8 +83,10 @@ class Pipeline:
         """Let each link hold at least so many messages."""
         self._transport.grant(num_credits)
 
-    def run_step(self, step: int, plan: Plan, compute: Compute) -> StepSummary:
-        """Run every task of one step on this rank."""
+    def run_step(
+        self, step: int, plan: Plan, compute: Compute, pace: StepPace | None
+    ) -> StepSummary:
+        """Run every task of one step on this rank, at that pace if there is one."""
         settings, group = self._settings, self._agreement.group
         dispatcher = Dispatcher(
             plan.shape,
@@ -96,7 +99,7 @@ class Pipeline:
             order=plan.order,
             group=None if group is None else replace(group, rule=settings.agreement),
         )
-        return self._worker.run_step(step, dispatcher, compute)
+        return self._worker.run_step(step, dispatcher, compute, pace)
 
     def close(self, *, farewell: bool) -> None:
         """Close the links; without a farewell the neighbours take this rank for lost."""

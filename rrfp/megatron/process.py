@@ -28,6 +28,7 @@ class Job(StrEnum):
 
     TRAIN = "rrfp.megatron.rank"
     VERIFY = "rrfp.megatron.verification"
+    RACE = "rrfp.megatron.race"
 
 
 def main() -> None:

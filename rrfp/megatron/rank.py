@@ -8,18 +8,20 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rrfp.megatron.corpus import open_corpus
-from rrfp.megatron.data import Batches
+from rrfp.megatron.data import Batch, open_data
 from rrfp.megatron.description import write_description
 from rrfp.megatron.dispatching import DispatchSettings, GradOrder
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
+from rrfp.megatron.evaluation import Evaluation
 from rrfp.megatron.metrics import Metrics
-from rrfp.megatron.model import build_gpt
+from rrfp.megatron.model import ModelChunks, build_model
 from rrfp.megatron.native import NativeSchedule
+from rrfp.megatron.pacing import pace_of
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.training import Trainer
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import Pace
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import clock_offset, exchange_hosts
 from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
@@ -33,36 +35,63 @@ _MEETING_S = 60.0
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     """Train this rank's chunks for all steps. Raises what the training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    infos = _introduce(layout)
+    infos = introduce(layout)
     info = infos[layout.rank]
     if layout.rank == 0:
         write_description(run.run_json, settings, infos)
     recorder = Recorder(None if settings.no_trace else run.rank_records(info.rank), info)
     metrics = Metrics(run.metrics, layout, info, is_traced=not settings.no_trace)
-    schedule = schedule_of(settings, layout.pp_rank, recorder.record)
-    corpus = open_corpus(settings.data)
+    pace = pace_of(settings, layout)
+    schedule = schedule_of(settings, layout.pp_rank, recorder.record, pace=pace)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
     trainer = Trainer(
         settings,
         layout,
-        build_gpt(settings, layout, corpus.vocab_size),
-        Batches(corpus, settings, layout.dp_rank),
+        model,
+        data.batches(layout.dp_rank),
         schedule,
         recorder.record,
+        pace=pace,
     )
-    for step in range(settings.steps):
+    evaluation = evaluation_of(settings, layout, model, data.heldout)
+    for step in range(settings.num_steps):
         start_s = time.monotonic()
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
         assert schedule.last_step is not None
+        if evaluation is not None and evaluation.is_due(step):
+            result = result._replace(heldout_loss=evaluation.loss())
         # Metrics wait for every rank: a step that stands there is in the records of all of them.
         recorder.flush(step)
-        metrics.write(step, result, schedule.last_step, seconds)
+        tally = pace.tally if pace is not None and pace.has_costs else None
+        metrics.write(step, result, schedule.last_step, seconds, tally)
+    if evaluation is not None:
+        evaluation.close()
     schedule.close()
     metrics.close()
     recorder.close()
 
 
-def _introduce(layout: Layout) -> list[RankInfo]:
+def evaluation_of(
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    heldout: Callable[[int], Batch] | None,
+) -> Evaluation | None:
+    """What looks at held-out data, where there is any: over links of its own, so that its steps do
+    not count among those of the training, at no pace, and recorded nowhere."""
+    if heldout is None:
+        return None
+    schedule = schedule_of(settings, layout.pp_rank, _forget)
+    return Evaluation(settings, layout, model, heldout, schedule)
+
+
+def _forget(_: Record) -> None:
+    pass
+
+
+def introduce(layout: Layout) -> list[RankInfo]:
     """Who all ranks are, by rank, each with its clock's offset to rank 0's host."""
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     rank, world_size = layout.rank, layout.world_size
@@ -89,11 +118,12 @@ def schedule_of(
     pp_rank: int,
     record: Callable[[Record], None],
     delays: Delays | None = None,
+    pace: Pace | None = None,
 ) -> NativeSchedule | ForwardBackward:
-    """The function that runs this run's steps: Megatron's own, or ours, which `delays` slow
-    down."""
+    """The function that runs this run's steps at a pace: Megatron's own, or ours, which `delays`
+    slow down."""
     if settings.dispatch == DispatchMode.MEGATRON:
-        return NativeSchedule(pp_rank, record)
+        return NativeSchedule(pp_rank, record, pace=pace)
     dispatch = DispatchSettings(
         hint=settings.resolved_hint,
         dispatch=Dispatch(settings.dispatch),
@@ -104,4 +134,4 @@ def schedule_of(
         grad_order=GradOrder(settings.grad_order),
         placement=Placement(settings.placement),
     )
-    return get_forward_backward_func(settings=dispatch, record=record, delays=delays)
+    return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

@@ -18,6 +18,8 @@ from typing import Any, Self
 
 from rrfp.errors import UsageError
 from rrfp.megatron.dispatching import GradOrder
+from rrfp.megatron.item_costs import CostName
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import AgreementRule, WeightGradients
 from rrfp.schedule.shape import Placement, Shape
 
@@ -31,6 +33,12 @@ _MAX_MICROBATCHES = 2**16
 
 NUM_EXPERTS_A_TOKEN = 2
 """Each token goes through so many experts of a layer, as in Megatron by default."""
+
+_NUM_EXPERTS = 4
+"""Experts a layer of `ModelKind.MOE` unless another number is asked for."""
+
+_NUM_STEPS, _NUM_IMAGE_STEPS = 60, 240
+"""Steps of a run of text, and of one that has to learn to see, unless others are asked for."""
 
 _MAX_RANKS_PER_CORE = 16
 """More ranks than this on a host would start for many minutes, if there were memory for them."""
@@ -52,6 +60,19 @@ class Dtype(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+
+
+class ModelKind(StrEnum):
+    """What is trained."""
+
+    GPT = "gpt"
+    """Text; with `experts`, as `MOE`."""
+    VLM = "vlm"
+    """Images and text: vision stages before language stages."""
+    MOE = "moe"
+    """A GPT whose layers have experts."""
+    MLP = "mlp"
+    """A GPT without attention: as little work as a task of Megatron's can be, for paced runs."""
 
 
 class Recompute(StrEnum):
@@ -92,11 +113,12 @@ class TrainSettings:
     """Sequences a microbatch."""
     seq_length: int = 256
     """Tokens a sequence; the longest with `variable_lengths`."""
+    model: str = ModelKind.GPT
     layers: int = 8
     hidden: int = 128
     heads: int = 4
     experts: int | None = None
-    """Experts a layer, of which each token takes 2; None makes dense layers."""
+    """Experts a layer, of which each token takes 2; None chooses by the model (`num_experts`)."""
     tie_embeddings: bool = False
     """Let the output layer use the weight of the embedding."""
     dropout: float = 0.0
@@ -107,7 +129,8 @@ class TrainSettings:
     """Divide the optimizer's state among the replicas."""
     lr: float = 2e-3
     """Learning rate, once it has warmed up over the first steps."""
-    steps: int = 60
+    steps: int | None = None
+    """None trains for as many steps as the model takes to learn something (`num_steps`)."""
     limit: int | None = None
     """D (forwards minus backwards run on a rank) at which `ready` dispatch withholds forwards; None
     is `DEFAULT_LIMIT`, unless there is a `hold`. A binding order is checked against it when it is
@@ -118,11 +141,30 @@ class TrainSettings:
     """When an order that splits the backward, used as a hint, runs the weight gradients."""
     agreement: str = AgreementRule.INTERSECTION
     grad_order: str = GradOrder.CANONICAL
+    admit: str = Admit.GIVEN
+    """The order in which a step's microbatches enter: a name or an admission file."""
+    admit_cost: str | None = None
+    """What a microbatch weighs: a name or MODULE:FUNCTION; None is `work`."""
     seed: int = 1234
     data: Path | None = None
     """Text file, folder, JSONL or Megatron .bin/.idx; None trains on Python's standard library."""
     variable_lengths: bool = False
     """Give every microbatch the length of its own documents."""
+    max_images: int = 4
+    """Most images a microbatch; each has its own number of them, from 0."""
+    image_size: int = 32
+    """Longest edge of an image, in pixels."""
+    patch_size: int = 8
+    """Edge of a patch, in pixels."""
+    blank_images: bool = False
+    """Show grey instead of the images, to see what they are worth."""
+    heldout_every: int | None = None
+    """Steps from one evaluation on held-out images to the next; there is one after the last."""
+    pace: str | None = None
+    """Costs, as `rrfp simulate` takes them, to which every task and message is stretched; None
+    leaves them as they are."""
+    jitter: str = "none"
+    """Jitter, as `rrfp simulate` takes it, on the costs of `pace` or on what tasks really take."""
     device: str = "cpu"
     out: Path | None = None
     """The run's directory; None names it by time and hint."""
@@ -147,6 +189,20 @@ class TrainSettings:
     def megatron_hint(self) -> str:
         """The order that Megatron-Core's own schedule runs."""
         return "1f1b" if self.chunks == 1 else "interleaved"
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts a layer; None where layers are dense."""
+        if self.experts is None and self.model == ModelKind.MOE:
+            return _NUM_EXPERTS
+        return self.experts
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run: those asked for, or enough to see the loss fall."""
+        if self.steps is not None:
+            return self.steps
+        return _NUM_IMAGE_STEPS if self.model == ModelKind.VLM else _NUM_STEPS
 
     @property
     def num_replicas(self) -> int:
@@ -180,9 +236,13 @@ class TrainSettings:
         return cls(**{**_checked(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Every setting by its name, as JSON has it, hint and replicas resolved."""
+        """Every setting by its name, as JSON has it, hint, replicas and steps resolved."""
         values = dataclasses.asdict(self)
-        values |= {"hint": self.resolved_hint, "dp": self.num_replicas}
+        values |= {
+            "hint": self.resolved_hint,
+            "dp": self.num_replicas,
+            "steps": self.num_steps,
+        }
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in values.items()
         }
@@ -311,6 +371,10 @@ _AT_LEAST_ONE = (
     "steps",
     "limit",
     "hold",
+    "max_images",
+    "image_size",
+    "patch_size",
+    "heldout_every",
     "nnodes",
 )
 
@@ -320,6 +384,7 @@ _CHOICES: dict[str, type[StrEnum]] = {
     "w": WeightGradients,
     "agreement": AgreementRule,
     "grad_order": GradOrder,
+    "model": ModelKind,
     "dtype": Dtype,
     "recompute": Recompute,
 }
@@ -361,6 +426,20 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         lambda s: s.dispatch != DispatchMode.READY and s.w != WeightGradients.IDLE,
         "--dispatch {0.dispatch} runs weight gradients where its order has them; leave --w out",
     ),
+    # Who says what a microbatch weighs.
+    (
+        lambda s: s.admit_cost is not None and s.admit != Admit.PYRAMID,
+        "--admit-cost {0.admit_cost} weighs microbatches and --admit {0.admit} sorts none; add "
+        "--admit pyramid or leave --admit-cost out",
+    ),
+    (
+        lambda s: s.admit_cost is not None and s.pace is not None,
+        "--pace {0.pace} knows what microbatches cost; leave --admit-cost out",
+    ),
+    (
+        lambda s: s.admit_cost == CostName.PATCHES and s.model != ModelKind.VLM,
+        "--admit-cost patches counts those of images and --model {0.model} has none; leave it out",
+    ),
     # What the model and its groups need.
     (
         lambda s: s.cp > 1,
@@ -378,13 +457,17 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--sequence-parallel and --variable-lengths need; change --seq-length or --tp",
     ),
     (
-        lambda s: s.experts is not None and s.experts < NUM_EXPERTS_A_TOKEN,
-        "--experts is {0.experts}; every token takes "
+        lambda s: s.model == ModelKind.VLM and (s.num_experts is not None or s.ep > 1),
+        "--model vlm has dense layers; leave --experts and --ep out",
+    ),
+    (
+        lambda s: s.num_experts is not None and s.num_experts < NUM_EXPERTS_A_TOKEN,
+        "--experts is {0.num_experts}; every token takes "
         f"{NUM_EXPERTS_A_TOKEN}, so there must be at least as many",
     ),
     (
-        lambda s: s.experts is not None and s.tp > 1 and not s.sequence_parallel,
-        "--experts with --tp {0.tp} trains with sequence parallelism only; add --sequence-parallel",
+        lambda s: s.num_experts is not None and s.tp > 1 and not s.sequence_parallel,
+        "experts with --tp {0.tp} train with sequence parallelism only; add --sequence-parallel",
     ),
     (
         lambda s: s.ep > 1 and s.tp > 1,
@@ -392,18 +475,57 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "one of them out",
     ),
     (
-        lambda s: s.ep > 1 and s.experts is None,
+        lambda s: s.ep > 1 and s.num_experts is None,
         "--ep {0.ep} shares out experts and the layers are dense; add --experts",
     ),
     (
-        lambda s: s.experts is not None and s.experts % s.ep > 0,
-        "{0.experts} experts do not divide by {0.ep} expert-parallel ranks; change --experts or "
-        "--ep",
+        lambda s: s.num_experts is not None and s.num_experts % s.ep > 0,
+        "{0.num_experts} experts do not divide by {0.ep} expert-parallel ranks; change --experts "
+        "or --ep",
     ),
     (
         lambda s: s.num_replicas * s.cp % s.ep > 0,
         "{0.num_replicas} replicas do not divide by {0.ep} expert-parallel ranks; change --dp or "
         "--ep",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.shape.num_stages == 1,
+        "--model vlm needs a vision stage and a language stage, and there is 1 stage; add --pp 2 "
+        "or --chunks 2",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.sequence_parallel,
+        "--model vlm has images of any number of patches, which --sequence-parallel cannot divide; "
+        "leave it out",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.tie_embeddings,
+        "--model vlm has no text on its first stage to tie the embedding of; leave "
+        "--tie-embeddings out",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.variable_lengths,
+        "--model vlm gives every microbatch the length of its own documents anyway; leave "
+        "--variable-lengths out",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.image_size % s.patch_size > 0,
+        "--image-size {0.image_size} is not a whole number of patches of {0.patch_size} pixels; "
+        "change --image-size or --patch-size",
+    ),
+    (
+        lambda s: s.model != ModelKind.VLM and s.blank_images,
+        "--blank-images hides images and --model {0.model} sees none; add --model vlm",
+    ),
+    (
+        lambda s: s.model != ModelKind.VLM and s.heldout_every is not None,
+        "--heldout-every looks at images that are held out and --model {0.model} sees none; add "
+        "--model vlm",
+    ),
+    (
+        lambda s: s.model == ModelKind.VLM and s.micro_batch_size > 1,
+        "--model vlm packs a microbatch into one sequence; leave --micro-batch-size "
+        "{0.micro_batch_size} out",
     ),
     (
         lambda s: s.tie_embeddings and s.chunks > 1 and (s.placement == Placement.V or s.pp == 1),

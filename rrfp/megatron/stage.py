@@ -6,7 +6,7 @@ its own over the data and random streams of its own for every microbatch, weight
 apart, and gradients and losses in microbatch order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +38,10 @@ class StepArguments:
     """What Megatron's training loop passes to its schedule, as far as the tasks need it."""
 
     forward_step_func: Callable[..., Any]
-    data_iterators: Sequence[Iterator[Any] | None]
+    data: Sequence[MicrobatchData | None]
     """One a chunk; None where a chunk is given no data."""
+    order: Sequence[int]
+    """The number of the item, as the data have them, that each microbatch is."""
     num_microbatches: int
     forward_only: bool
     collect_non_loss_data: bool
@@ -152,8 +154,7 @@ class ChunkStep:
         self._is_first_stage = stage == 0
         self._is_last_stage = stage == shape.num_stages - 1
         self._cp_size = cp_size
-        iterator = arguments.data_iterators[chunk]
-        self._data = None if iterator is None else MicrobatchData(iterator)
+        self._data = arguments.data[chunk]
         deferred = deferrable_weights(model) if shape.splits_backward else []
         left_out = set(deferred)
         at_once = [weight for weight in model.parameters() if weight not in left_out]
@@ -183,7 +184,7 @@ class ChunkStep:
         with self._deferring(microbatch):
             outputs, num_tokens = forward_step(
                 arguments.forward_step_func,
-                None if self._data is None else self._data.of(microbatch),
+                None if self._data is None else self._data.of(arguments.order[microbatch]),
                 self._model,
                 arguments.num_microbatches,
                 input_tensors,

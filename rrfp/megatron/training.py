@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
+from rrfp.megatron.admission import run_order
 from rrfp.megatron.data import Batch, Batches
-from rrfp.megatron.model import GptChunks
+from rrfp.megatron.model import ModelChunks
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.protocols import Clock, monotonic
 from rrfp.trace.records import Phase, PhaseRecord, Record
+
+if TYPE_CHECKING:
+    from rrfp.megatron.pacing import StepPacer
 
 _NUM_WARMUP_STEPS = 10
 """The learning rate rises to its full value over these steps; without it Adam's first updates,
@@ -33,6 +36,7 @@ class Schedule(Protocol):
         num_microbatches: int,
         seq_length: int,
         micro_batch_size: int,
+        forward_only: bool = False,
     ) -> list[Any]: ...
 
 
@@ -45,6 +49,8 @@ class StepResult(NamedTuple):
     """Norm of the whole model's gradient before it is clipped."""
     tokens: int
     """Labels that counted, over all replicas."""
+    heldout_loss: float | None = None
+    """Mean over the labels that training never sees; None where it was not looked at."""
 
 
 class Trainer:
@@ -54,44 +60,52 @@ class Trainer:
         self,
         settings: TrainSettings,
         layout: Layout,
-        gpt: GptChunks,
+        model: ModelChunks,
         batches: Batches,
         schedule: Schedule,
         record: Callable[[Record], None],
         clock: Clock = monotonic,
+        pace: "StepPacer | None" = None,
     ) -> None:
-        """`record` receives the step's data and optimizer phases; the schedule records its own."""
+        """`record` receives the step's data and optimizer phases; the schedule records its own. The
+        schedule's `pace` says in which order microbatches are admitted if it knows what they cost,
+        and is drawn before each step."""
         self._settings = settings
         self._layout = layout
-        self._gpt = gpt
+        self._model = model
         self._batches = batches
         self._schedule = schedule
         self._record = record
         self._clock = clock
+        self._order = run_order(settings, pace)
+        self._pace = pace
 
     def train_step(self, step: int) -> StepResult:
         """Run one step on every rank. Raises RrfpError when loss or gradient is not finite."""
-        settings, gpt = self._settings, self._gpt
+        settings, model = self._settings, self._model
         start_ns = self._clock()
-        batches = [self._batches.batch(step, index) for index in range(settings.microbatches)]
+        given = [self._batches.batch(step, index) for index in range(settings.microbatches)]
+        batches = [given[index] for index in self._order(step, given)]
+        if self._pace is not None:
+            self._pace.prepare(step)
         self._finish_phase(Phase.DATA, start_ns, step)
 
         losses = self._schedule(
-            forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in gpt.chunks],
-            model=gpt.chunks,
+            forward_step_func=model.forward_step,
+            data_iterator=[iter(batches) for _ in model.chunks],
+            model=model.chunks,
             num_microbatches=settings.microbatches,
             seq_length=settings.seq_length,
             micro_batch_size=settings.micro_batch_size,
         )
 
         start_ns = self._clock()
-        for group in gpt.optimizer.param_groups:
+        for group in model.optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
-        _, grad_norm, _ = gpt.optimizer.step()
-        for chunk in gpt.chunks:
+        _, grad_norm, _ = model.optimizer.step()
+        for chunk in model.chunks:
             chunk.zero_grad_buffer()
-        gpt.optimizer.zero_grad()
+        model.optimizer.zero_grad()
         tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
         loss, tokens = self._shared(losses, tokens)
         self._finish_phase(Phase.OPTIMIZER, start_ns, step)
@@ -120,20 +134,3 @@ class Trainer:
             shared[1] = sum(replica[1].item() for replica in replicas)
         dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
         return shared[0].item(), shared[1].item()
-
-
-def forward_step(
-    data_iterator: Iterator[Batch], model: Any
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Run a chunk on the iterator's next microbatch (Megatron's `forward_step_func`)."""
-    batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_mean_loss, batch["loss_mask"])
-
-
-def _mean_loss(
-    loss_mask: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = (losses * loss_mask).sum() / loss_mask.sum()
-    # A copy: Megatron divides the loss in place by the number of microbatches.
-    return loss, {"loss": loss.detach().clone()}

@@ -37,7 +37,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4-c2-loop": {"pp": 4, "chunks": 2},
     "pp2-c2-v": {"pp": 2, "chunks": 2, "placement": Placement.V},
     "pp2-dp2-distopt": {"pp": 2, "dp": 2, "distributed_optimizer": True},
-    "moe-pp2-ep2": {"pp": 2, "dp": 2, "ep": 2, "experts": 4},
+    "moe-pp2-ep2": {"model": "moe", "pp": 2, "dp": 2, "ep": 2},
+    "vlm-pp4": {"model": "vlm", "pp": 4},
+    "vlm-pp2-c2-v": {"model": "vlm", "pp": 2, "chunks": 2, "placement": Placement.V},
 }
 """The layouts by name: what each sets of `TrainSettings`."""
 
@@ -280,9 +282,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
-    from rrfp.megatron.corpus import open_corpus
-    from rrfp.megatron.data import Batches
-    from rrfp.megatron.model import build_gpt
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.model import build_model
     from rrfp.megatron.rank import schedule_of
     from rrfp.megatron.training import Trainer
 
@@ -290,17 +291,17 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
         pass
 
     seed_random_states(settings, layout)
-    corpus = open_corpus(settings.data)
-    gpt = build_gpt(settings, layout, corpus.vocab_size)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
     schedule = schedule_of(settings, layout.pp_rank, forget, delays)
-    batches = Batches(corpus, settings, layout.dp_rank)
-    trainer = Trainer(settings, layout, gpt, batches, schedule, forget)
-    results = [trainer.train_step(step) for step in range(settings.steps)]
+    batches = data.batches(layout.dp_rank)
+    trainer = Trainer(settings, layout, model, batches, schedule, forget)
+    results = [trainer.train_step(step) for step in range(settings.num_steps)]
     schedule.close()
     return Learned(
         [result.loss for result in results],
         [result.grad_norm for result in results],
-        parameters_sha256(gpt.chunks),
+        parameters_sha256(model.chunks),
     )
 
 

@@ -7,6 +7,9 @@ from rrfp.runtime.protocols import Arrived, Decided, Event, Inbox, Left, Message
 from rrfp.runtime.wire import Frame, FrameError, Header, Purpose
 from rrfp.trace.records import ReceiveRecord
 
+_BATCHES = 8
+"""In which credits are given back, of a link that holds as many or more."""
+
 
 class DestinationEnd(LinkEnd):
     """The end that receives messages, reports and decisions, and gives credits."""
@@ -22,7 +25,7 @@ class DestinationEnd(LinkEnd):
     ) -> None:
         # Guarded by the lock.
         self._bound = num_credits
-        self._num_unannounced = num_credits
+        self._num_unannounced = _granted(num_credits)
         self._num_unconsumed = 0
         self._last_step = 0
         # Of the thread alone.
@@ -37,13 +40,14 @@ class DestinationEnd(LinkEnd):
             self._num_unconsumed -= 1
             self._num_unannounced += 1
             self._last_step = step
-            self._wake()
+            if self._num_unannounced >= _batch(self._bound):
+                self._wake()
 
     def grant(self, num_credits: int) -> None:
         """Raise the bound on messages in flight; a smaller one changes nothing."""
         with self._lock:
             if num_credits > self._bound:
-                self._num_unannounced += num_credits - self._bound
+                self._num_unannounced += _granted(num_credits) - _granted(self._bound)
                 self._bound = num_credits
                 self._wake()
 
@@ -56,10 +60,10 @@ class DestinationEnd(LinkEnd):
 
     def _next_outbound(self) -> Outbound | None:
         with self._lock:
+            if self._num_unannounced < _batch(self._bound):
+                return None
             number, self._num_unannounced = self._num_unannounced, 0
             step = self._last_step
-        if number == 0:
-            return None
         self._num_announced += number
         return bare(Header(Purpose.CREDIT, step, number=number))
 
@@ -110,3 +114,13 @@ class DestinationEnd(LinkEnd):
         self._num_received += 1
         with self._lock:
             self._num_unconsumed += 1
+
+
+def _batch(num_credits: int) -> int:
+    """So many credits are given back at a time: each time wakes a thread on both ranks."""
+    return 1 + num_credits // _BATCHES
+
+
+def _granted(num_credits: int) -> int:
+    """Credits of a link that is to hold so many messages while a part of a batch waits."""
+    return num_credits + _batch(num_credits) - 1

@@ -3,9 +3,9 @@
 Messages, reports and decisions go from source to destination; credits come back on the same
 connection; heartbeats and the farewell go both ways. The socket of an end never blocks: its thread
 waits in `poll` for the socket and for a wake-up pipe, so that a new message, a close, a due
-heartbeat and a silent peer all end the same wait. Only the thread reads. It also writes, but for
-one case: a report or decision goes out at once when nothing is under way (`SourceEnd.announce`),
-for a group's agreement lies on the way of every task, and a thread in between costs a third of it.
+heartbeat and a silent peer all end the same wait. Only the thread reads. It also writes what
+whoever sends could not: `SourceEnd` puts into the socket at once as much as that takes without
+waiting, for every hand-over to a thread costs both of them time on the way of every task.
 
 An end is open, then draining (`begin_close`: what is queued is written, then the farewell), then
 lingering (nothing more is written; what comes is read until the peer's farewell or end of file, for
@@ -13,7 +13,8 @@ closing a socket with unread bytes can destroy those under way to the peer), the
 farewell makes an open end answer with its own and be over: a directed link has no use for one end.
 
 Credits: the destination owns the bound. It gives all of it when the link opens and one back for
-each message consumed; the source's thread, never its compute thread, waits for credit.
+each message consumed, some at a time; messages wait for credit in the source's queue, and its
+compute thread goes on.
 """
 
 import os
@@ -37,9 +38,10 @@ from rrfp.runtime.protocols import (
     monotonic,
 )
 from rrfp.runtime.wire import Frame, FrameError, FrameReader, Header, Purpose, encode_header
-from rrfp.trace.records import Record
+from rrfp.trace.records import NS_PER_S, Record
 
-_MAX_BUFFERS_PER_WRITE = 64
+MAX_BUFFERS_PER_WRITE = 64
+_NS_PER_MS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class LinkOptions:
     max_message_bytes: int
     """The largest message; the same on all ranks."""
     record: Callable[[Record], None] | None
-    """Called on the links' threads with each send and receive; must be safe for that."""
+    """Called with each send and receive, by the links' threads and by whoever sends; must be safe
+    for that."""
     delays: Delays | None = None
     """Delays before each message that is sent."""
     clock: Clock = monotonic
@@ -69,7 +72,7 @@ class Outbound:
     header: Header
     message: Message | None = None
     start_ns: int | None = None
-    """When its first byte was written."""
+    """When its first byte was written; in a paced run, when its modelled time began."""
 
 
 class LinkEnd(ABC):
@@ -136,6 +139,10 @@ class LinkEnd(ABC):
     @abstractmethod
     def _next_outbound(self) -> Outbound | None:
         """The next frame to write, if there is one that may be written."""
+
+    def _due_ns(self) -> int | None:
+        """When the next frame may be written, where one is only held back until a moment."""
+        return None
 
     @abstractmethod
     def _num_queued(self) -> int:
@@ -210,12 +217,13 @@ class LinkEnd(ABC):
     def _wait(self, now_s: float, close_deadline_s: float | None) -> bool:
         """Wait for whatever comes first; tell whether the connection has something to read."""
         options = self._options
+        writes = self._can_write and not self._is_full and not self._is_lingering
         if self._outbound is not None and not self._is_full:
             patience_s = 0.0
         else:
             patience_s = min(
                 max(0.0, self._last_write_s + options.heartbeat_s - now_s)
-                if self._can_write and not self._is_full and not self._is_lingering
+                if writes
                 else options.heartbeat_s,
                 max(0.0, options.silence_s - self._quiet_s),
             )
@@ -223,7 +231,13 @@ class LinkEnd(ABC):
                 patience_s = min(patience_s, close_deadline_s - now_s)
         began_s = time.monotonic()
         # Rounded up: rounding down would spin through the last millisecond.
-        events = dict(self._poller.poll(int(patience_s * 1000) + 1 if patience_s > 0 else 0))
+        patience_ms = int(patience_s * 1000) + 1 if patience_s > 0 else 0
+        if writes and self._outbound is None and (due_ns := self._due_ns()) is not None:
+            left_ns = max(0, due_ns - options.clock())
+            patience_ms = min(patience_ms, left_ns // _NS_PER_MS)
+            if patience_ms == 0:
+                time.sleep(left_ns / NS_PER_S)
+        events = dict(self._poller.poll(patience_ms))
         if self._wake_reader in events:
             with self._lock:
                 os.read(self._wake_reader, 1)
@@ -280,7 +294,7 @@ class LinkEnd(ABC):
         try:
             while outbound.buffers:
                 tried_ns = clock()
-                num_bytes = self._connection.sendmsg(outbound.buffers[:_MAX_BUFFERS_PER_WRITE])
+                num_bytes = self._connection.sendmsg(outbound.buffers[:MAX_BUFFERS_PER_WRITE])
                 self._last_write_s = now_s
                 if outbound.start_ns is None:
                     outbound.start_ns = tried_ns

@@ -32,6 +32,8 @@ class Message:
     step: int
     task: Task
     tensors: tuple[torch.Tensor | None, ...]
+    latency_ns: int = 0
+    """How long a paced run keeps it on its link before it leaves; not told to the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Inbox:
 class Transport(Protocol):
     """Moves messages between ranks without ever making the compute thread wait.
 
-    Links are directed and first-in-first-out. `send` queues and returns; a peer that cannot be
+    Links are directed and first-in-first-out. `send` waits for nothing; a peer that cannot be
     reached is told through the inbox as `Failed`, never by an exception on another thread. Opening
     and closing is its owner's affair.
     """
@@ -139,7 +141,7 @@ class Transport(Protocol):
     def send(self, peer: int, message: Message) -> None: ...
 
     def consumed(self, peer: int, step: int) -> None:
-        """Give the link peer -> here one credit back: the compute thread took a message of it."""
+        """The compute thread took a message of the link peer -> here, which may hold another."""
 
     def report(self, peer: int, step: int, task: Task) -> None:
         """Tell the group's leader `peer` that the input of a task is here (`Reported` there)."""

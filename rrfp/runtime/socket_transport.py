@@ -60,10 +60,11 @@ class SocketTransport:
         """Connect every link; returns when all are there.
 
         Every rank of the run makes its transport under the same `prefix`, rank 0 included, which
-        makes the secret. `num_credits` is how many messages each incoming link may hold that were
-        not `consumed` yet: all of a step's in fixed dispatch, or a rank waits for ever behind the
-        wrong microbatch. `record` is called on the links' threads. `allow_unix=False` takes TCP
-        also within a host; `address` is where this rank listens for other hosts.
+        makes the secret. `num_credits` is how many messages each incoming link must be able to hold
+        that were not `consumed` yet: all of a step's in fixed dispatch, or a rank waits for ever
+        behind the wrong microbatch. It holds up to an eighth more. `record` is called by the links'
+        threads and by whoever sends. `allow_unix=False` takes TCP also within a host; `address` is
+        where this rank listens for other hosts.
 
         Raises PeerLostError naming the rank that did not come within `connect_s`, and UsageError
         for settings that cannot work.
@@ -148,7 +149,8 @@ class SocketTransport:
         )
 
     def send(self, peer: int, message: Message) -> None:
-        """Queue a message; a tensor that is not contiguous is copied here.
+        """Send a message, or what of it can be sent without waiting; the link's thread sends the
+        rest. A tensor that is not contiguous is copied here.
 
         Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
         large) and for a peer that this rank does not send to.

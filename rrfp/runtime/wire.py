@@ -10,7 +10,7 @@ import math
 import socket
 import struct
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -134,7 +134,7 @@ def prepare_message(message: Message, max_message_bytes: int) -> Message:
             f"the message for {message.task} has {num_bytes} bytes, above the maximum of"
             f" {max_message_bytes}; raise max_message_bytes on every rank"
         )
-    return Message(message.step, message.task, tuple(tensors))
+    return replace(message, tensors=tuple(tensors))
 
 
 def encode_header(header: Header, tensors: Sequence[torch.Tensor | None] = ()) -> bytes:

@@ -1,8 +1,8 @@
 """One rank's loop: take in what has arrived, ask the dispatcher, run what it says.
 
-Only the compute thread is here. Messages leave by the transport's threads and arrive through the
-inbox; before each decision everything that has arrived is taken in. A message of a later step
-(a neighbour may be ahead) is kept until that step begins.
+Only the compute thread is here. The transport makes it wait for no message to leave; messages
+arrive through the inbox; before each decision everything that has arrived is taken in. A message of
+a later step (a neighbour may be ahead) is kept until that step begins.
 
 The compute thread owns the books: the dispatcher, the agreement, what has arrived. On the leader of
 a group it lends them, while a task runs, to a thread that decides for the next one (`AheadThread`).
@@ -19,6 +19,7 @@ import torch
 
 from rrfp.runtime.ahead import AheadThread
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import (
     Agreement,
     Arrived,
@@ -103,6 +104,7 @@ class Worker:
         self._left: set[int] = set()
         self._step = -1
         self._dispatcher: Dispatcher
+        self._pace: StepPace | None = None
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
         self._decided_ahead: RunTask | None = None
         self._ahead: AheadThread | None = None
@@ -123,11 +125,19 @@ class Worker:
         if isinstance(event, Arrived):
             self._agreement.report(event.message.step, event.message.task)
 
-    def run_step(self, step: int, dispatcher: Dispatcher, compute: Compute) -> StepSummary:
-        """Run every task of one step. Raises what a task raises, PeerLostError or StallError."""
+    def run_step(
+        self,
+        step: int,
+        dispatcher: Dispatcher,
+        compute: Compute,
+        pace: StepPace | None = None,
+    ) -> StepSummary:
+        """Run every task of one step, at that pace if one is given. Raises what a task raises,
+        PeerLostError or StallError."""
         step_start_ns = self._clock()
         self._step = step
         self._dispatcher = dispatcher
+        self._pace = pace
         self._agreement.start_step()
         self._take_in(self._early.pop(step, ()))
         busy_ns = 0
@@ -198,8 +208,11 @@ class Worker:
             if sending_rank != pp_rank:
                 self._transport.consumed(self._pp_ranks[sending_rank], step)
         start_ns = self._clock()
-        ahead = self._ahead
-        with nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk):
+        ahead, pace = self._ahead, self._pace
+        with (
+            nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
+            nullcontext() if pace is None else pace.task(task),
+        ):
             if self._delay is not None:
                 self._delay()
             outputs = compute.run(task, inputs)
@@ -210,8 +223,9 @@ class Worker:
             if receiving_rank == pp_rank:
                 self._inputs[receiver] = outputs
             else:
+                latency_ns = 0 if pace is None else pace.message_ns(receiver)
                 self._transport.send(
-                    self._pp_ranks[receiving_rank], Message(step, receiver, outputs)
+                    self._pp_ranks[receiving_rank], Message(step, receiver, outputs, latency_ns)
                 )
         self._record(
             TaskRecord(

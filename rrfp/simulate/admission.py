@@ -1,48 +1,39 @@
-"""In which order the microbatches of a step are admitted, by costs known from the data."""
+"""Which microbatches of a simulated step are admitted first, by what they are known to cost."""
 
-from enum import StrEnum
+from collections.abc import Sequence
 
 from rrfp.errors import UsageError
+from rrfp.schedule.admission import Admission, Admit, admission_order
 from rrfp.simulate.costs import StepCosts
 from rrfp.simulate.world import TaskTimes
 
 
-class Admit(StrEnum):
-    """How a step's microbatches are ordered before anything is dispatched."""
-
-    GIVEN = "given"
-    PYRAMID = "pyramid"
-    """Light microbatches at both ends of the step, heavy ones in the middle."""
-
-
-def admitted(costs: StepCosts, admit: Admit) -> StepCosts:
+def admitted(costs: StepCosts, admission: Admission, step: int) -> StepCosts:
     """The costs of the same step with its microbatches in the order in which they are admitted.
 
-    Raises UsageError when they are to be sorted by what nobody could know.
+    Raises UsageError as `order_by_costs` does.
     """
-    if admit is Admit.GIVEN:
+    if admission is Admit.GIVEN:
         return costs
-    if not costs.is_known:
-        raise UsageError(
-            f"--admit {admit} sorts by what is known before the step, and these costs are drawn "
-            "task by task; choose --admit given or other costs"
-        )
-    return costs.permuted(admission_order(costs.times, admit))
+    return costs.permuted(order_by_costs(costs, admission, step))
 
 
-def admission_order(times: TaskTimes, admit: Admit) -> list[int]:
-    """The microbatches in the order in which they are admitted.
+def order_by_costs(costs: StepCosts, admission: Admission, step: int) -> Sequence[int]:
+    """The order in which the microbatches of a step, counted from 0, are admitted.
 
-    A microbatch weighs what it takes on all stages together. For the pyramid they are sorted by
-    weight and dealt alternately to the front and to the back.
+    Raises UsageError when they are to be sorted by what nobody could know, and when an order is
+    listed for another number of microbatches.
     """
-    num_microbatches = len(times.forward[0])
-    if admit is Admit.GIVEN:
-        return list(range(num_microbatches))
-    weights = [0] * num_microbatches
-    for rows in (times.forward, times.input_gradient, times.weight_gradient):
-        for row in rows:
-            for microbatch, time_ns in enumerate(row):
-                weights[microbatch] += time_ns
-    lightest_first = sorted(range(num_microbatches), key=weights.__getitem__)
-    return lightest_first[::2] + lightest_first[1::2][::-1]
+    if admission is Admit.PYRAMID and not costs.is_known:
+        raise UsageError(
+            f"--admit {admission} sorts by what is known before the step, and these costs are "
+            "drawn task by task; choose --admit given or other costs"
+        )
+    num_microbatches = len(costs.times.forward[0])
+    return admission_order(admission, step, num_microbatches, lambda: weights_ns(costs.times))
+
+
+def weights_ns(times: TaskTimes) -> list[int]:
+    """What each microbatch takes on all stages together."""
+    rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
+    return [sum(of_microbatch) for of_microbatch in zip(*rows, strict=True)]

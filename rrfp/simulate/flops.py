@@ -24,7 +24,7 @@ import numpy as np
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs import FACTORS, LONGEST_S, Links, StepCosts, check_takes_time
+from rrfp.simulate.costs import FACTORS, LONGEST_S, Costs, Links, StepCosts, check_takes_time
 from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, normals
 from rrfp.simulate.sections import Agreement, GradientSync, LinkSpeed
 from rrfp.simulate.toml_tables import ranged, read_table
@@ -335,6 +335,16 @@ def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple
             longer[end] = min(cuts)
         best = longer
     return (*best[num_layers][2], num_layers)
+
+
+def check_divided(costs: Costs, name: str, tp: int) -> None:
+    """Raise UsageError when a model is divided among another number of tensor-parallel ranks than
+    `tp`; `name` is what errors call its costs."""
+    if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != tp:
+        raise UsageError(
+            f"the model in {name} is divided among {costs.tensor_parallel.size} tensor-parallel "
+            f"ranks and --tp is {tp}; give both the same number"
+        )
 
 
 def parse_flops(document: Mapping[str, Any], name: str) -> FlopCosts:

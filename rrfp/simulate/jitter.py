@@ -153,6 +153,13 @@ class Jitter:
         return list(map(int, np.rint(times_ns).tolist()))
 
     @property
+    def needs_costs(self) -> bool:
+        """Whether it cannot be had by making measured work and messages last longer: tasks would
+        have to be shortened, or what messages take be known."""
+        lengthens = all(each.draw is _constant and each.value >= 1 for each in self.factors)
+        return bool(self.slow_links) or not lengthens
+
+    @property
     def delays_tasks(self) -> bool:
         """Whether tasks take longer than `times` tells."""
         return bool(self.delays or self.stops)

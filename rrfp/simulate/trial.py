@@ -9,17 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from rrfp.schedule.admission import Admission, Admit
 from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.hints import TURNS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.admission import Admit, admitted
-from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
-from rrfp.simulate.costs import Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.bounds import Floor, paper_bound_ns
+from rrfp.simulate.conditions import Conditions, conditions
+from rrfp.simulate.costs import Costs
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import Policy, World
 from rrfp.trace.records import NS_PER_S, Recording
 
 
@@ -32,7 +33,7 @@ class Setting:
     policy: Policy
     costs: Costs
     jitter: Jitter = NO_JITTER
-    admit: Admit = Admit.GIVEN
+    admit: Admission = Admit.GIVEN
     blocking: bool = False
     """Transfers lie on the compute path, as in Megatron's own schedules."""
     num_members: int = 1
@@ -151,26 +152,22 @@ def run_settings(
 
 def check_fits(setting: Setting) -> None:
     """Raise UsageError when the costs or the jitter do not fit the shape."""
-    _draw(setting, seed=0, replica=0)
+    _draw(setting, seed=0, replica=0, step=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What a replica meets under a seed, whatever its policy."""
+    """What a replica meets under a seed, and what no schedule can beat there."""
 
-    costs: StepCosts
-    times: TaskTimes
-    links: Links
+    met: Conditions
     floor: Floor
 
 
-def _draw(setting: Setting, seed: int, replica: int) -> _Drawn:
-    shape, jitter = setting.shape, setting.jitter
-    costs = admitted(setting.costs.step(shape, seed, replica), setting.admit)
-    times = jitter.times(costs.times, shape, seed, replica)
-    check_takes_time(times, f"jitter {jitter.spec}")
-    links = jitter.links(costs.links)
-    return _Drawn(costs, times, links, floor(shape, times, None if links.is_free else links))
+def _draw(setting: Setting, seed: int, replica: int, step: int) -> _Drawn:
+    met = conditions(
+        setting.costs, setting.jitter, setting.admit, setting.shape, seed, replica, step
+    )
+    return _Drawn(met, met.floor())
 
 
 def _run(
@@ -185,13 +182,13 @@ def _run(
         # The settings keep these two alive, so that no other object has their identity.
         key = (id(setting.costs), id(setting.jitter), setting.admit, setting.shape, replica)
         if key not in drawn:
-            drawn[key] = _draw(setting, seed, replica)
+            drawn[key] = _draw(setting, seed, replica, step)
         replicas.append(drawn[key])
-    sync_ns = max(each.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
+    sync_ns = max(each.met.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
     done = simulate_step(
         setting.shape,
         setting.policy,
-        [_world(setting, each, seed, replica) for replica, each in enumerate(replicas)],
+        [_world(setting, each.met) for each in replicas],
         gradient_sync_ns=sync_ns,
         recording=recording,
         step=step,
@@ -215,27 +212,27 @@ def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int
         and policy.hold is None
         and (policy.limit is None or policy.limit >= shape.num_microbatches)
         and shape.num_chunks == setting.num_members == 1
-        and all(each.links.is_free for each in replicas)
+        and all(each.met.links.is_free for each in replicas)
         and not setting.jitter.delays_tasks
     )
     if not applies:
         return None
-    return max(paper_bound_ns(shape, each.times) for each in replicas) + sync_ns
+    return max(paper_bound_ns(shape, each.met.times) for each in replicas) + sync_ns
 
 
-def _world(setting: Setting, drawn: _Drawn, seed: int, replica: int) -> World:
-    costs = drawn.costs
+def _world(setting: Setting, met: Conditions) -> World:
+    costs, links = met.costs, met.links
     binds = setting.policy.dispatch is Dispatch.FIXED
     return World(
-        drawn.times,
-        transfer=None if drawn.links.is_free else drawn.links,
-        stretch=setting.jitter.stretch(setting.shape, seed, replica),
+        met.times,
+        transfer=None if links.is_free else links,
+        stretch=met.stretch(),
         blocking=setting.blocking,
         num_members=setting.num_members,
-        lateness=_Skew(setting.shape, costs.lateness_ns, seed, replica)
+        lateness=_Skew(setting.shape, costs.lateness_ns, met.seed, met.replica)
         if setting.num_members > 1 and costs.lateness_ns
         else None,
-        num_bytes=drawn.links.num_bytes,
+        num_bytes=links.num_bytes,
         # Where one order binds there is nothing to agree on.
         agreement_ns=0 if binds else costs.agreement_ns,
     )

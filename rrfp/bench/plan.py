@@ -1,0 +1,326 @@
+"""What a race is to run: from presets and what their user asks for to rows and entries.
+
+A row is a system in a case; rows that mean the same, in one preset or in several, share an entry
+and are run once.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rrfp.bench.presets import PAPERS, Contest, Measure, Preset, Scale
+from rrfp.bench.systems import BF, MEGATRON, System
+from rrfp.errors import UsageError
+from rrfp.megatron.settings import DispatchMode, ModelKind, TrainSettings
+from rrfp.megatron.turns import Entry
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.dispatcher import DEFAULT_LIMIT
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.table import PRESETS as COST_PRESETS
+from rrfp.trace.rundir import resolve_trace
+
+_PRESET_MS = 20.0
+"""What F, B and W of a rank take on average in the profiles of the simulator."""
+_DRAWN = "drawn:"
+
+_LAYERS_A_RANK = 2
+"""So that a rank can hold two chunks."""
+_HIDDEN, _HEADS, _SEQ_LENGTH = 32, 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What all systems that are compared meet."""
+
+    profile: str
+    """Costs and the jitter on them: `language+lognormal:0.5`."""
+    pp: int
+    tp: int
+    microbatches: int
+    seed: int
+
+    @property
+    def costs(self) -> str:
+        """A preset, or a file, whose path may have plus signs too."""
+        parts = self.profile.split("+")
+        for count in range(len(parts), 1, -1):
+            costs = "+".join(parts[:count])
+            if os.path.exists(costs.removeprefix(_DRAWN)):  # noqa: PTH110 - it takes any text
+                return costs
+        return parts[0]
+
+    @property
+    def jitter(self) -> str:
+        return self.profile[len(self.costs) + 1 :] or "none"
+
+    @property
+    def name(self) -> str:
+        ranks = f"PP {self.pp}" + (f" x TP {self.tp}" if self.tp > 1 else "")
+        return f"{self.profile}, {ranks}, {self.microbatches} microbatches, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """A system in a case, for a preset."""
+
+    preset: str
+    case: Case
+    system: System
+    limit: int | None
+    hold: int | None
+    admit: Admit
+    entry: str
+    """Its turns are those of the entry of this name."""
+    megatron: str
+    """The entry of Megatron's 1F1B in the same case."""
+    against: str | None
+    """The entry against which it slows down, where that is the question."""
+
+    @property
+    def bound(self) -> str:
+        """What bounds its memory, in words; nothing where the order itself does."""
+        if not self.system.is_ours:
+            return ""
+        return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asks for beside presets and scale; None and empty leave it to the presets."""
+
+    peers: bool = True
+    holds: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    systems: tuple[System, ...] = ()
+    steps: int | None = None
+    task_ms: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The rows of all presets, and the entries that they are made of."""
+
+    presets: tuple[Preset, ...]
+    rows: tuple[PlannedRow, ...]
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def races(self) -> dict[tuple[int, int], list[Entry]]:
+        """Entries that one launch can run, by pipeline and tensor-parallel ranks."""
+        found: dict[tuple[int, int], list[Entry]] = {}
+        for entry in self.entries.values():
+            found.setdefault((entry.settings.pp, entry.settings.tp), []).append(entry)
+        return found
+
+    def to_json(self) -> str:
+        """What is to be run, as text: equal plans give equal texts, unless a file of costs was
+        edited meanwhile."""
+        costs = sorted({row.case.costs for row in self.rows} - {*COST_PRESETS})
+        plan = {
+            "sha256": {name: _digest(name) for name in costs},
+            "entries": [entry.to_json() for entry in self.entries.values()],
+        }
+        return json.dumps(plan, indent=1)
+
+
+def _digest(costs: str) -> str:
+    """Of the content of a file of costs, or of a run's trace."""
+    with resolve_trace(Path(costs.removeprefix(_DRAWN))).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_plan(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Plan:
+    """Raises UsageError for what cannot be raced, and when nothing is left."""
+    rows: list[PlannedRow] = []
+    entries: dict[str, Entry] = {}
+    for preset in presets:
+        for row, entry in _rows_of(preset, scale, asked):
+            known = entries.get(entry.name)
+            if known is None or known.settings.num_steps < entry.settings.num_steps:
+                entries[entry.name] = entry
+            if row not in rows:
+                rows.append(row)
+    for system in asked.systems:
+        if all(row.system != system for row in rows):
+            raise UsageError(
+                f"--system {system.name} makes no row of these presets and flags; choose another "
+                "--system"
+            )
+    if all(row.system == MEGATRON for row in rows):
+        raise UsageError(
+            "no system of these presets is left to hold against megatron-1f1b; choose another "
+            "--system"
+        )
+    return Plan(tuple(presets), tuple(rows), entries)
+
+
+def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[PlannedRow, Entry]]:
+    for contest in preset.contests:
+        steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
+        for case in _cases(contest, asked):
+            time_factor = _time_factor(case, scale, asked)
+            for system, limit, hold, admit in _combinations(contest, case, asked):
+                entry = _entry(case, system, limit, hold, admit, int(steps), time_factor)
+                yield (
+                    PlannedRow(
+                        preset.name,
+                        case,
+                        system,
+                        limit,
+                        hold,
+                        admit,
+                        entry.name,
+                        _name(case, MEGATRON, None, None, Admit.GIVEN),
+                        _against(preset, case, system, limit, hold, admit),
+                    ),
+                    entry,
+                )
+
+
+def _time_factor(case: Case, scale: Scale, asked: Asked) -> float:
+    """How many times longer than its costs say a task takes; those of files are meant as they
+    are."""
+    if case.costs in COST_PRESETS:
+        return (asked.task_ms or scale.task_ms) / _PRESET_MS
+    if asked.task_ms is not None:
+        raise UsageError(
+            f"--task-ms is about {', '.join(COST_PRESETS)}, and {case.costs} says itself how long "
+            "tasks take; leave --task-ms out"
+        )
+    return 1.0
+
+
+def _cases(contest: Contest, asked: Asked) -> Iterator[Case]:
+    if asked.seed is not None:
+        seeds: tuple[int, ...] = (asked.seed,)
+    else:
+        seeds = contest.seeds or (TrainSettings().seed,)
+    for seed in seeds:
+        for pp, tp, microbatches in contest.sizes:
+            for profile in asked.profiles or contest.profiles:
+                for level in contest.levels:
+                    text = f"{profile}+{level}" if level else profile
+                    yield Case(text, pp, tp, microbatches, seed)
+
+
+def _combinations(
+    contest: Contest, case: Case, asked: Asked
+) -> Iterator[tuple[System, int | None, int | None, Admit]]:
+    varies = _vary(case)
+    for system in contest.systems:
+        # Everything is held against Megatron's 1F1B, so that it always runs.
+        is_asked = not asked.systems or system in asked.systems or system == MEGATRON
+        if not is_asked or (system.dispatch is None and not asked.peers):
+            continue
+        if not _fits(system, case):
+            continue
+        if not system.is_ours:
+            yield system, None, None, Admit.GIVEN
+            continue
+        for admit in contest.admits:
+            if admit is Admit.GIVEN or varies:
+                for bound in asked.holds or contest.bounds:
+                    limit, hold = read_bound(bound, case.pp)
+                    yield system, limit, hold, admit
+
+
+def _fits(system: System, case: Case) -> bool:
+    """Whether a system can run at all: Megatron interleaves over 3 ranks and more on gloo, and
+    torch's schedules know no tensor parallelism here."""
+    if system.dispatch is DispatchMode.MEGATRON and system.chunks > 1:
+        return case.pp >= 3
+    return system.dispatch is not None or case.tp == 1
+
+
+def _vary(case: Case) -> bool:
+    """Whether microbatches are known to cost differently: only then is there an order to choose."""
+    costs = resolve_costs(case.costs).step(
+        Shape(case.pp, case.microbatches), seed=case.seed, replica=0
+    )
+    return costs.is_known and any(len(set(row)) > 1 for row in costs.times.forward)
+
+
+def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
+    """Limit and hold: of `paper`, `limit 4`, `hold 8` and `hold 1.5x`, so many times what 1F1B
+    holds on `pp` ranks. Raises UsageError for another text."""
+    if text == PAPERS:
+        return DEFAULT_LIMIT, None
+    match = re.fullmatch(r"(limit|hold) (\d{1,6}|(\d{1,3}(?:\.\d{1,3})?)x)", text, re.ASCII)
+    number = 0
+    if match is not None and match[3] is not None:
+        number = math.ceil(float(match[3]) * pp)
+    elif match is not None:
+        number = int(match[2])
+    if match is None or number < 1:
+        raise UsageError(
+            f"--hold takes a number from 1 on, a multiple of what 1F1B holds such as 1.5x, or "
+            f"{PAPERS} for its limit, not '{text.removeprefix('hold ')}'"
+        )
+    return (number, None) if match[1] == "limit" else (None, number)
+
+
+def _against(
+    preset: Preset, case: Case, system: System, limit: int | None, hold: int | None, admit: Admit
+) -> str | None:
+    """Of jitter: the same system at its first level. Of hints: `bf`, under the same bound."""
+    if preset.measure is not Measure.SLOWDOWN:
+        return None
+    levels = preset.contests[0].levels
+    if len(levels) > 1:
+        profile = re.sub(r"\+J\d$", f"+{levels[0]}", case.profile)
+        return _name(replace(case, profile=profile), system, limit, hold, admit)
+    if not system.is_ours:
+        return None
+    return _name(case, BF, limit, hold, admit)
+
+
+def _name(case: Case, system: System, limit: int | None, hold: int | None, admit: Admit) -> str:
+    words = [case.name + ":", system.name]
+    if limit is not None:
+        words.append(f"limit {limit}")
+    if hold is not None:
+        words.append(f"hold {hold}")
+    if admit is not Admit.GIVEN:
+        words.append(admit)
+    return " ".join(words)
+
+
+def _entry(
+    case: Case,
+    system: System,
+    limit: int | None,
+    hold: int | None,
+    admit: Admit,
+    steps: int,
+    time_factor: float,
+) -> Entry:
+    settings = TrainSettings(
+        hint=system.hint,
+        dispatch=system.dispatch or DispatchMode.READY,
+        model=ModelKind.MLP,
+        pp=case.pp,
+        tp=case.tp,
+        chunks=system.chunks,
+        placement=system.placement,
+        microbatches=case.microbatches,
+        seq_length=_SEQ_LENGTH,
+        layers=_LAYERS_A_RANK * case.pp,
+        hidden=_HIDDEN,
+        heads=_HEADS,
+        steps=steps,
+        limit=limit,
+        hold=hold,
+        seed=case.seed,
+        pace=case.costs,
+        jitter=case.jitter,
+        admit=admit,
+        no_trace=True,
+    )
+    return Entry(_name(case, system, limit, hold, admit), settings, system.peer, time_factor)

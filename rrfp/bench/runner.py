@@ -1,0 +1,234 @@
+"""Runs a plan's races, one launch of ranks after another, and goes on where it was interrupted."""
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from rrfp.bench.modelled import Modelled, check_model
+from rrfp.bench.plan import Plan
+from rrfp.bench.systems import MEGATRON
+from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.megatron.peers import check_peer
+from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.trace.rundir import RunDir
+
+_LAUNCH_S = 15.0
+_BETWEEN_TURNS_S = 1.0
+"""Roughly, on the machine on which this was written."""
+
+Launch = Callable[[TrainSettings, RunDir], None]
+"""Runs the ranks of a race to their end (`rrfp.megatron.launch`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts that run the ranks, and which one this is: the flags of `rrfp train`."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.node_rank == 0
+
+    def applied(self, settings: TrainSettings, out: Path) -> TrainSettings:
+        return replace(
+            settings,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            rdzv_endpoint=self.rdzv_endpoint,
+            out=out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchDir:
+    """The directory of a plan: the plan, its models, and a directory a race."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def models(self) -> Path:
+        """What the simulator makes of the entries (`rrfp.bench.modelled`)."""
+        return self.path / "models.jsonl"
+
+    def race(self, pp: int, tp: int) -> RaceFiles:
+        return RaceFiles(self.path / f"pp{pp}-tp{tp}")
+
+    def ended(self, plan: Plan) -> list[Turn | Failure]:
+        """What has come of the plan so far."""
+        return [each for size in plan.races for each in self.race(*size).read_turns()]
+
+    def prepare(self, plan: Plan, *, force: bool) -> IO[str]:
+        """Make the directory, or find in it what an earlier run of the same plan has left.
+
+        `force` removes what another plan, or this one, has left. Raises UsageError when that is
+        not said, or when something else is there. Nobody else can prepare the directory until what
+        this gives is closed.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"{self.path} is a file; choose a directory with --out")
+        if self.path.exists() and any(self.path.iterdir()) and not self.plan.exists():
+            raise UsageError(
+                f"{self.path} holds something else than a race; choose another directory with --out"
+            )
+        text = plan.to_json()
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.plan.open("a+", encoding="utf-8")
+        try:
+            self._lock(file)
+            file.seek(0)
+            known = file.read()
+            if force:
+                self._clear()
+            elif known not in ("", text):
+                raise UsageError(
+                    f"{self.path} holds another race; choose another directory with --out, or "
+                    "remove what is there with --force"
+                )
+            if known != text:
+                file.truncate(0)
+                file.write(text)
+                file.flush()
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _lock(self, file: IO[str]) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another command races in {self.path}; wait for its end or choose another "
+                "directory with --out"
+            ) from None
+
+    def _clear(self) -> None:
+        for found in self.path.glob("pp*-tp*"):
+            if found.is_dir():
+                shutil.rmtree(found)
+        self.models.unlink(missing_ok=True)
+
+
+def check(plan: Plan, hosts: Hosts, out: Path) -> None:
+    """Raise UsageError for the first entry that cannot run."""
+    modelled = set()
+    for entry in plan.entries.values():
+        settings = entry.settings
+        hosts.applied(settings, out).validate()
+        model = (settings.pace, settings.jitter, settings.shape, settings.tp)
+        if model not in modelled:
+            check_model(entry)
+            modelled.add(model)
+        if entry.peer is not None:
+            check_peer(entry.peer, entry.settings)
+
+
+def race(
+    plan: Plan,
+    bench: BenchDir,
+    hosts: Hosts,
+    launch: Launch,
+    failed: Callable[[Failure], None],
+    *,
+    retry: bool = False,
+) -> None:
+    """Run every turn of the plan that has not ended yet; with `retry`, those of entries that have
+    failed too.
+
+    On a single host an entry that fails is left out, `failed` is told, and the others go on. Raises
+    RrfpError when Megatron's 1F1B fails, without which nothing can be compared, when ranks fail
+    between two turns, and for any failure on several hosts.
+    """
+    for size, entries in plan.races.items():
+        files = bench.race(*size)
+        live = _live(entries, files, retry=retry)
+        while any(_left(live, files)):
+            failure = _launch(live, files, hosts, launch)
+            if failure is None:
+                break
+            failed(failure)
+            live = [entry for entry in live if entry.name != failure.entry]
+
+
+def time_left_s(
+    plan: Plan, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
+) -> float:
+    """About how long the turns take that `race` would run; 0 when there is none."""
+    seconds = 0.0
+    for size, entries in plan.races.items():
+        files = bench.race(*size)
+        turns = list(_left(_live(entries, files, retry=retry), files))
+        if turns:
+            seconds += _LAUNCH_S + sum(
+                models[entry.name].times_s[number] + _BETWEEN_TURNS_S for number, entry in turns
+            )
+    return seconds
+
+
+def _live(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
+    """The entries that have not failed, or all."""
+    failed = set() if retry else files.failed()
+    return [entry for entry in entries if entry.name not in failed]
+
+
+def _left(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Entry]]:
+    """The turns to take."""
+    return rounds(entries, files.ended())
+
+
+def _launch(
+    entries: Sequence[Entry], files: RaceFiles, hosts: Hosts, launch: Launch
+) -> Failure | None:
+    """Run the ranks to their end; what an entry failed with, if one did."""
+    run = RunDir(files.path)
+    if hosts.leads:
+        files.path.mkdir(exist_ok=True)
+        files.write_entries(entries)
+        files.under_way.unlink(missing_ok=True)
+    settings = hosts.applied(_of_race(entries[0].settings), run.path)
+    try:
+        launch(settings, run)
+    except (UsageError, StoppedError):
+        raise
+    except RrfpError as error:
+        failure = _failure_of(error, files)
+        if failure is None or hosts.nnodes > 1:
+            raise
+        by_name = {entry.name: entry for entry in entries}
+        if _is_reference(by_name[failure.entry]):
+            raise
+        files.append(failure)
+        return failure
+    return None
+
+
+def _of_race(settings: TrainSettings) -> TrainSettings:
+    """What the ranks of all entries have in common: how they are grouped."""
+    return TrainSettings(pp=settings.pp, tp=settings.tp, layers=settings.layers, no_trace=True)
+
+
+def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
+    """Whose turn it was; None when it was nobody's."""
+    under_way = files.read_under_way()
+    if under_way is None:
+        return None
+    name, number = under_way
+    if under_way in files.ended():
+        return None
+    return Failure(name, number, str(error).partition("\n")[0])
+
+
+def _is_reference(entry: Entry) -> bool:
+    settings = entry.settings
+    return settings.dispatch == DispatchMode.MEGATRON and settings.chunks == MEGATRON.chunks

@@ -1,0 +1,98 @@
+"""The loss on what training never sees, by forwards alone through the same schedule."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from rrfp.errors import RrfpError
+from rrfp.megatron.data import Batch
+from rrfp.megatron.model import ModelChunks
+from rrfp.megatron.parallel import Layout
+from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.training import Schedule
+
+_MIN_MICROBATCHES = 32
+"""So many are looked at, or a few more: whole steps on every replica."""
+
+
+class OwnSchedule(Schedule, Protocol):
+    """A schedule function that nobody else calls."""
+
+    def close(self) -> None: ...
+
+
+class Evaluation:
+    """Looks at the same held-out microbatches every time, and leaves the training as it is."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        layout: Layout,
+        model: ModelChunks,
+        heldout: Callable[[int], Batch],
+        schedule: OwnSchedule,
+    ) -> None:
+        """`schedule` is not the training's: its steps have numbers of their own."""
+        self._settings = settings
+        self._layout = layout
+        self._model = model
+        self._heldout = heldout
+        self._schedule = schedule
+
+    def is_due(self, step: int) -> bool:
+        """It is after this step that the model is looked at."""
+        settings = self._settings
+        is_last = step + 1 == settings.num_steps
+        every = settings.heldout_every
+        return is_last or (every is not None and (step + 1) % every == 0)
+
+    def loss(self) -> float:
+        """The mean over all labels that count; the same number on every rank. Raises RrfpError when
+        it is not finite."""
+        settings, layout = self._settings, self._layout
+        num_steps = -(-_MIN_MICROBATCHES // (settings.microbatches * layout.dp))
+        for chunk in self._model.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            sums = torch.stack([self._step(step) for step in range(num_steps)]).sum(dim=0)
+        for chunk in self._model.chunks:
+            chunk.train()
+        if layout.pp_rank == layout.last_stage_pp_rank:
+            from megatron.core import parallel_state
+
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
+        loss = (sums[0] / sums[1]).item()
+        if not math.isfinite(loss):
+            raise RrfpError(
+                f"the held-out loss came to {loss:g}, which no step mends; try a smaller --lr"
+            )
+        return loss
+
+    def close(self) -> None:
+        """Close the schedule's links."""
+        self._schedule.close()
+
+    def _step(self, step: int) -> torch.Tensor:
+        """Sum and number of the losses of some microbatches; known to the last stage."""
+        settings, layout, model = self._settings, self._layout, self._model
+        first = (step * layout.dp + layout.dp_rank) * settings.microbatches
+        batches = [self._heldout(first + index) for index in range(settings.microbatches)]
+        losses = self._schedule(
+            forward_step_func=model.forward_step,
+            data_iterator=[iter(batches) for _ in model.chunks],
+            model=model.chunks,
+            num_microbatches=settings.microbatches,
+            seq_length=settings.seq_length,
+            micro_batch_size=settings.micro_batch_size,
+            forward_only=True,
+        )
+        sums = torch.zeros(2, dtype=torch.float64)
+        # Empty but on the rank of the last stage.
+        for item, batch in zip(losses, batches, strict=bool(losses)):
+            count = float(batch["loss_mask"].sum())
+            sums += torch.tensor([item["loss"].item() * count, count], dtype=torch.float64)
+        return sums

@@ -1,0 +1,197 @@
+"""What the ranks of a race do: every entry's turns, round by round, in one launch.
+
+All entries train the same small model from the same parameters, which no optimizer changes. Around
+the one step that is timed everything is warm and still: links are open, every code path has run,
+garbage has been collected, and all ranks have met. Links of ours are closed after each turn, so
+that their threads do not disturb the next one.
+
+In round 0 an entry's gradients are held against the reference: Megatron's 1F1B, on the same data,
+at its own pace.
+"""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rrfp.errors import RrfpError
+from rrfp.megatron.contender import Contender, chunks_of
+from rrfp.megatron.data import Data, open_data
+from rrfp.megatron.failure import FailureReport
+from rrfp.megatron.gradient_check import Gradients, relative_difference
+from rrfp.megatron.model import ModelChunks, build_model
+from rrfp.megatron.parallel import Layout
+from rrfp.megatron.rank import introduce
+from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.megatron.turns import Entry, RaceFiles, Turn, rounds
+from rrfp.schedule.shape import Placement
+from rrfp.trace.records import NS_PER_S
+from rrfp.trace.rundir import RunDir
+
+
+def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Take this rank's part in every turn that has not ended yet. Raises what a step raises."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    files = RaceFiles(run.path)
+    entries = files.read_entries()
+    ended = files.ended()
+    offset_ns = introduce(layout)[layout.rank].clock_offset_ns
+    dist.barrier()  # Nobody may add a turn before all have read them.
+    race = _Race(layout, entries, offset_ns)
+    gc.freeze()
+    for number, entry in rounds(entries, ended):
+        if layout.rank == 0:
+            files.begin(entry, number)
+        turn = race.turn(entry, number)
+        if layout.rank == 0:
+            files.append(turn)
+
+
+class _Race:
+    """All entries on this rank."""
+
+    def __init__(self, layout: Layout, entries: Sequence[Entry], offset_ns: int) -> None:
+        self._layout = layout
+        self._entries = entries
+        self._offset_ns = offset_ns
+        self._data: dict[tuple[int, int], Data] = {}
+        self._models: dict[tuple[int, int, str], ModelChunks] = {}
+        self._contenders: dict[str, Contender] = {}
+        self._references: dict[tuple[int, int], list[Gradients]] = {}
+        """By seed and number of microbatches, the gradients of all ranks; known to rank 0."""
+
+    def turn(self, entry: Entry, number: int) -> Turn:
+        """Run an entry's step of a round; every rank calls it, and rank 0 learns all of it."""
+        contender = self._contender(entry)
+        with _bounded(entry, number, contender.most_s(number)):
+            if number == 0:
+                self._prepare_reference(entry.settings)
+            batches = contender.prepare(number)
+            contender.warm_up(batches)
+            with _stillness():
+                dist.barrier()
+                contender.step(batches, number)
+            figures = contender.figures(self._offset_ns)
+            of_ranks = [torch.empty_like(figures) for _ in range(self._layout.world_size)]
+            dist.all_gather(of_ranks, figures)
+            turn = _turn_of(entry, number, torch.stack(of_ranks))
+            if number == 0:
+                turn = self._compare(turn, contender)
+            contender.forget()
+            contender.rest()
+        return turn
+
+    def _contender(self, entry: Entry) -> Contender:
+        if entry.name not in self._contenders:
+            settings = entry.settings
+            layout = replace(
+                self._layout, chunks=settings.chunks, placement=Placement(settings.placement)
+            )
+            # What settings of the same key share; the order and the bounds are no part of it.
+            data_key = (settings.seed, settings.microbatches)
+            if data_key not in self._data:
+                self._data[data_key] = open_data(settings)
+            data = self._data[data_key]
+            model_key = (settings.seed, settings.chunks, str(settings.placement))
+            if model_key not in self._models:
+                with chunks_of(settings):
+                    self._models[model_key] = build_model(settings, layout, data)
+            self._contenders[entry.name] = Contender(entry, layout, self._models[model_key], data)
+        return self._contenders[entry.name]
+
+    def _prepare_reference(self, settings: TrainSettings) -> None:
+        """Have the gradients of the first round by Megatron's 1F1B."""
+        key = (settings.seed, settings.microbatches)
+        if key in self._references:
+            return
+        reference = next(
+            entry
+            for entry in self._entries
+            if entry.settings.dispatch == DispatchMode.MEGATRON
+            and entry.settings.chunks == 1
+            and (entry.settings.seed, entry.settings.microbatches) == key
+        )
+        contender = self._contender(reference)
+        contender.warm_up(contender.batches(0))
+        contender.step(contender.batches(0))
+        self._references[key] = self._gathered(contender.gradients())
+        contender.forget()
+
+    def _gathered(self, own: Gradients) -> list[Gradients]:
+        """The gradients of all ranks, on rank 0."""
+        leads = self._layout.rank == 0
+        found: list[Any] = [None] * self._layout.world_size
+        dist.gather_object(own, found if leads else None)
+        return found if leads else []
+
+    def _compare(self, turn: Turn, contender: Contender) -> Turn:
+        """The turn with what its gradients are like."""
+        settings = contender.settings
+        found = self._gathered(contender.gradients())
+        if self._layout.rank != 0:
+            return turn
+        # A parameter may lie on another pipeline rank, but never with another tensor-parallel one.
+        own, reference = (
+            {
+                f"{name} on tensor-parallel rank {rank % self._layout.tp}": gradient
+                for rank, of_rank in enumerate(each)
+                for name, gradient in of_rank.items()
+            }
+            for each in (found, self._references[settings.seed, settings.microbatches])
+        )
+        return replace(
+            turn,
+            gradient_difference=relative_difference(own, reference),
+            gradients_same=all(torch.equal(own[name], reference[name]) for name in own),
+        )
+
+
+def _turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
+    start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, held, num_tasks, num_over = table.T
+    return Turn(
+        entry.name,
+        number,
+        step_time_s=float(end_ns.max() - start_ns.min()) / NS_PER_S,
+        compute_s=float(busy_ns.mean()) / NS_PER_S,
+        blocking_s=float(blocking_ns.mean()) / NS_PER_S,
+        coordination_s=float(coordination_ns.mean()) / NS_PER_S,
+        peak_held=float(held.max()),
+        num_tasks=int(num_tasks.sum()),
+        num_over=int(num_over.sum()),
+    )
+
+
+@contextmanager
+def _stillness() -> Iterator[None]:
+    """Collect no garbage for a while."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextmanager
+def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
+    """End this process when a turn takes longer: what waits inside a library cannot be woken."""
+    timer = threading.Timer(most_s, partial(_give_up, entry, number, most_s))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(entry: Entry, number: int, most_s: float) -> None:
+    sentence = f"round {number} of {entry.name} was not over after {most_s:.0f} s"
+    FailureReport(sentence, RrfpError.exit_code, False, False).write()
+    os._exit(RrfpError.exit_code)

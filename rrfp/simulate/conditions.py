@@ -1,0 +1,56 @@
+"""What a replica meets in a step, whatever its policy: the same for all that is compared."""
+
+from dataclasses import dataclass
+
+from rrfp.schedule.admission import Admission
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.admission import admitted
+from rrfp.simulate.bounds import Floor, floor
+from rrfp.simulate.costs import Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.jitter import Jitter
+from rrfp.simulate.world import Stretch, TaskTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The costs and the jitter of one step of one replica."""
+
+    shape: Shape
+    costs: StepCosts
+    """Its microbatches are in the order in which they are admitted."""
+    times: TaskTimes
+    """With jitter, but for delays and stops: `stretch`."""
+    links: Links
+    """With jitter."""
+    jitter: Jitter
+    seed: int
+    replica: int
+
+    def stretch(self) -> Stretch | None:
+        """The delays and stops, anew: they follow from what the ranks run."""
+        return self.jitter.stretch(self.shape, self.seed, self.replica)
+
+    def floor(self) -> Floor:
+        """What no schedule can beat."""
+        return floor(self.shape, self.times, None if self.links.is_free else self.links)
+
+
+def conditions(
+    costs: Costs,
+    jitter: Jitter,
+    admit: Admission,
+    shape: Shape,
+    seed: int,
+    replica: int,
+    step: int,
+) -> Conditions:
+    """What a replica meets under a seed, which stands for one step's data and jitter.
+
+    `step` is the number of that step, from 0. Raises UsageError when the costs, the admission order
+    or the jitter do not fit the shape.
+    """
+    of_step = admitted(costs.step(shape, seed, replica), admit, step)
+    times = jitter.times(of_step.times, shape, seed, replica)
+    check_takes_time(times, f"jitter {jitter.spec}")
+    links = jitter.links(of_step.links)
+    return Conditions(shape, of_step, times, links, jitter, seed, replica)

@@ -1,0 +1,76 @@
+"""Races without ranks, for tests: plans, turns as they might have gone, and a launch that makes
+them up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rrfp.bench.plan import Asked, Plan, make_plan
+from rrfp.bench.presets import SCALES, preset_named
+from rrfp.bench.systems import system_named
+from rrfp.errors import RrfpError
+from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.turns import Entry, RaceFiles, Turn, rounds
+from rrfp.trace.rundir import RunDir
+
+
+def tiny_plan(
+    *names: str,
+    systems: Sequence[str] = (),
+    profiles: tuple[str, ...] = (),
+    holds: tuple[str, ...] = ("hold 1x",),
+    steps: int = 2,
+    **others: Any,
+) -> Plan:
+    scale = SCALES["tiny"]
+    asked = Asked(
+        holds=holds,
+        profiles=profiles,
+        systems=tuple(system_named(name) for name in systems),
+        steps=steps,
+        **others,
+    )
+    return make_plan([preset_named(name, scale) for name in names], scale, asked)
+
+
+def turn(
+    entry: str, number: int, seconds: float = 1.0, difference: float = 0.0, over: int = 0
+) -> Turn:
+    """A turn of so many seconds."""
+    return Turn(
+        entry,
+        number,
+        step_time_s=seconds,
+        compute_s=seconds / 2,
+        blocking_s=seconds / 4,
+        coordination_s=0.0,
+        peak_held=3.0,
+        num_tasks=100,
+        num_over=over,
+        gradient_difference=difference if number == 0 else None,
+        gradients_same=difference == 0 if number == 0 else None,
+    )
+
+
+@dataclass(slots=True)
+class MadeUp:
+    """A launch that takes every turn at once; `fails` says with what one does not end, and
+    `turned` what one is like."""
+
+    fails: Callable[[Entry, int], RrfpError | KeyboardInterrupt | None] = lambda _entry, _: None
+    turned: Callable[[str, int], Turn] = turn
+    launched: list[tuple[int, int]] = field(default_factory=list)
+    """Pipeline and tensor-parallel ranks of every launch."""
+    taken: list[tuple[str, int]] = field(default_factory=list)
+    """Every turn that ended, in order."""
+
+    def __call__(self, settings: TrainSettings, run: RunDir) -> None:
+        self.launched.append((settings.pp, settings.tp))
+        files = RaceFiles(run.path)
+        for number, entry in rounds(files.read_entries(), files.ended()):
+            files.begin(entry, number)
+            error = self.fails(entry, number)
+            if error is not None:
+                raise error
+            files.append(self.turned(entry.name, number))
+            self.taken.append((entry.name, number))

@@ -1,0 +1,296 @@
+"""Paced runs meet what the simulator meets: held against its own records, without processes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.errors import UsageError
+from rrfp.megatron.native_pace import NativePace
+from rrfp.megatron.pacing import PaceTally, StepPacer, check_pace, make_pace
+from rrfp.megatron.settings import TrainSettings
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.shape import FORWARD_ONLY, Placement, Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.costs import Costs
+from rrfp.simulate.jitter import NO_JITTER, parse_jitter
+from rrfp.simulate.recording import new_recording
+from rrfp.simulate.trial import Setting, run_settings
+from rrfp.simulate.world import Policy
+from tests.effort import examples
+
+WORK_NS = 1000
+MS = 1_000_000
+
+
+class FakeTime:
+    """A clock that only sleeping and working move on."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def sleep(self, due_ns: int) -> None:
+        self.now_ns = max(self.now_ns, due_ns)
+
+
+def pacer_of(
+    time: FakeTime,
+    costs: Costs | None,
+    jitter: str = "none",
+    *,
+    shape: Shape,
+    admit: Admit = Admit.GIVEN,
+    seed: int = 0,
+    pp_rank: int = 0,
+    dp_rank: int = 0,
+) -> StepPacer:
+    return StepPacer(
+        costs,
+        parse_jitter(jitter),
+        admit,
+        seed,
+        shape,
+        pp_rank,
+        dp_rank,
+        sleep=time.sleep,
+        clock=time.clock,
+    )
+
+
+@given(
+    hint=st.sampled_from(["bf", "bfw", "1f1b"]),
+    costs=st.sampled_from(["language", "multimodal"]),
+    jitter=st.sampled_from(
+        ["none", "lognormal:0.5", "J2", "J3@1+stop:0:0.05:0.1", "length:0.7+slow-stage:1:2"]
+    ),
+    admit=st.sampled_from(Admit),
+    seed=st.integers(0, 2**32 - 9),
+)
+@examples(quick=10, thorough=200)
+def test_tasks_take_as_long_as_those_of_the_simulator(
+    hint: str, costs: str, jitter: str, admit: Admit, seed: int
+) -> None:
+    """Two steps of two replicas, task by task, in the order in which the simulator ran them."""
+    shape = Shape(3, 5)
+    chosen = hint_named(hint, shape)
+    setting = Setting(
+        shape=replace(shape, kinds=kinds_of(chosen)),
+        policy=Policy(chosen),
+        costs=resolve_costs(costs),
+        jitter=parse_jitter(jitter),
+        admit=admit,
+        num_replicas=2,
+    )
+    recording = new_recording(setting.shape, 1, 2, {})
+    run_settings([setting], [seed, seed + 1], recordings=[recording])
+    for records in recording.ranks:
+        info = records.info
+        time = FakeTime()
+        pacer = pacer_of(
+            time,
+            setting.costs,
+            jitter,
+            shape=shape,
+            admit=admit,
+            seed=seed,
+            pp_rank=info.pp_rank,
+            dp_rank=info.dp_rank,
+        )
+        for phase in records.phases:
+            time.now_ns = phase.start_ns
+            step = pacer.start_step(phase.step, setting.shape)
+            for task in (task for task in records.tasks if task.step == phase.step):
+                time.now_ns = task.start_ns
+                with step.task(Task(task.stage, Kind(task.kind), task.microbatch)):
+                    time.now_ns += WORK_NS
+                assert time.now_ns == task.end_ns
+            assert pacer.tally == PaceTally(setting.shape.num_tasks_of_a_rank)
+
+
+def test_the_admission_order_is_the_simulators() -> None:
+    shape = Shape(4, 8)
+    pacer = pacer_of(
+        FakeTime(), resolve_costs("multimodal"), shape=shape, admit=Admit.PYRAMID, seed=5
+    )
+    costs = resolve_costs("multimodal").step(shape, 7, 0)
+    rows = (*costs.times.forward, *costs.times.input_gradient, *costs.times.weight_gradient)
+    weights = [sum(of_microbatch) for of_microbatch in zip(*rows, strict=True)]
+    admitted = [weights[microbatch] for microbatch in pacer.order(2)]
+    heaviest = admitted.index(max(weights))
+    assert sorted(pacer.order(2)) == list(range(8))
+    assert admitted[:heaviest] == sorted(admitted[:heaviest])
+    assert admitted[heaviest:] == sorted(admitted[heaviest:], reverse=True)
+
+
+def test_work_that_takes_longer_than_its_model_is_counted() -> None:
+    time, shape = FakeTime(), Shape(2, 4)
+    pacer = pacer_of(time, resolve_costs("uniform"), shape=shape)
+    step = pacer.start_step(0, shape)
+    for microbatch, work_ms in enumerate((1, 21, 19, 24)):
+        before_ns = time.now_ns
+        with step.task(Task(0, Kind.F, microbatch)):
+            time.now_ns += work_ms * MS
+        assert time.now_ns - before_ns == max(20, work_ms) * MS
+    assert pacer.tally == PaceTally(num_tasks=4, num_over=2, worst_over_ns=4 * MS)
+    assert pacer.tally + PaceTally(1, 1, MS) == PaceTally(5, 3, 4 * MS)
+    pacer.start_step(1, shape)
+    assert pacer.tally == PaceTally()
+
+
+def test_a_task_that_fails_is_neither_stretched_nor_counted() -> None:
+    time, shape = FakeTime(), Shape(2, 4)
+    pacer = pacer_of(time, resolve_costs("uniform"), shape=shape)
+    step = pacer.start_step(0, shape)
+    with pytest.raises(RuntimeError), step.task(Task(0, Kind.F, 0)):
+        raise RuntimeError
+    assert (time.now_ns, pacer.tally) == (0, PaceTally())
+
+
+@pytest.mark.parametrize(
+    ("jitter", "taken_ms"),
+    [("none", 10.0), ("slow-stage:0:3", 30.0), ("slow-stage:1:3", 10.0), ("stop:0:0.004:0.1", 110)],
+)
+def test_without_costs_real_work_is_made_longer(jitter: str, taken_ms: float) -> None:
+    time, shape = FakeTime(), Shape(2, 4)
+    pacer = pacer_of(time, None, jitter, shape=shape)
+    with pacer.start_step(0, shape).task(Task(0, Kind.B, 1)):
+        time.now_ns += 10 * MS
+    assert time.now_ns == taken_ms * MS
+    # Nothing is known of how long it should have taken.
+    assert pacer.tally == PaceTally()
+
+
+def test_the_papers_delays_follow_measured_times() -> None:
+    """Section 9: after a tenth of the tasks, half of what the rank's tasks take lately, or of 5 ms,
+    from half to one and a half times."""
+    shape = Shape(1, 4000, kinds=FORWARD_ONLY)
+    time = FakeTime()
+    step = pacer_of(time, None, "J1", shape=shape).start_step(0, shape)
+    delays_ms = []
+    for microbatch in range(shape.num_microbatches):
+        before_ns = time.now_ns
+        with step.task(Task(0, Kind.F, microbatch)):
+            time.now_ns += 20 * MS
+        delays_ms.append((time.now_ns - before_ns) / MS - 20)
+    hit = [delay_ms for delay_ms in delays_ms if delay_ms]
+    assert 0.08 < len(hit) / len(delays_ms) < 0.12
+    assert 5 <= min(hit) < 6
+    assert 14 < max(hit) <= 15
+
+
+def test_nothing_to_stretch_is_no_pace() -> None:
+    assert make_pace(None, NO_JITTER, Admit.GIVEN, 0, Shape(2, 2), 0, 0) is None
+    assert make_pace(None, parse_jitter("J0"), Admit.GIVEN, 0, Shape(2, 2), 0, 0) is not None
+
+
+# What Megatron's own schedule sends and receives.
+
+
+class _Latencies:
+    """A `StepPace` that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Task] = []
+
+    def task(self, task: Task) -> Any:
+        raise NotImplementedError
+
+    def message_ns(self, task: Task) -> int:
+        self.asked.append(task)
+        return 0
+
+
+def exchanged(shape: Shape, pp_rank: int, name: str, count: int) -> list[Task]:
+    """The messages of the first calls of `_communicate` with that argument."""
+    pace = _Latencies()
+
+    def communicate(**_: object) -> str:
+        return "done"
+
+    paced: Callable[..., str] = NativePace(pace, shape, pp_rank).transfer(communicate)
+    nothing = {"tensor_send_next": None, "tensor_send_prev": None, "recv_prev": False}
+    for _ in range(count):
+        assert paced(**{**nothing, "recv_next": False, name: True}) == "done"
+    return pace.asked
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 8), Shape(4, 8, 2), Shape(3, 6, 2)])
+def test_both_ends_of_a_native_transfer_know_its_message(shape: Shape) -> None:
+    """What a rank's n-th send in a direction is, is the n-th that the next one receives."""
+    for rank in range(shape.num_ranks):
+        following = (rank + 1) % shape.num_ranks
+        if shape.num_chunks == 1 and following == 0:
+            continue
+        # The first stage receives no forward, so that of rank 0's chunks one has none.
+        count = shape.num_microbatches * (shape.num_chunks - (following == 0))
+        sent = exchanged(shape, rank, "tensor_send_next", count)
+        assert sent == exchanged(shape, following, "recv_prev", count)
+        assert {task.kind for task in sent} == {Kind.F}
+        sent = exchanged(shape, following, "tensor_send_prev", count)
+        assert sent == exchanged(shape, rank, "recv_next", count)
+        assert len(set(sent)) == count
+
+
+# What is refused.
+
+
+def settings(**chosen: Any) -> TrainSettings:
+    return TrainSettings(**{"pp": 4, "microbatches": 8, **chosen})
+
+
+def csv_of(path: Path, *rows: str) -> str:
+    path.write_text("\n".join(("kind,pp_rank,chunk,microbatch,seconds", *rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says"),
+    [
+        ({"jitter": "lognormal:0.5"}, "add --pace"),
+        ({"jitter": "J2+pareto:1.5"}, "add --pace"),
+        ({"jitter": "slow-stage:0:0.5"}, "add --pace"),
+        ({"jitter": "slow-link:0-1:3"}, "add --pace"),
+        ({"jitter": "slow-stage:4:2"}, "names pipeline rank 4"),
+        ({"jitter": "J2@7"}, "names pipeline rank 7"),
+        ({"jitter": "wobble"}, "is not jitter"),
+        ({"pace": "wobble"}, "is not costs"),
+        ({"pace": "nowhere.csv"}, "cannot read"),
+        ({"pace": "language", "jitter": "slow-link:0-1:3"}, "messages take no time"),
+        ({"pace": "language", "jitter": "stop:9:1:1"}, "names pipeline rank 9"),
+    ],
+)
+def test_what_cannot_be_paced_is_refused(chosen: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_pace(settings(**chosen))
+
+
+def test_costs_must_fit_the_pipeline_and_the_hint(tmp_path: Path) -> None:
+    whole = [f"{kind},{rank},,,0.02" for kind in "FB" for rank in range(4)]
+    table = csv_of(tmp_path / "whole.csv", *whole)
+    check_pace(settings(pace=table))
+    with pytest.raises(UsageError, match="names pipeline rank 2 and there are 2"):
+        check_pace(settings(pace=table, pp=2))
+    short = csv_of(tmp_path / "short.csv", *whole[:-1], "W,0,,,0.01")
+    with pytest.raises(UsageError, match="no row for 3B0"):
+        check_pace(settings(pace=short, hint="bfw"))
+
+
+def test_what_can_be_paced_is_taken() -> None:
+    for chosen in (
+        {"jitter": "J3+slow-stage:3:1.5+stop:0:0.5:0.1"},
+        {"pace": "language", "jitter": "lognormal:0.5"},
+        {"pace": "multimodal", "admit": "pyramid", "hint": "bfw"},
+        {"pace": "language", "dispatch": str(Dispatch.FIXED)},
+        {"pace": "uniform", "chunks": 2, "placement": str(Placement.V)},
+    ):
+        check_pace(settings(**chosen))

@@ -1,0 +1,207 @@
+"""The schedules of torch.distributed.pipelining as peers: their layouts, their tasks, what each
+takes; late sends; the comparison of gradients. The schedules run in test_torch_schedule.py."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.megatron.gradient_check import relative_difference
+from rrfp.megatron.late_sends import LateSends
+from rrfp.megatron.peers import PEERS, Peer, check_peer
+from rrfp.megatron.settings import TrainSettings
+from rrfp.schedule.tasks import parse_task
+
+
+def of_torch(peer: Peer, num_ranks: int, num_microbatches: int) -> Any:
+    """torch's own schedule, on stages without work."""
+    shape = peer.shape(num_ranks, num_microbatches)
+    stages = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=shape.num_stages,
+            group_rank=0,
+            group_size=num_ranks,
+            is_last=stage == shape.num_stages - 1,
+            submod=None,
+        )
+        for stage in shape.stages_of(0)
+    ]
+    kind = getattr(pipelining, peer.schedule)
+    is_multi = issubclass(kind, schedules.PipelineScheduleMulti)
+    return kind(stages if is_multi else stages[0], num_microbatches, loss_fn=lambda loss, _: loss)
+
+
+# Not of 1f1b: torch's own account of it is not the order that it runs (test_torch_schedule.py).
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv"])
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (3, 6), (4, 8), (8, 16)])
+def test_a_peer_runs_the_tasks_of_its_shape(
+    name: str, num_ranks: int, num_microbatches: int
+) -> None:
+    peer = PEERS[name]
+    shape = peer.shape(num_ranks, num_microbatches)
+    order = of_torch(peer, num_ranks, num_microbatches).pipeline_order
+    for rank, row in order.items():
+        texts = [str(action) for action in row if action is not None]
+        tasks = [parse_task(text) for text in texts if "REDUCE" not in text]
+        assert {task for task, _ in tasks} == set(shape.tasks_of(rank))
+        assert len(tasks) == shape.num_tasks_of_a_rank
+        # Of one kind each: nothing is split in a whole backward, and no backward is whole in a ZB.
+        backwards = [is_split for task, is_split in tasks if task.kind != "F"]
+        assert set(backwards) == {peer.splits}
+
+
+def settings_of(name: str, num_ranks: int, num_microbatches: int) -> TrainSettings:
+    peer = PEERS[name]
+    return TrainSettings(
+        pp=num_ranks,
+        chunks=peer.chunks,
+        placement=peer.placement,
+        layers=2 * num_ranks,
+        microbatches=num_microbatches,
+    )
+
+
+def takes(function: Callable[..., Any], *args: object) -> bool:
+    try:
+        function(*args)
+    except (ValueError, UsageError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
+    for num_ranks in (2, 4):
+        for number in range(1, 12):
+            settings = settings_of(name, num_ranks, number)
+            settings.validate()
+            torch_takes = takes(of_torch, PEERS[name], num_ranks, number)
+            assert takes(check_peer, name, settings) == torch_takes, (num_ranks, number)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "told"),
+    [
+        ("gpipe", {}, "'gpipe' is not a schedule .*1f1b, interleaved, interleaved-zb, zbv"),
+        ("1f1b", {"pp": 1}, "nothing to schedule on --pp 1; use 2 ranks or more"),
+        ("1f1b", {"chunks": 2}, "1 chunk.* in a loop, not 2 in a loop; give --chunks 1"),
+        ("zbv", {"placement": "loop"}, "2 chunk.* in a v, not 2 in a loop; .* --placement v"),
+        ("zbv", {"variable_lengths": True}, "messages of one shape; leave --variable-lengths"),
+        ("1f1b", {"model": "vlm"}, "messages of one shape; .* --model vlm"),
+        ("1f1b", {"microbatches": 3}, "at least one microbatch a rank, 4, not 3"),
+        ("interleaved", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
+        ("interleaved-zb", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_a_sentence(
+    name: str, changed: dict[str, Any], told: str
+) -> None:
+    settings = replace(settings_of(name if name in PEERS else "1f1b", 4, 8), **changed)
+    with pytest.raises(UsageError, match=told):
+        check_peer(name, settings)
+
+
+# Late sends.
+
+
+class Work:
+    """What waits for a transfer, with the time at which that began."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+        self.began_s = time.monotonic()
+        self.has_waited = False
+
+    def wait(self) -> None:
+        self.has_waited = True
+
+
+class Transfers:
+    """In place of torch's `_batch_p2p`."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def __call__(self, ops: list[Any], desc: str | None = None) -> list[Work]:
+        works = [Work(op) for op in ops]
+        self.works += works
+        return works
+
+
+def op(function: Callable[..., Any], peer: int, name: str = "") -> Any:
+    return SimpleNamespace(op=function, peer=peer, name=name)
+
+
+def test_sends_leave_late_one_after_another_and_nobody_waits_for_them() -> None:
+    late, transfers = LateSends(), Transfers()
+    batch = late.batch(transfers)
+    first, second, last = (op(dist.isend, 1, name) for name in ("first", "second", "last"))
+    other, receive = op(dist.isend, 2, "other"), op(dist.irecv, 1, "receive")
+    late.put_off([first], 60_000_000)
+    late.put_off([second], 30_000_000)
+    late.put_off([other], 10_000_000)
+    late.put_off([last], 0)
+    began_s = time.monotonic()
+    handles = batch([first, receive, other]) + batch([second]) + batch([last])
+    assert time.monotonic() - began_s < 0.05
+    for handle in handles:
+        handle.wait()
+    began = {work.op.name: work.began_s - began_s for work in transfers.works}
+    assert began["receive"] < 0.05
+    assert began["other"] >= 0.01
+    assert began["first"] >= 0.06
+    assert began["second"] >= began["first"] + 0.03
+    # Not put off itself, but behind the others on their link.
+    assert began["last"] >= began["second"]
+    assert all(work.has_waited for work in transfers.works)
+
+
+def test_without_modelled_times_torch_batches_as_it_does() -> None:
+    late, transfers = LateSends(), Transfers()
+    ops = [op(dist.isend, 1), op(dist.irecv, 1)]
+    late.put_off(ops[:1], 0)
+    assert late.batch(transfers)(ops) == transfers.works
+    assert [work.op for work in transfers.works] == ops
+
+
+def test_what_a_late_send_raises_is_raised_where_it_is_waited_for() -> None:
+    def fail(_: list[Any], desc: str | None = None) -> list[Any]:
+        raise RuntimeError("connection closed by peer")
+
+    late, send = LateSends(), op(dist.isend, 1)
+    late.put_off([send], 1)
+    (handle,) = late.batch(fail)([send])
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        handle.wait()
+
+
+# The comparison of gradients.
+
+
+def test_gradients_differ_by_the_worst_parameter() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1000.0])}
+    assert relative_difference(reference, reference) == 0
+    own = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([1001.0])}
+    assert relative_difference(own, reference) == pytest.approx(0.1)
+    assert relative_difference(reference, {**reference, "b": torch.zeros(1)}) == math.inf
+    assert relative_difference({"c": torch.zeros(2)}, {"c": torch.zeros(2)}) == 0
+
+
+def test_a_gradient_that_is_not_a_number_never_agrees() -> None:
+    nan, one = {"a": torch.tensor([math.nan])}, {"a": torch.tensor([1.0])}
+    assert not relative_difference(nan, one) <= 1e-5
+
+
+def test_gradients_of_other_parameters_are_not_compared() -> None:
+    with pytest.raises(RrfpError, match="2 parameters have a gradient on one side only, such as a"):
+        relative_difference({"a": torch.zeros(1)}, {"b": torch.zeros(1)})

@@ -1,0 +1,239 @@
+"""A folder of images and captions: what is read, what is held out, and what is refused."""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rrfp.errors import UsageError
+from rrfp.megatron.data import open_data
+from rrfp.megatron.data_source import check_data
+from rrfp.megatron.documents import Part
+from rrfp.megatron.picture_folder import PictureFolder
+from rrfp.megatron.settings import TrainSettings
+
+SETTINGS = TrainSettings(model="vlm")
+
+
+def write_images(folder: Path, *sizes: tuple[int, int]) -> list[dict[str, str]]:
+    """Images of these widths and heights, each of one colour, and their lines."""
+    lines = []
+    for number, size in enumerate(sizes):
+        Image.new("RGB", size, (number, 0, 255)).save(folder / f"{number}.png")
+        lines.append({"image": f"{number}.png", "text": f"number {number}"})
+    return lines
+
+
+def write_lines(folder: Path, lines: Sequence[object], name: str = "captions.jsonl") -> None:
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def texts_of(folder: PictureFolder, part: Part, count: int) -> list[bytes]:
+    return [folder.picture(part, index).text for index in range(count)]
+
+
+def test_every_line_comes_once_an_epoch_in_its_own_part(tmp_path: Path) -> None:
+    lines = write_images(tmp_path, *[(16, 16)] * 41)
+    second = [{**line, "text": f"again {line['image']}"} for line in lines]
+    write_lines(tmp_path, lines, "a.jsonl")
+    write_lines(tmp_path, [*second, {"text": "alone"}], "b.jsonl")
+    folder = PictureFolder(tmp_path, SETTINGS)
+    assert folder.has_texts
+    assert folder.text(5).text == b"alone"
+    assert folder.text(5).pixels is None
+    heldout = texts_of(folder, Part.HELDOUT, 4)
+    assert sorted(heldout) == [b"again 19.png", b"again 39.png", b"number 19", b"number 39"]
+    training = texts_of(folder, Part.TRAINING, 78)
+    assert sorted([*training, *heldout]) == sorted(
+        line["text"].encode() for line in (*lines, *second)
+    )
+    assert texts_of(folder, Part.TRAINING, 156)[78:] != training
+
+
+def test_of_few_images_one_is_held_out(tmp_path: Path) -> None:
+    write_lines(tmp_path, write_images(tmp_path, (16, 16), (16, 16), (16, 16)))
+    folder = PictureFolder(tmp_path, SETTINGS)
+    assert not folder.has_texts
+    assert set(texts_of(folder, Part.HELDOUT, 5)) == {b"number 2"}
+    assert set(texts_of(folder, Part.TRAINING, 6)) == {b"number 0", b"number 1"}
+    batches = open_data(TrainSettings(model="vlm", data=tmp_path, max_images=2)).batches(0)
+    for index in range(16):
+        assert batches.batch(0, index)["loss_mask"].sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        ((64, 32), (16, 32)),
+        ((30, 50), (32, 16)),
+        ((17, 20), (16, 16)),
+        ((3, 5), (8, 8)),
+        ((2000, 10), (8, 32)),
+    ],
+)
+def test_images_are_scaled_down_and_cut_to_whole_patches(
+    tmp_path: Path, size: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    write_lines(tmp_path, write_images(tmp_path, size, size))
+    pixels = PictureFolder(tmp_path, SETTINGS).picture(Part.TRAINING, 0).pixels
+    assert pixels is not None
+    assert pixels.shape == (*shape, 3)
+    assert np.allclose(pixels, (-1.0, -1.0, 1.0))
+
+
+def test_other_modes_and_turned_photographs_are_read(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    Image.new("L", (32, 16), 255).save(tmp_path / "0.jpg", exif=exif)
+    Image.new("P", (16, 16)).save(tmp_path / "1.gif")
+    Image.new("RGBA", (16, 16)).save(tmp_path / "2.png")
+    lines = [{"image": name, "text": name} for name in ("0.jpg", "1.gif", "2.png")]
+    write_lines(tmp_path, lines)
+    folder = PictureFolder(tmp_path, SETTINGS)
+    shapes = {}
+    for part in Part:
+        for index in range(2):
+            document = folder.picture(part, index)
+            assert document.pixels is not None
+            shapes[document.text.decode()] = document.pixels.shape
+    assert shapes == {"0.jpg": (32, 16, 3), "1.gif": (16, 16, 3), "2.png": (16, 16, 3)}
+
+
+@pytest.mark.parametrize(
+    ("image", "value"),
+    [
+        (Image.fromarray(np.full((16, 16), 257 * 64, np.uint16)), 64),
+        (Image.new("RGBA", (16, 16), (255, 0, 0, 0)), 128),
+        (Image.new("LA", (16, 16), (0, 0)), 128),
+        (Image.new("L", (16, 16), 200), 200),
+    ],
+    ids=lambda value: getattr(value, "mode", ""),
+)
+def test_deep_and_transparent_images_keep_their_grey(
+    tmp_path: Path, image: Image.Image, value: int
+) -> None:
+    for name in ("0.png", "1.png"):
+        image.save(tmp_path / name)
+    write_lines(tmp_path, [image_line(name) for name in ("0.png", "1.png")])
+    check_data(TrainSettings(model="vlm", data=tmp_path))
+    pixels = PictureFolder(tmp_path, SETTINGS).picture(Part.TRAINING, 0).pixels
+    assert pixels is not None
+    assert np.allclose(pixels, value / 127.5 - 1, atol=1e-6)
+
+
+def image_line(value: object) -> dict[str, object]:
+    return {"image": value, "text": "a"}
+
+
+def write_damaged_line(line: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        good = "".join(f"{json.dumps(line)}\n" for line in write_images(folder, *[(16, 16)] * 2))
+        (folder / "a.jsonl").write_bytes(good.encode() + line + b"\n")
+
+    return write
+
+
+def write_third(value: object) -> Callable[[Path], None]:
+    return write_damaged_line(json.dumps(value).encode())
+
+
+def write_link_out(folder: Path) -> None:
+    outside = folder.parent / "outside.png"
+    Image.new("RGB", (16, 16)).save(outside)
+    (folder / "link.png").symlink_to(outside)
+    write_third(image_line("link.png"))(folder)
+
+
+def write_bytes(name: str, content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+        write_third(image_line(name))(folder)
+
+    return write
+
+
+def write_deep_image(folder: Path) -> None:
+    Image.new("F", (16, 16)).save(folder / "deep.tiff")
+    write_third(image_line("deep.tiff"))(folder)
+
+
+def write_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "a.jsonl")
+
+
+def png_of(width: int, height: int) -> bytes:
+    """A PNG that claims so many pixels and has none."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda folder: None, "holds no .jsonl"),
+        (lambda folder: write_lines(folder, [{"text": "a"}]), "name 0 images"),
+        (lambda folder: write_lines(folder, write_images(folder, (9, 9))), "name 1 images"),
+        (write_damaged_line(b"{"), "a.jsonl, line 3: not JSON"),
+        (write_damaged_line(b'{"text": "\xff"}'), "a.jsonl, line 3: not JSON"),
+        (write_damaged_line(b"[" * 100_000), "a.jsonl, line 3: not JSON"),
+        (write_third({"image": "0.png"}), "a.jsonl, line 3: no string field 'text'"),
+        (write_third({"image": "0.png", "text": " "}), "line 3: the field 'text' is empty"),
+        (write_third(image_line(7)), "line 3: the field 'image' is 7"),
+        (write_third(image_line("")), "line 3: the field 'image' is ''"),
+        (write_third(image_line("no.png")), "line 3: there is no image 'no.png'"),
+        (write_third(image_line("a\0b")), "line 3: there is no image"),
+        (write_third(image_line("x" * 9999)), "line 3: there is no image"),
+        (write_third(image_line(".")), "line 3: the image '.' is not a file inside"),
+        (write_third(image_line("/etc/hostname")), "line 3: the image '/etc/hostname' is not"),
+        (write_third(image_line("../../../../etc/passwd")), "line 3: "),
+        (write_deep_image, "line 3: the image"),
+        (write_pipe, "a.jsonl is no regular file"),
+        (write_link_out, "line 3: the image 'link.png' is not a file inside"),
+        (write_bytes("a.png", b"no image"), "line 3: "),
+        (write_bytes("a.png", b""), "line 3: "),
+        (write_bytes("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "line 3: "),
+        (write_bytes("a.png", png_of(15_000, 9_000)), "claims 15000 x 9000 pixels"),
+        (write_bytes("a.png", png_of(60_000, 60_000)), "line 3: "),
+    ],
+)
+def test_wrong_folders_are_refused_in_a_sentence_before_anything_starts(
+    tmp_path: Path, write: Callable[[Path], None], words: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder)
+    with pytest.raises(UsageError) as refused:
+        check_data(TrainSettings(model="vlm", data=folder))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(UsageError, match="is not a folder; with --model vlm"):
+            check_data(TrainSettings(model="vlm", data=path))
+        (tmp_path / "file").touch()
+
+
+def test_a_cut_off_image_is_refused_when_its_turn_comes(tmp_path: Path) -> None:
+    lines = write_images(tmp_path, (16, 16), (16, 16))
+    whole = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(whole).save(tmp_path / "0.png")
+    content = (tmp_path / "0.png").read_bytes()
+    (tmp_path / "0.png").write_bytes(content[: len(content) // 2])
+    write_lines(tmp_path, lines)
+    settings = TrainSettings(model="vlm", data=tmp_path)
+    check_data(settings)
+    with pytest.raises(UsageError, match=r"captions.jsonl, line 1: the image .*0.png is damaged"):
+        PictureFolder(tmp_path, settings).picture(Part.TRAINING, 0)

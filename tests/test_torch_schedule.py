@@ -1,0 +1,281 @@
+"""The schedules of torch.distributed.pipelining on our stages: gradients, pace and records."""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rrfp.megatron.peers import PEERS
+from rrfp.megatron.settings import TrainSettings
+from rrfp.runtime.worker import StepSummary
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import SPLIT_BACKWARD
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+from tests.ranks import run_ranks
+from tests.training import SMALL
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS = 2
+MICROBATCHES = 4
+
+
+class Run(NamedTuple):
+    """One peer on one rank, beside our own schedule on the same chunks."""
+
+    difference: float
+    """Of the gradients of the last step; each step ends with its own alone."""
+    smallest_norm: float
+    """Of our own gradients, by parameter."""
+    losses: list[float]
+    own_losses: list[float]
+    summaries: list[StepSummary]
+    records: list[Record]
+
+
+def run_peers(
+    settings: dict[str, Any], names: list[str], pace: tuple[str, str] | None = None
+) -> dict[str, Run]:
+    """Run each peer on this rank, on chunks of its own, after our schedule on the same chunks; in a
+    process of its own. `pace` has costs and jitter."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron.parallel import parallel_groups
+
+    torch.set_num_threads(1)
+    chosen = [
+        TrainSettings(
+            **{
+                **SMALL,
+                **settings,
+                "chunks": PEERS[name].chunks,
+                "placement": PEERS[name].placement,
+            }
+        )
+        for name in names
+    ]
+    with parallel_groups(chosen[0]) as layout:
+        return {
+            name: _run_peer(name, each, layout, pace)
+            for name, each in zip(names, chosen, strict=True)
+        }
+
+
+def _run_peer(
+    name: str, settings: TrainSettings, first_layout: Any, pace: tuple[str, str] | None
+) -> Run:
+    from dataclasses import replace
+
+    from rrfp.megatron.data import open_data
+    from rrfp.megatron.gradient_check import gradients, relative_difference
+    from rrfp.megatron.model import build_model
+    from rrfp.megatron.pacing import make_pace
+    from rrfp.megatron.peers import check_peer
+    from rrfp.megatron.rank import schedule_of
+    from rrfp.megatron.torch_schedule import TorchSchedule
+    from rrfp.schedule.admission import Admit
+    from rrfp.schedule.shape import Placement
+    from rrfp.simulate.cost_files import resolve_costs
+    from rrfp.simulate.jitter import parse_jitter
+
+    check_peer(name, settings)
+    placement = Placement(settings.placement)
+    layout = replace(first_layout, chunks=settings.chunks, placement=placement)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
+    source = data.batches(layout.dp_rank)
+    batches: list[Any] = [source.batch(0, index) for index in range(settings.microbatches)]
+
+    own = schedule_of(settings, layout.pp_rank, lambda _: None)
+    own_losses = own(
+        forward_step_func=model.forward_step,
+        data_iterator=[iter(batches) for _ in model.chunks],
+        model=model.chunks,
+        num_microbatches=len(batches),
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+    )
+    own.close()
+    expected = gradients(model.chunks, settings, layout)
+
+    pacer = None
+    if pace is not None:
+        costs, jitter = resolve_costs(pace[0]), parse_jitter(pace[1])
+        shape = PEERS[name].shape(settings.pp, settings.microbatches)
+        pacer = make_pace(
+            costs, jitter, Admit.GIVEN, settings.seed, shape, layout.pp_rank, layout.dp_rank
+        )
+    records: list[Record] = []
+    schedule = TorchSchedule(name, model, layout, records.append, pacer)
+    summaries, losses = [], []
+    for step in range(STEPS):
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        losses = schedule.run(step, batches)
+        assert schedule.last_step is not None
+        summaries.append(schedule.last_step)
+    return Run(
+        relative_difference(gradients(model.chunks, settings, layout), expected),
+        min(float(gradient.norm()) for gradient in expected.values()),
+        [item["loss"].item() for item in losses],
+        [item["loss"].item() for item in own_losses],
+        summaries,
+        records,
+    )
+
+
+@cache
+def on_two_ranks() -> list[dict[str, Run]]:
+    """Every peer, in one launch."""
+    settings = {"pp": 2, "microbatches": MICROBATCHES}
+    return run_ranks(2, run_peers, settings, list(PEERS), timeout_s=200)
+
+
+def assert_agreement(ranks: list[dict[str, Run]]) -> None:
+    for rank, runs in enumerate(ranks):
+        for name, run in runs.items():
+            assert run.difference <= 1e-5, (rank, name)
+            assert run.smallest_norm > 0, (rank, name)
+            assert run.losses == run.own_losses, (rank, name)
+    for name in ranks[0]:
+        assert sum(bool(runs[name].losses) for runs in ranks) >= 1
+
+
+def test_gradients_and_losses_are_those_of_our_own_run() -> None:
+    assert_agreement(on_two_ranks())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_task_is_recorded_once_in_an_order_that_can_be(name: str) -> None:
+    shape = PEERS[name].shape(2, MICROBATCHES)
+    for pp_rank, runs in enumerate(on_two_ranks()):
+        run = runs[name]
+        for step in range(STEPS):
+            of_step = [record for record in run.records if record.step == step]
+            tasks = [record for record in of_step if isinstance(record, TaskRecord)]
+            ran = [Task(task.stage, Kind(task.kind), task.microbatch) for task in tasks]
+            assert sorted(ran) == sorted(shape.tasks_of(pp_rank))
+            assert [task.hint_position for task in tasks] == list(range(len(tasks)))
+            assert all(task.chunk == shape.chunk_of(task.stage) for task in tasks)
+            for place, task in enumerate(ran):
+                for needed in shape.prerequisites(task):
+                    if shape.holds(pp_rank, needed):
+                        assert needed in ran[:place]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_step_is_tasks_and_waits_within_one_phase(name: str) -> None:
+    for runs in on_two_ranks():
+        run = runs[name]
+        for step, summary in enumerate(run.summaries):
+            of_step = [record for record in run.records if record.step == step]
+            *inside, phase = of_step
+            assert isinstance(phase, PhaseRecord)
+            assert phase.phase is Phase.SCHEDULE
+            assert (phase.start_ns, phase.end_ns) == (summary.start_ns, summary.end_ns)
+            cursor = phase.start_ns
+            for record in inside:
+                assert isinstance(record, TaskRecord | WaitRecord)
+                assert cursor <= record.start_ns <= record.end_ns
+                cursor = record.end_ns
+            assert cursor <= phase.end_ns
+            tasks = [record for record in inside if isinstance(record, TaskRecord)]
+            assert summary.busy_ns == sum(task.end_ns - task.start_ns for task in tasks)
+            causes = {record.cause for record in inside if isinstance(record, WaitRecord)}
+            known = {Cause.WARMUP, Cause.TRANSFER, Cause.DRAIN, Cause.GRADIENT_SYNC}
+            assert {Cause.GRADIENT_SYNC} <= causes <= known
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_activations_are_held_until_their_last_task(name: str) -> None:
+    peer = PEERS[name]
+    shape = peer.shape(2, MICROBATCHES)
+    last = Kind.W if shape.kinds == SPLIT_BACKWARD else Kind.B
+    for runs in on_two_ranks():
+        run = runs[name]
+        for step, summary in enumerate(run.summaries):
+            held = depth = peak = 0
+            for record in run.records:
+                if record.step != step or not isinstance(record, TaskRecord):
+                    continue
+                held += (record.kind == Kind.F) - (record.kind == last)
+                depth += (record.kind == Kind.F) - (record.kind == Kind.B)
+                assert (record.held, record.depth) == (held, depth)
+                peak = max(peak, held)
+            assert held == 0
+            assert summary.peak_held == peak / peer.chunks
+    if name == "1f1b":
+        assert [runs[name].summaries[0].peak_held for runs in on_two_ranks()] == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2, "sequence_parallel": True},
+        {"dp": 2},
+        {"dp": 2, "ep": 2, "experts": 4},
+    ],
+    ids=["tp2", "dp2", "ep2"],
+)
+def test_groups_beside_the_pipeline_agree(settings: dict[str, Any]) -> None:
+    chosen = {"pp": 2, "microbatches": MICROBATCHES, **settings}
+    assert_agreement(run_ranks(4, run_peers, chosen, list(PEERS), timeout_s=300))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bf16"}, {"tie_embeddings": True}, {"recompute": "full"}],
+    ids=["bf16", "tied", "recompute"],
+)
+def test_models_agree(settings: dict[str, Any]) -> None:
+    names = [name for name in PEERS if name != "zbv" or "tie_embeddings" not in settings]
+    chosen = {"pp": 2, "microbatches": MICROBATCHES, **settings}
+    assert_agreement(run_ranks(2, run_peers, chosen, names, timeout_s=200))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "number"), [(3, 6), (4, 2), (4, 12), (8, 2), (8, 16)])
+def test_pipelines_of_any_depth_come_to_their_end(num_ranks: int, number: int) -> None:
+    names = [name for name in PEERS if name != "1f1b" or number >= num_ranks]
+    settings = {"pp": num_ranks, "layers": 2 * num_ranks, "microbatches": number, "hidden": 16}
+    assert_agreement(run_ranks(num_ranks, run_peers, settings, names, timeout_s=350))
+
+
+TASK_NS = 10_000_000
+LATENCY_NS = 5_000_000
+
+
+@pytest.mark.slow
+def test_tasks_and_messages_take_their_modelled_times(tmp_path: Any) -> None:
+    """Chunks share a rank's time; a message from one rank to the next takes its latency."""
+    costs = tmp_path / "costs.toml"
+    costs.write_text(
+        f"seconds = {{ F = {TASK_NS / 1e9}, B = {TASK_NS / 1e9}, W = {TASK_NS / 1e9} }}\n"
+        f"[links]\nlatency_s = {LATENCY_NS / 1e9}\n"
+    )
+    settings = {"pp": 2, "microbatches": MICROBATCHES}
+    ranks = run_ranks(2, run_peers, settings, list(PEERS), (str(costs), "none"), timeout_s=200)
+    assert_agreement(ranks)
+    for name, peer in PEERS.items():
+        started: dict[Task, int] = {}
+        ended: dict[Task, int] = {}
+        shape = peer.shape(2, MICROBATCHES)
+        for runs in ranks:
+            for record in runs[name].records:
+                if isinstance(record, TaskRecord) and record.step == 1:
+                    task = Task(record.stage, Kind(record.kind), record.microbatch)
+                    started[task], ended[task] = record.start_ns, record.end_ns
+        for task, end_ns in ended.items():
+            whole = 1 if peer.splits or task.kind is Kind.F else 2
+            modelled_ns = math.floor(whole * TASK_NS / peer.chunks)
+            assert end_ns - started[task] >= modelled_ns - 1
+            sender = shape.sender(task)
+            if sender is not None and shape.rank_of(sender.stage) != shape.rank_of(task.stage):
+                # One host, one clock.
+                assert started[task] >= ended[sender] + LATENCY_NS

@@ -1,0 +1,316 @@
+"""The multimodal model: what its stages compute, whatever the order of the tasks."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rrfp.errors import UsageError
+from rrfp.megatron.data import open_data
+from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.verification import LAYOUTS, variants_of, verify
+from rrfp.trace.rundir import RunDir
+from tests.multimodal import SMALL, VOCABULARY, batch_of, some_batches
+from tests.ranks import run_ranks
+
+Gradients = dict[str, str]
+"""Digests by the parameters' names in the whole model."""
+
+
+class Rig:
+    """One rank's chunks of a small model."""
+
+    def __init__(self, settings: dict[str, Any], layout: Any) -> None:
+        from rrfp.megatron.model import build_model
+
+        self.settings = TrainSettings(**settings)
+        self.settings.validate()
+        self.layout = layout
+        self.model = build_model(self.settings, layout, VOCABULARY)
+        self.batches = some_batches(self.settings.microbatches, multiple=self.settings.tp)
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        """Of all labels, by the stages one after the other, which this rank has all of."""
+        output: Any = None
+        for chunk in self.model.chunks:
+            chunk.module.set_input_tensor([output])
+            output = chunk(batch)
+        return output  # type: ignore[no-any-return]
+
+    def by_hand(self) -> tuple[list[float], Gradients]:
+        """A step without any schedule."""
+        self._clear()
+        losses = []
+        for batch in self.batches:
+            loss = (self.losses(batch) * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+            losses.append(loss.item())
+            (loss / len(self.batches)).backward()  # type: ignore[no-untyped-call]
+        return losses, self.gradients()
+
+    def step(self, schedule: Callable[..., Any]) -> tuple[list[float], Gradients]:
+        """A step of a schedule."""
+        self._clear()
+        reduced = schedule(
+            forward_step_func=self.model.forward_step,
+            data_iterator=[iter(self.batches) for _ in self.model.chunks],
+            model=self.model.chunks,
+            num_microbatches=len(self.batches),
+            seq_length=self.settings.seq_length,
+            micro_batch_size=1,
+        )
+        return [item["loss"].item() for item in reduced], self.gradients()
+
+    def _clear(self) -> None:
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+
+    def gradients(self) -> Gradients:
+        return {
+            name: hashlib.sha256(parameter.main_grad.numpy().tobytes()).hexdigest()
+            for name, parameter in self.parameters().items()
+        }
+
+    def parameters(self) -> dict[str, Any]:
+        from rrfp.megatron.parameters import whole_name
+
+        return {
+            whole_name(name, chunk.module, self.settings, self.layout): parameter
+            for chunk in self.model.chunks
+            for name, parameter in chunk.module.named_parameters()
+        }
+
+
+def on_rigs(work: Callable[[Rig], Any], settings: dict[str, Any]) -> Any:
+    """What `work` gives on this rank, in Megatron's groups; in a process of its own."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron.parallel import parallel_groups
+
+    with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:
+        return work(Rig(settings, layout))
+
+
+def ours(**settings: Any) -> Any:
+    from rrfp.megatron.dropin import get_forward_backward_func
+
+    return get_forward_backward_func(settings=DispatchSettings(**settings))
+
+
+ONE_RANK = {**SMALL, "pp": 1, "chunks": 4}
+
+
+def work_on_one_rank(rig: Rig) -> dict[str, Any]:
+    from rrfp.megatron.vlm import num_vision_stages
+
+    return {
+        "by hand": rig.by_hand(),
+        "hints": [rig.step(ours(hint=hint)) for hint in ("bf", "bfw", "f-first")],
+        "names": set(rig.parameters()),
+        "vision stages": {num: num_vision_stages(num) for num in (2, 3, 4, 6, 8, 16)},
+        "layers": [
+            [layer.layer_number for layer in chunk.module.modules() if hasattr(layer, "mlp")]
+            for chunk in rig.model.chunks
+        ],
+        "apart": _apart_and_packed(rig),
+        "image": _influence_of_an_image(rig),
+    }
+
+
+def _apart_and_packed(rig: Rig) -> tuple[list[float], list[float]]:
+    """Losses of documents in batches of their own, and packed into one."""
+    documents: list[Any] = [((2, 3), 5), (None, 4), ((3, 1), 2)]
+    packed: Any = batch_of(documents, multiple=8)
+    apart = []
+    for number in range(len(documents)):
+        places = packed["document_ids"][0] == number
+        patches = torch.isin(packed["image_slots"], places.nonzero()[:, 0])
+        own: Any = {name: value[:, places] for name, value in packed.items() if value.shape[0] == 1}
+        own |= {name: packed[name][patches] for name in ("patches", "patch_places")}
+        own["image_slots"] = packed["image_slots"][patches] - int(places.nonzero()[0])
+        own["patch_counts"] = torch.tensor([int(patches.sum())] if patches.any() else []).long()
+        apart += rig.losses(own)[0].tolist()
+    return apart, rig.losses(packed)[0].tolist()
+
+
+def _influence_of_an_image(rig: Rig) -> list[float]:
+    """By place, how much the losses change when the second of three images does."""
+    documents: list[Any] = [((2, 2), 3), ((1, 3), 3), ((2, 1), 3)]
+    batch, changed = batch_of(documents), batch_of(documents)
+    changed["patches"][4:7] *= -1
+    difference: list[float] = (rig.losses(batch) - rig.losses(changed)).abs()[0].tolist()
+    return difference
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    (results,) = run_ranks(1, on_rigs, work_on_one_rank, ONE_RANK, timeout_s=120)
+    assert isinstance(results, dict)
+    return results
+
+
+def test_hints_learn_what_the_stages_learn_by_hand(found: dict[str, Any]) -> None:
+    losses, gradients = found["by hand"]
+    assert len(set(losses)) == len(losses) == SMALL["microbatches"]
+    for hint_losses, hint_gradients in found["hints"]:
+        assert hint_losses == losses
+        assert hint_gradients == gradients
+
+
+def test_every_parameter_has_its_name_in_the_whole_model(found: dict[str, Any]) -> None:
+    assert found["layers"] == [[1], [2], [3], [4]]
+    names = found["names"]
+    assert {
+        "embedding.weight",
+        "encoder.layers.0.mlp.linear_fc1.weight",
+        "encoder.layers.1.self_attention.linear_qkv.weight",
+        "encoder.final_layernorm.weight",
+        "projection.weight",
+        "gpt.embedding.word_embeddings.weight",
+        "gpt.decoder.layers.2.mlp.linear_fc1.weight",
+        "gpt.decoder.layers.3.self_attention.linear_qkv.weight",
+        "gpt.decoder.final_layernorm.weight",
+        "gpt.output_layer.weight",
+    } < names
+
+
+def test_the_first_three_eighths_of_the_stages_see_images(found: dict[str, Any]) -> None:
+    assert found["vision stages"] == {2: 1, 3: 1, 4: 2, 6: 2, 8: 3, 16: 6}
+
+
+def test_packing_does_not_change_what_a_document_sees(found: dict[str, Any]) -> None:
+    apart, packed = found["apart"]
+    assert len(packed) == 24
+    assert packed[: len(apart)] == pytest.approx(apart, abs=1e-5)
+
+
+def test_an_image_is_seen_from_its_own_document_only(found: dict[str, Any]) -> None:
+    changes = found["image"]
+    own = range(7, 13)
+    assert all(change == 0 for place, change in enumerate(changes) if place not in own)
+    assert all(changes[place] > 1e-6 for place in own)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"pp": 1}, "needs a vision stage and a language stage, and there is 1 stage; add --pp 2"),
+        ({"experts": 4}, "--model vlm has dense layers; leave --experts and --ep out"),
+        ({"ep": 2}, "--model vlm has dense layers; leave --experts and --ep out"),
+        ({"tp": 2, "sequence_parallel": True}, "which --sequence-parallel cannot divide"),
+        ({"tie_embeddings": True}, "leave --tie-embeddings out"),
+        ({"micro_batch_size": 2}, "leave --micro-batch-size 2 out"),
+        ({"model": "vit"}, "--model is 'vit'; it must be one of gpt, vlm, moe"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        TrainSettings(**{"model": "vlm", **settings}).validate()
+
+
+def test_experts_are_four_where_the_model_asks_for_them() -> None:
+    asked: list[dict[str, Any]] = [
+        {},
+        {"experts": 8},
+        {"model": "moe"},
+        {"model": "moe", "experts": 8},
+    ]
+    assert [TrainSettings(**each).num_experts for each in asked] == [None, 8, 4, 8]
+
+
+class Launched(Exception):  # noqa: N818
+    """Carries the settings that would be launched."""
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("vlm")])
+def test_verify_trains_on_microbatches_with_and_without_images(layout: str, tmp_path: Path) -> None:
+    def launch(settings: TrainSettings, _: RunDir) -> None:
+        raise Launched(settings)
+
+    with pytest.raises(Launched) as launched:
+        verify(layout, variants_of(layout, ("bf",)), tmp_path, steps=1, launch=launch)
+    (settings,) = launched.value.args
+    batches: Any = open_data(settings).batches(0)
+    counts = [
+        len(batches.batch(0, index)["patch_counts"]) for index in range(settings.microbatches)
+    ]
+    assert 0 in counts
+    assert max(counts) > 1
+
+
+def work_on_ranks(rig: Rig) -> list[tuple[list[float], Gradients]]:
+    from megatron.core.pipeline_parallel import schedules
+
+    native = schedules.get_forward_backward_func()
+    return [rig.step(schedule) for schedule in (native, ours(hint="bf"), ours(hint="bfw"))]
+
+
+def test_ranks_learn_what_megatrons_schedule_learns_by_shapes_that_vary() -> None:
+    for results in run_ranks(2, on_rigs, work_on_ranks, {**SMALL, "pp": 2}, timeout_s=120):
+        native, *others = results
+        assert len(native[1]) > 20
+        assert all(other == native for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tp": 2},
+        {"dp": 2, "distributed_optimizer": True},
+        {"dtype": "bf16", "recompute": "full"},
+        {"recompute": "selective"},
+        {"pp": 4, "dtype": "bf16"},
+        {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6},
+    ],
+    ids=str,
+)
+def test_ranks_learn_the_same_however_the_model_is_laid_out(settings: dict[str, Any]) -> None:
+    chosen = {**SMALL, "pp": 2, **settings}
+    num_ranks = TrainSettings(**chosen).world_size
+    for native, *others in run_ranks(num_ranks, on_rigs, work_on_ranks, chosen, timeout_s=200):
+        assert all(other == native for other in others)
+
+
+def work_by_ours(rig: Rig) -> list[tuple[list[float], Gradients]]:
+    placement = rig.layout.placement
+    hints = ("bf", "bfw", "b-first", "zb-v")
+    return [rig.step(ours(hint=hint, placement=placement)) for hint in hints]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_a_v_learns_what_one_rank_learns() -> None:
+    layout = {**SMALL, "pp": 2, "chunks": 2, "placement": "v"}
+    ranks = run_ranks(2, on_rigs, work_by_ours, layout, timeout_s=200)
+    (first, second) = (results[0] for results in ranks)
+    for results in ranks:
+        assert all(result == results[0] for result in results)
+    (whole,) = run_ranks(1, on_rigs, work_by_bf, ONE_RANK, timeout_s=100)
+    assert whole == (first[0], first[1] | second[1])
+
+
+def work_by_bf(rig: Rig) -> tuple[list[float], Gradients]:
+    return rig.step(ours(hint="bf"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "bf16"}, {"recompute": "full"}, {"recompute": "selective", "dtype": "bf16"}],
+    ids=str,
+)
+def test_one_rank_learns_by_hand_what_hints_learn(settings: dict[str, Any]) -> None:
+    (results,) = run_ranks(1, on_rigs, work_by_hand, {**ONE_RANK, **settings}, timeout_s=100)
+    by_hand, *hints = results
+    assert all(result == by_hand for result in hints)
+
+
+def work_by_hand(rig: Rig) -> list[tuple[list[float], Gradients]]:
+    return [rig.by_hand(), *(rig.step(ours(hint=hint)) for hint in ("bf", "bfw"))]
