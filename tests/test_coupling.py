@@ -31,6 +31,7 @@ def test_sequence_parallel_weight_gradients_are_agreed_on() -> None:
             assert outcome == expected, schedule
 
 
+@pytest.mark.slow
 def test_experts_are_agreed_on_and_their_balance_is_logged_alike() -> None:
     settings = {**SMALL, "pp": 2, "dp": 2, "ep": 2, "experts": 4}
     for expected, *found in run_ranks(

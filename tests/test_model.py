@@ -60,6 +60,7 @@ def whole(**flags: Any) -> Arrays:
     return arrays
 
 
+@pytest.mark.slow
 def test_stages_hold_the_layers_of_the_whole_model_and_slices_its_columns() -> None:
     reference = whole()
     stages = run_ranks(2, initial_parameters, {**SMALL, "pp": 2}, timeout_s=60)
@@ -113,6 +114,7 @@ def test_chunks_on_a_single_rank_are_the_whole_model() -> None:
     assert_same(whole(chunks=4), whole())
 
 
+@pytest.mark.slow
 def test_experts_are_numbered_over_the_ranks_that_share_them() -> None:
     reference = whole(experts=4)
     ranks = run_ranks(

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
 PP2_DP2 = {**SMALL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES}
 
 
+@pytest.mark.slow
 def test_overlapped_reduction_is_started_as_megatron_starts_it(tmp_path: Path) -> None:
     hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES))
     for rank, found in enumerate(

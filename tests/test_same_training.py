@@ -34,7 +34,7 @@ OURS: list[dict[str, Any]] = [
         pytest.param(
             {"pp": 2, "tp": 2, "variable_lengths": True, "seq_length": 128}, marks=pytest.mark.slow
         ),
-        pytest.param({"pp": 1}, id="pp1"),
+        pytest.param({"pp": 1}, id="pp1", marks=pytest.mark.slow),
     ],
     ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),
 )

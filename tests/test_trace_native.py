@@ -298,6 +298,7 @@ def own(script: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_was_imported_before_is_replaced_and_no_step_is_told() -> None:
     told = own(
         """

@@ -30,6 +30,7 @@ def verdicts(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 IN_LONG_RUNS_ONLY = (
     "pp4",
+    "pp2-tp2-sp",
     "pp4-c2-loop",
     "pp2-c2-v",
     "pp2-dp2-distopt",

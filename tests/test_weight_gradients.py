@@ -1,5 +1,6 @@
 """Weight gradients that come later, in any order, are those of a fused backward to the bit."""
 
+import gc
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,7 @@ def names_that_differ(layout: Any, cases: list[dict[str, Any]]) -> list[list[str
 def _names_that_differ(chunk: Chunk) -> list[str]:
     expected = chunk.gradients_in_order()
     differing = set()
+    gc.collect()  # What earlier cases left must not go away in between.
     num_before = num_tensors()
     for order in ORDERS:
         chunk.model.zero_grad_buffer()
@@ -76,7 +78,7 @@ def _names_that_differ(chunk: Chunk) -> list[str]:
         linear = {names[id(weight)] for weight in split.weights}
         if not {name for name in expected if "linear_" in name and "weight" in name} <= linear:
             differing.add("a linear layer is not deferred")
-        if num_tensors() != num_before:
+        if num_tensors() > num_before:
             differing.add("a step leaves tensors behind")
     return sorted(differing)
 

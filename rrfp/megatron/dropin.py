@@ -141,7 +141,8 @@ class ForwardBackward:
         lists where a rank has several chunks, by chunk. `seq_length`, `micro_batch_size`,
         `decoder_seq_length` and `adjust_tensor_shapes_fn` are not needed: messages carry their
         shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
-        When anything is raised after the links are open, they close, and the neighbours are told.
+        When anything is raised once a step's tasks have begun, the links close, and the neighbours
+        are told.
         """
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         data = [
@@ -155,19 +156,21 @@ class ForwardBackward:
         refuse(config, models, plan, place.pp_rank)
         device = next(models[0].parameters()).device
         streams = RandomStreams(device)
+        # Neighbours may still be in the step before: when no order can be told, the links stay as
+        # they are.
+        order: Sequence[int] = range(num_microbatches)
+        if not forward_only:
+            order = self._admitted(data[0], num_microbatches, groups, device)
+        arguments = StepArguments(
+            forward_step_func,
+            data,
+            order,
+            num_microbatches,
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+        )
         try:
-            order: Sequence[int] = range(num_microbatches)
-            if not forward_only:
-                order = self._admitted(data[0], num_microbatches, groups, device)
-            arguments = StepArguments(
-                forward_step_func,
-                data,
-                order,
-                num_microbatches,
-                forward_only,
-                collect_non_loss_data,
-                first_val_step,
-            )
             pipeline = self._connected(place, plan.shape, forward_only)
             pace = None
             if self._pace is not None and not forward_only:
