@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.options import RowFormat
 from rrfp.errors import StoppedError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
 
@@ -42,14 +43,6 @@ class PeerChoice(StrEnum):
 
     TORCH = "torch"
     NONE = "none"
-
-
-class Format(StrEnum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
 
 
 def bench(
@@ -114,8 +107,8 @@ def bench(
         bool, typer.Option("--retry", help="Try again what has failed in --out.")
     ] = False,
     output_format: Annotated[
-        Format, typer.Option("--format", help="How to print the rows.")
-    ] = Format.TABLE,
+        RowFormat, typer.Option("--format", help="How to print the rows.")
+    ] = RowFormat.TABLE,
     nnodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="This host's number.")] = 0,
     rdzv_endpoint: Annotated[
@@ -294,13 +287,13 @@ def _progress(
                 thread.join()
 
 
-def _print(plan: "Plan", rows: "Sequence[ResultRow]", output_format: Format) -> None:
+def _print(plan: "Plan", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
     match output_format:
-        case Format.JSON:
+        case RowFormat.JSON:
             print(json.dumps({"rows": [row.as_json() for row in rows]}, allow_nan=False))
-        case Format.CSV:
+        case RowFormat.CSV:
             _print_csv(rows)
-        case Format.TABLE:
+        case RowFormat.TABLE:
             from rich.console import Console
 
             from rrfp.cli.race_tables import race_tables

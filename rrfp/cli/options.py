@@ -36,6 +36,14 @@ NOT_WHOLE = "they are not whole training steps"
 """Why a step is not replayed."""
 
 
+class RowFormat(StrEnum):
+    """How rows that are compared are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+
+
 class Format(StrEnum):
     """How a report is printed."""
 

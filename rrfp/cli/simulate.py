@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.options import NOT_WHOLE, tell_left_out
+from rrfp.cli.options import NOT_WHOLE, RowFormat, tell_left_out
 from rrfp.schedule.hints import HINT_NAMES
 
 if TYPE_CHECKING:
@@ -24,14 +23,6 @@ if TYPE_CHECKING:
 
 _LONGEST_LABEL = 100
 """Of a row's directory; file systems take 255 letters."""
-
-
-class Format(StrEnum):
-    """How the rows are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-    CSV = "csv"
 
 
 def _setting(help_text: str, metavar: str = "TEXT") -> Any:
@@ -126,8 +117,8 @@ def simulate(
         ),
     ] = 1,
     output_format: Annotated[
-        Format, typer.Option("--format", help="How to print the rows.")
-    ] = Format.TABLE,
+        RowFormat, typer.Option("--format", help="How to print the rows.")
+    ] = RowFormat.TABLE,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -162,11 +153,11 @@ def simulate(
     else:
         rows = _record(asked, settings, chosen, out, force)
     match output_format:
-        case Format.TABLE:
+        case RowFormat.TABLE:
             _print_table(asked, rows, chosen)
-        case Format.JSON:
+        case RowFormat.JSON:
             print(json.dumps({"rows": _as_json(asked, rows)}))
-        case Format.CSV:
+        case RowFormat.CSV:
             _print_csv(asked, rows)
 
 
