@@ -17,6 +17,9 @@ from rrfp.trace.records import NS_PER_S
 MOST_OVER_PACE = 0.02
 """Where a larger share of tasks takes longer than its model, times are not the model's."""
 
+_WAKE_UP_NS = 100_000
+"""About what it takes to wake up a sleeping thread."""
+
 _PR_SET_TIMERSLACK = 29
 """Of Linux's prctl."""
 
@@ -47,9 +50,11 @@ class Pace(Hashable, Protocol):
 
 
 def sleep_until(due_ns: int) -> None:
-    """Sleep until a moment of the monotonic clock; not at all when it has passed."""
+    """Sleep until a moment of the monotonic clock; not at all when it has passed. The end of it is
+    spent awake, or every task would take longer than its model by the time of a wake-up."""
     while (left_ns := due_ns - time.monotonic_ns()) > 0:
-        time.sleep(left_ns / NS_PER_S)
+        if left_ns > _WAKE_UP_NS:
+            time.sleep((left_ns - _WAKE_UP_NS) / NS_PER_S)
 
 
 def sharpen_sleep() -> None:
