@@ -1,5 +1,7 @@
 """A hint by its name, or from the order file that the user names."""
 
+from pathlib import Path
+
 from rrfp.schedule.hints import HINT_NAMES, Hint, hint_named
 from rrfp.schedule.order import parse_order
 from rrfp.schedule.shape import Shape
@@ -12,6 +14,11 @@ def resolve_hint(text: str, shape: Shape) -> Hint:
     Raises UsageError for an unknown hint (with the list of those there are), an unreadable file,
     or an order that is not one of this shape (with its line).
     """
-    if text in HINT_NAMES or not means_a_file(text, ".csv"):
+    if order_file(text) is None:
         return hint_named(text, shape)
     return parse_order(read_text(text, "order file"), shape, text)
+
+
+def order_file(text: str) -> Path | None:
+    """The order file that a hint's text is the path of; None for a name."""
+    return None if text in HINT_NAMES or not means_a_file(text, ".csv") else Path(text)

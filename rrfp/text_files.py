@@ -1,5 +1,6 @@
 """Small text files that a user names: orders of tasks and of microbatches."""
 
+import hashlib
 from pathlib import Path
 
 from rrfp.errors import UsageError
@@ -20,15 +21,22 @@ def means_a_file(text: str, *suffixes: str) -> bool:
 def read_text(path: str, what: str) -> str:
     """The text of a file; `what` names its kind in errors.
 
-    Raises UsageError for a file that cannot be read, is no UTF-8 text, or is huge.
+    Raises UsageError for what is no regular file, cannot be read, is no UTF-8 text, or is huge.
     """
+    # To wait for what somebody may write into a pipe would be to hang; and it is read twice.
+    if means_a_file(path) and not (Path(path).is_file() or Path(path).is_dir()):
+        raise UsageError(f"the {what} {path} is no regular file; save it to one first")
     try:
         with Path(path).open("rb") as file:
             octets = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise UsageError(
+            f"cannot read the {what} {path}: {error.strerror}; name another one"
+        ) from None
     except ValueError:
-        raise UsageError(f"cannot read the {what} {path!r}: no file has such a name") from None
+        raise UsageError(
+            f"cannot read the {what} {path!r}: no file has such a name; name another one"
+        ) from None
     if len(octets) > _MOST_BYTES:
         raise UsageError(
             f"the {what} {path} is larger than {_MOST_BYTES >> 20} MiB; name another one"
@@ -37,4 +45,12 @@ def read_text(path: str, what: str) -> str:
         # A spreadsheet's CSV may begin with a byte order mark.
         return octets.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UsageError(f"cannot read the {what} {path}: it is not UTF-8 text") from None
+        raise UsageError(
+            f"cannot read the {what} {path}: it is not UTF-8 text; name another one"
+        ) from None
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -170,13 +170,13 @@ def fail_and_go_on(rig: Rig, items: list[Batch], expected: Outcome) -> None:
     ):
         with pytest.raises(
             UsageError if is_first else PeerLostError,
-            match=complaint if is_first else "first rank of this replica could not weigh",
+            match=complaint if is_first else "first rank of this replica could not order",
         ):
             run(rig, schedule, given)
         dist.barrier()
     with pytest.raises(
         UsageError if is_first else PeerLostError,
-        match="is given no data iterator; pass one" if is_first else "could not weigh",
+        match="is given no data iterator; pass one" if is_first else "could not order",
     ):
         rig.run(lambda **given: plain(**{**given, "data_iterator": None}))
     dist.barrier()

@@ -135,5 +135,8 @@ def test_other_bytes_than_text_are_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"order\.csv: it is not UTF-8 text"):
         resolve_admission(str(tmp_path / "order.csv"), 2)
     monkeypatch.setattr(text_files, "_MOST_BYTES", 2**20)
-    with pytest.raises(UsageError, match="/dev/zero is larger than 1 MiB; name another one"):
+    (tmp_path / "order.csv").write_bytes(b"0 1\n" * 2**19)
+    with pytest.raises(UsageError, match=r"order\.csv is larger than 1 MiB; name another one"):
+        resolve_admission(str(tmp_path / "order.csv"), 2)
+    with pytest.raises(UsageError, match="/dev/zero is no regular file"):
         resolve_admission("/dev/zero", 2)

@@ -218,6 +218,22 @@ def test_a_wrong_order_file(
     assert words in refused("--hint", "order.csv", *shape)
 
 
+def test_a_run_is_not_removed_whose_times_are_asked_for(rrfp: Rrfp, tmp_path: Path) -> None:
+    trace = tmp_path / "old" / "trace.pftrace"
+    trace.parent.mkdir()
+    trace.touch()
+    code, sentence = rrfp("train", "--out", "old", "--force", "--pace", "drawn:old")
+    assert code == 2
+    assert "--force removes the run in old and --pace takes its times" in sentence
+    assert trace.exists()
+
+
+@pytest.mark.parametrize("flag", ["--admit", "--hint"])
+def test_a_pipe_is_not_waited_for(refused: Callable[..., str], tmp_path: Path, flag: str) -> None:
+    os.mkfifo(tmp_path / "order")
+    assert "order is no regular file; save it to one first" in refused(flag, "order")
+
+
 def test_an_admission_file_for_another_number_of_microbatches(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:

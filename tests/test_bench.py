@@ -283,6 +283,38 @@ def test_an_entry_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) ->
     assert all(row.error is None for row in rows_of(plan, BenchDir(tmp_path / "o").ended(plan)))
 
 
+def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3", systems=("bf",))
+    logs = BenchDir(tmp_path / "o").race(3, 1).path / "logs"
+
+    def fail(entry: Entry, number: int) -> RrfpError | None:
+        logs.mkdir(exist_ok=True)
+        (logs / "rank-1.log").write_text(f"{entry.name} {number}")
+        is_bad = entry.settings.dispatch == DispatchMode.READY and entry.settings.jitter == "J1"
+        return RrfpError(f"rank 1 failed: it did (see {logs}/rank-1.log)") if is_bad else None
+
+    (failure,) = run_race(plan, tmp_path / "o", MadeUp(fail))
+    log = Path(failure.error.partition("(see ")[2].removesuffix(")"))
+    assert log != logs / "rank-1.log"
+    assert log.read_text() == f"{failure.entry} {failure.round}"
+
+
+def test_on_several_hosts_the_next_command_leaves_out_what_failed(tmp_path: Path) -> None:
+    plan, bench = tiny_plan("rq3"), BenchDir(tmp_path / "o")
+    bad = next(row.entry for row in plan.rows if row.system.name == "bfw")
+
+    def fail(entry: Entry, _: int) -> RrfpError | None:
+        return RrfpError("rank 1 stalled") if entry.name == bad else None
+
+    hosts = Hosts(2, 0, "127.0.0.1:1")
+    with bench.prepare(plan, force=False), pytest.raises(RrfpError, match="rank 1 stalled"):
+        race(plan, bench, hosts, MadeUp(fail), lambda _: None)
+    with bench.prepare(plan, force=False):
+        race(plan, bench, hosts, MadeUp(fail), lambda _: None)
+    ended = {each.entry for each in bench.ended(plan) if isinstance(each, Turn)}
+    assert ended == plan.entries.keys() - {bad}
+
+
 def test_without_megatron_there_is_no_race(tmp_path: Path) -> None:
     plan = tiny_plan("rq3")
 
@@ -509,7 +541,7 @@ def test_tables_fit_80_columns(name: str, run: Run) -> None:
 @pytest.mark.parametrize("form", ["table", "json", "csv"])
 def test_work_that_did_not_fit_is_told_in_all_formats(form: str, run: Run, made_up: MadeUp) -> None:
     _, _, err = run("rq4", *NARROW, f"--format={form}")
-    assert "Warning: 3.0% of the tasks of" in err
+    assert "more than 2% of the tasks took longer than its model, 3.0% in language" in err
 
 
 @pytest.mark.usefixtures("no_chart")
@@ -555,7 +587,10 @@ def test_what_is_there_is_printed_again_without_a_race(run: Run, made_up: MadeUp
         (("rq1", "--profile=nothing"), "is not costs"),
         (("rq1", "--profile=language+wind:3"), "wind"),
         (("rq1", "--hold=none"), "--hold takes a number"),
-        (("rq1", "--nnodes=2"), "--rdzv-endpoint"),
+        (("rq1", "--hold=banana", "--system=torch-zbv"), "--hold takes a number"),
+        (("rq1", "--out=/proc/race"), "directory /proc/race cannot be made"),
+        (("rq1", "--nnodes=2", "--out=o"), "--rdzv-endpoint"),
+        (("rq1", "--nnodes=2", "--rdzv-endpoint=a:1"), "several hosts need --out DIR"),
         (("rq1", "--nnodes=2", "--rdzv-endpoint=a:1", "--out=o", "--force"), "remove o instead"),
     ],
 )
@@ -567,6 +602,41 @@ def test_bad_input_is_refused_before_anything_is_made(
     assert sentence in err
     assert list(Path.cwd().iterdir()) == []
     assert made_up.launched == []
+
+
+COLUMNS = "kind,pp_rank,chunk,microbatch,seconds"
+
+
+def test_costs_that_some_systems_lack_are_refused_with_the_system(
+    tmp_path: Path, run: Run, made_up: MadeUp
+) -> None:
+    rows = [
+        f"{kind},{rank},0,{microbatch},0.01"
+        for kind in "FB"
+        for rank in range(3)
+        for microbatch in range(3)
+    ]
+    Path("mine.csv").write_text("\n".join((COLUMNS, *rows)))
+    code, _, err = run("rq1", *NARROW, "--profile=mine.csv")
+    assert code == 2
+    assert "bfw limit 32 cannot race" in " ".join(err.split())
+    assert "or choose others with --system" in " ".join(err.split())
+    assert not Path("o").exists()
+    assert made_up.launched == []
+
+
+@pytest.mark.usefixtures("made_up", "no_chart")
+def test_a_file_of_costs_may_be_called_like_markup(run: Run) -> None:
+    rows = [
+        f"{kind},{rank},0,{microbatch},0.01"
+        for kind in "FB"
+        for rank in range(3)
+        for microbatch in range(3)
+    ]
+    Path("a[old].csv").write_text("\n".join((COLUMNS, *rows)))
+    code, out, err = run("rq3", "--scale=tiny", "--out=o", "--system=bf", "--profile=a[old].csv")
+    assert code == 0, err
+    assert "a[old].csv+J1, PP 3" in out
 
 
 @pytest.mark.timeout(300)

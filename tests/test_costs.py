@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.cost_files import resolve_costs, settled
 from rrfp.simulate.costs import Links, StepCosts, part_of
 from rrfp.simulate.table import PRESETS
 from rrfp.simulate.world import TaskTimes
@@ -408,6 +408,19 @@ def test_costs_that_are_not_there(text: str) -> None:
 def test_the_directory_that_one_is_in_is_not_meant_by_nothing(text: str) -> None:
     with pytest.raises(UsageError, match=f"'{text}' is not costs: choose uniform, language"):
         resolve_costs(text)
+
+
+def test_settled_costs_are_those_of_the_run_that_was_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = tmp_path / "runs" / "a" / "trace.pftrace"
+    trace.parent.mkdir(parents=True)
+    trace.touch()
+    Path("runs/latest").symlink_to("a")
+    assert settled("runs/latest") == settled("runs/latest/trace.pftrace") == str(trace)
+    assert settled("drawn:runs/latest") == f"drawn:{trace}"
+    assert [settled(text) for text in ("uniform", "mine.csv")] == ["uniform", "mine.csv"]
 
 
 @pytest.mark.parametrize("drawn", ["", "drawn:"])

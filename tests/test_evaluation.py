@@ -94,17 +94,17 @@ def test_every_dispatch_sees_the_same_heldout_loss(dp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_images_are_worth_something(tmp_path: Path) -> None:
-    """With them, captions that training has not seen are told far better than without."""
+    """From the defaults, captions that training has not seen are told far better with them."""
     losses = {}
     for name, flags in {"seen": [], "blank": ["--blank-images"]}.items():
         out = tmp_path / name
         command = (
             *(sys.executable, "-m", "rrfp", "train", "--model", "vlm", "--hint", "bfw"),
-            *("--pp", "2", "--steps", "160", "--seed", "1", "--no-trace", "--out", str(out)),
+            *("--seed", "1", "--no-trace", "--out", str(out)),
             *flags,
         )
-        said = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        said = subprocess.run(command, capture_output=True, text=True, timeout=580, check=True)
         last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         losses[name] = last["heldout_loss"]
         assert f"Held-out loss {losses[name]:.4f}" in said.stderr
-    assert losses["seen"] < 0.85 * losses["blank"]
+    assert losses["seen"] < 0.8 * losses["blank"]

@@ -32,6 +32,18 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
     assert f"--node-rank {1 - node_rank}" in str(refused.value)
 
 
+def test_hosts_with_other_files_are_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, digests = free_port(), iter(["a" * 64, "b" * 64])
+    monkeypatch.setattr("rrfp.megatron.meeting.sha256_of", lambda path: next(digests))
+    words = r"content of --admit order.txt is \w+... on host 0 and \w+... on host 1"
+    with ThreadPoolExecutor() as hosts:
+        other = hosts.submit(meet, settings(port, 1, admit="order.txt"), 20.0)
+        with pytest.raises(UsageError, match=words):
+            meet(settings(port, 0, admit="order.txt"), 20.0)
+        with pytest.raises(UsageError, match=words):
+            other.result(timeout=20)
+
+
 def test_hosts_that_differ_are_refused_on_both() -> None:
     port = free_port()
     with ThreadPoolExecutor() as hosts:

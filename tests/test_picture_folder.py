@@ -128,6 +128,18 @@ def test_deep_and_transparent_images_keep_their_grey(
     assert np.allclose(pixels, value / 127.5 - 1, atol=1e-6)
 
 
+def test_a_deep_image_is_grey_where_it_is_transparent(tmp_path: Path) -> None:
+    values = np.full((16, 16), 257 * 64, np.uint16)
+    values[:, 8:] = 257 * 200
+    for name in ("0.png", "1.png"):
+        Image.fromarray(values).save(tmp_path / name, transparency=257 * 200)
+    write_lines(tmp_path, [image_line(name) for name in ("0.png", "1.png")])
+    pixels = PictureFolder(tmp_path, SETTINGS).picture(Part.TRAINING, 0).pixels
+    assert pixels is not None
+    assert np.allclose(pixels[:, :8], 64 / 127.5 - 1, atol=1e-6)
+    assert np.allclose(pixels[:, 8:], 128 / 127.5 - 1, atol=1e-6)
+
+
 def image_line(value: object) -> dict[str, object]:
     return {"image": value, "text": "a"}
 
@@ -149,6 +161,11 @@ def write_link_out(folder: Path) -> None:
     Image.new("RGB", (16, 16)).save(outside)
     (folder / "link.png").symlink_to(outside)
     write_third(image_line("link.png"))(folder)
+
+
+def write_link_loop(folder: Path) -> None:
+    (folder / "loop.png").symlink_to("loop.png")
+    write_third(image_line("loop.png"))(folder)
 
 
 def write_bytes(name: str, content: bytes) -> Callable[[Path], None]:
@@ -200,6 +217,7 @@ def png_of(width: int, height: int) -> bytes:
         (write_deep_image, "line 3: the image"),
         (write_pipe, "a.jsonl is no regular file"),
         (write_link_out, "line 3: the image 'link.png' is not a file inside"),
+        (write_link_loop, "line 3: there is no image 'loop.png'"),
         (write_bytes("a.png", b"no image"), "line 3: "),
         (write_bytes("a.png", b""), "line 3: "),
         (write_bytes("a.eps", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "line 3: "),

@@ -31,6 +31,7 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ),
         ({"max_images": 0}, "--max-images is 0"),
         ({"blank_images": True}, "--model gpt sees none; add --model vlm"),
+        ({"image_size": 64}, "are about images and --model gpt sees none; add --model vlm"),
         ({"heldout_every": 5, "model": "moe"}, "--model moe sees none; add --model vlm"),
         ({"microbatches": -1}, "--microbatches is -1"),
         ({"micro_batch_size": 0}, "--micro-batch-size is 0"),
@@ -184,6 +185,8 @@ def test_toml_takes_the_names_of_the_flags_and_flags_go_first(tmp_path: Path) ->
         ("[train]\nsteps = 2", "sets 'train', which is not a setting"),
         ("seq-length = 8\nseq_length = 8", "sets 'seq-length' twice"),
         ("steps = ", "is not TOML"),
+        (f"seed = {'1' * 5000}", "is not TOML"),
+        (f"seed = {'[' * 9999}", "is nested too deeply"),
     ],
 )
 def test_a_wrong_toml_file_is_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
@@ -193,6 +196,13 @@ def test_a_wrong_toml_file_is_refused_in_a_sentence(tmp_path: Path, text: str, w
         TrainSettings.from_toml(path)
     assert words in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_a_number_beyond_any_float_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"lr = 1{'0' * 400}")
+    with pytest.raises(UsageError, match="--lr is inf"):
+        TrainSettings.from_toml(path).validate()
 
 
 def test_a_missing_toml_file_is_refused(tmp_path: Path) -> None:

@@ -4,30 +4,28 @@ A row is a system in a case; rows that mean the same, in one preset or in severa
 and are run once.
 """
 
-import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from rrfp.bench.presets import PAPERS, Contest, Measure, Preset, Scale
 from rrfp.bench.systems import BF, MEGATRON, System
 from rrfp.errors import UsageError
+from rrfp.megatron.description import versions
 from rrfp.megatron.settings import DispatchMode, ModelKind, TrainSettings
 from rrfp.megatron.turns import Entry
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.cost_files import DRAWN, costs_file, resolve_costs
 from rrfp.simulate.table import PRESETS as COST_PRESETS
-from rrfp.trace.rundir import resolve_trace
+from rrfp.text_files import sha256_of
 
 _PRESET_MS = 20.0
 """What F, B and W of a rank take on average in the profiles of the simulator."""
-_DRAWN = "drawn:"
 
 _LAYERS_A_RANK = 2
 """So that a rank can hold two chunks."""
@@ -51,7 +49,7 @@ class Case:
         parts = self.profile.split("+")
         for count in range(len(parts), 1, -1):
             costs = "+".join(parts[:count])
-            if os.path.exists(costs.removeprefix(_DRAWN)):  # noqa: PTH110 - it takes any text
+            if os.path.exists(costs.removeprefix(DRAWN)):  # noqa: PTH110 - it takes any text
                 return costs
         return parts[0]
 
@@ -121,23 +119,22 @@ class Plan:
 
     def to_json(self) -> str:
         """What is to be run, as text: equal plans give equal texts, unless a file of costs was
-        edited meanwhile."""
-        costs = sorted({row.case.costs for row in self.rows} - {*COST_PRESETS})
+        edited meanwhile, or other software or another machine is to run them."""
+        costs = sorted({row.case.costs for row in self.rows})
+        files = {name: path for name in costs if (path := costs_file(name)) is not None}
         plan = {
-            "sha256": {name: _digest(name) for name in costs},
+            "versions": versions(),
+            "cores": os.cpu_count(),
+            "sha256": {name: sha256_of(path) for name, path in files.items()},
             "entries": [entry.to_json() for entry in self.entries.values()],
         }
         return json.dumps(plan, indent=1)
 
 
-def _digest(costs: str) -> str:
-    """Of the content of a file of costs, or of a run's trace."""
-    with resolve_trace(Path(costs.removeprefix(_DRAWN))).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def make_plan(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Plan:
     """Raises UsageError for what cannot be raced, and when nothing is left."""
+    for bound in asked.holds:
+        read_bound(bound, scale.pp)
     rows: list[PlannedRow] = []
     entries: dict[str, Entry] = {}
     for preset in presets:

@@ -11,9 +11,11 @@ from rrfp.bench.modelled import Modelled, check_model
 from rrfp.bench.plan import Plan
 from rrfp.bench.systems import MEGATRON
 from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.hint_files import resolve_hint
 from rrfp.megatron.peers import check_peer
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.schedule.hints import kinds_of
 from rrfp.trace.rundir import RunDir
 
 _LAUNCH_S = 15.0
@@ -82,8 +84,14 @@ class BenchDir:
                 f"{self.path} holds something else than a race; choose another directory with --out"
             )
         text = plan.to_json()
-        self.path.mkdir(parents=True, exist_ok=True)
-        file = self.plan.open("a+", encoding="utf-8")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self.plan.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(
+                f"the results' directory {error.filename} cannot be made ({error.strerror}); "
+                "choose another one with --out"
+            ) from None
         try:
             self._lock(file)
             file.seek(0)
@@ -126,9 +134,16 @@ def check(plan: Plan, hosts: Hosts, out: Path) -> None:
     for entry in plan.entries.values():
         settings = entry.settings
         hosts.applied(settings, out).validate()
-        model = (settings.pace, settings.jitter, settings.shape, settings.tp)
+        kinds = kinds_of(resolve_hint(settings.resolved_hint, settings.shape))
+        model = (settings.pace, settings.jitter, settings.shape, kinds, settings.tp)
         if model not in modelled:
-            check_model(entry)
+            try:
+                check_model(entry)
+            except UsageError as error:
+                raise UsageError(
+                    f"{entry.name} cannot race: {error}; or choose others with --system, --profile "
+                    "or --scale"
+                ) from None
             modelled.add(model)
         if entry.peer is not None:
             check_peer(entry.peer, entry.settings)
@@ -148,7 +163,7 @@ def race(
 
     On a single host an entry that fails is left out, `failed` is told, and the others go on. Raises
     RrfpError when Megatron's 1F1B fails, without which nothing can be compared, when ranks fail
-    between two turns, and for any failure on several hosts.
+    between two turns, and for any failure on several hosts, where the next call leaves it out.
     """
     for size, entries in plan.races.items():
         files = bench.race(*size)
@@ -161,19 +176,22 @@ def race(
             live = [entry for entry in live if entry.name != failure.entry]
 
 
+def turns_left(plan: Plan, bench: BenchDir, *, retry: bool = False) -> Iterator[tuple[int, Entry]]:
+    """The turns that `race` would run, by round and entry."""
+    for size, entries in plan.races.items():
+        files = bench.race(*size)
+        yield from _left(_live(entries, files, retry=retry), files)
+
+
 def time_left_s(
     plan: Plan, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
 ) -> float:
-    """About how long the turns take that `race` would run; 0 when there is none."""
-    seconds = 0.0
-    for size, entries in plan.races.items():
-        files = bench.race(*size)
-        turns = list(_left(_live(entries, files, retry=retry), files))
-        if turns:
-            seconds += _LAUNCH_S + sum(
-                models[entry.name].times_s[number] + _BETWEEN_TURNS_S for number, entry in turns
-            )
-    return seconds
+    """About how long these turns take."""
+    turns = list(turns_left(plan, bench, retry=retry))
+    launches = {(entry.settings.pp, entry.settings.tp) for _, entry in turns}
+    return _LAUNCH_S * len(launches) + sum(
+        models[entry.name].times_s[number] + _BETWEEN_TURNS_S for number, entry in turns
+    )
 
 
 def _live(entries: Sequence[Entry], files: RaceFiles, *, retry: bool) -> list[Entry]:
@@ -202,13 +220,15 @@ def _launch(
     except (UsageError, StoppedError):
         raise
     except RrfpError as error:
-        failure = _failure_of(error, files)
-        if failure is None or hosts.nnodes > 1:
+        if not hosts.leads:
             raise
+        failure = _failure_of(error, files, run)
         by_name = {entry.name: entry for entry in entries}
-        if _is_reference(by_name[failure.entry]):
+        if failure is None or _is_reference(by_name[failure.entry]):
             raise
         files.append(failure)
+        if hosts.nnodes > 1:
+            raise
         return failure
     return None
 
@@ -218,15 +238,20 @@ def _of_race(settings: TrainSettings) -> TrainSettings:
     return TrainSettings(pp=settings.pp, tp=settings.tp, layers=settings.layers, no_trace=True)
 
 
-def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
-    """Whose turn it was; None when it was nobody's."""
+def _failure_of(error: RrfpError, files: RaceFiles, run: RunDir) -> Failure | None:
+    """Whose turn it was; None when it was nobody's. The logs that tell of it are put aside, for
+    the next launch writes its own."""
     under_way = files.read_under_way()
     if under_way is None:
         return None
     name, number = under_way
     if under_way in files.ended():
         return None
-    return Failure(name, number, str(error).partition("\n")[0])
+    kept = run.path / f"logs-failed-{len(files.read_turns())}"
+    if run.logs.exists():
+        run.logs.rename(kept)
+    sentence = str(error).partition("\n")[0]
+    return Failure(name, number, sentence.replace(f"{run.logs}/", f"{kept}/"))
 
 
 def _is_reference(entry: Entry) -> bool:

@@ -147,6 +147,8 @@ def bench(
         seed=seed,
     )
     plan = make_plan([preset_named(name, SCALES[scale]) for name in names], SCALES[scale], asked)
+    if nnodes > 1 and out is None:
+        raise UsageError("several hosts need --out DIR on a file system that all of them share")
     directory = out or Path("runs") / f"bench-{'-'.join(names)}-{scale}"
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
     check(plan, hosts, directory)
@@ -160,8 +162,13 @@ def bench(
             f"{directory} instead"
         )
     with found.prepare(plan, force=force):
-        with _progress("Simulating", len(plan.entries)) as advance:
-            models = model_entries(plan.entries.values(), found.models, lambda: advance(1))
+
+        def model() -> "dict[str, Modelled]":
+            with _progress("Simulating", len(plan.entries)) as advance:
+                return model_entries(plan.entries.values(), found.models, lambda: advance(1))
+
+        # Other hosts would not wait for it, so the estimate is left out there.
+        models = model() if nnodes == 1 else None
         try:
             _race(plan, found, hosts, models, retry=retry)
         except (KeyboardInterrupt, StoppedError):
@@ -170,7 +177,7 @@ def bench(
                 err=True,
             )
             raise
-        rows = results(plan, found.ended(plan), models)
+        rows = results(plan, found.ended(plan), models or model())
         _print(plan, rows, output_format)
         _tell_over_pace(rows)
         _draw(plan, rows, directory)
@@ -190,18 +197,22 @@ def _join(plan: "Plan", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> No
 
 
 def _race(
-    plan: "Plan", found: "BenchDir", hosts: "Hosts", models: "dict[str, Modelled]", *, retry: bool
+    plan: "Plan",
+    found: "BenchDir",
+    hosts: "Hosts",
+    models: "dict[str, Modelled] | None",
+    *,
+    retry: bool,
 ) -> None:
-    from rrfp.bench.runner import race, time_left_s
+    from rrfp.bench.runner import race, time_left_s, turns_left
     from rrfp.megatron.turns import Turn
 
     num_turns = sum(entry.settings.num_steps for entry in plan.entries.values())
-    left_s = time_left_s(plan, found, models, retry=retry)
 
     def num_ended() -> int:
         return sum(isinstance(each, Turn) for each in found.ended(plan))
 
-    if left_s == 0:
+    if not any(turns_left(plan, found, retry=retry)):
         num_missing = num_turns - num_ended()
         failed = f", but for {num_missing} that failed: --retry runs those" if num_missing else ""
         typer.echo(
@@ -209,9 +220,12 @@ def _race(
             err=True,
         )
         return
+    estimate = ""
+    if models is not None:
+        left_s = time_left_s(plan, found, models, retry=retry)
+        estimate = f"; what is left takes about {_duration(left_s)}"
     typer.echo(
-        f"{len(plan.entries)} entries, {num_turns} turns; what is left takes about "
-        f"{_duration(left_s)}. Results go to {found.path}",
+        f"{len(plan.entries)} entries, {num_turns} turns{estimate}. Results go to {found.path}",
         err=True,
     )
     with _progress("Racing", num_turns, num_ended):
@@ -231,11 +245,14 @@ def _tell_failure(failure: "Failure") -> None:
 
 def _tell_over_pace(rows: "Sequence[ResultRow]") -> None:
     """Warn of work that did not fit into its modelled time."""
-    worst = max(rows, key=lambda row: row.over_pace or 0.0)
-    if worst.over_pace is not None and worst.over_pace > MOST_OVER_PACE:
+    over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
+    if over:
+        worst = max(over, key=lambda row: row.over_pace or 0.0)
         typer.echo(
-            f"Warning: {worst.over_pace:.1%} of the tasks of {worst.label} took longer than their "
-            "model; give them longer ones (--task-ms)",
+            f"Warning: in {len(over)} of {len(rows)} rows the work of more than "
+            f"{MOST_OVER_PACE:.0%} of the tasks took longer than its model, {worst.over_pace:.1%} "
+            f"in {worst.planned.case.name}: {worst.label}; give them longer ones (--task-ms, or "
+            "other costs), or the machine less to do",
             err=True,
         )
 

@@ -41,7 +41,9 @@ _MEANING = {
 
 
 def _table(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Table:
-    table = Table(title=case.name, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(case.name), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("system", overflow="fold", vertical="bottom")
     columns = {"time\ns": _time, "95 of\n100": _interval, "x mega-\ntron": _speed, **_OF[measure]}
     for heading in columns:
@@ -57,7 +59,7 @@ def _time(row: "ResultRow") -> str:
 
 def _interval(row: "ResultRow") -> str:
     found = row.step_time_s
-    return "" if found is None else f"{found.low:#.3g}-{found.high:#.3g}"
+    return "" if found is None or row.steps == 1 else f"{found.low:#.3g}-{found.high:#.3g}"
 
 
 def _speed(row: "ResultRow") -> str:

@@ -3,13 +3,13 @@
 import json
 import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT
@@ -259,7 +259,16 @@ def _check_admission(settings: TrainSettings) -> None:
 
 def _check_pace(settings: TrainSettings) -> None:
     from rrfp.megatron.pacing import check_pace
+    from rrfp.simulate.cost_files import costs_file
+    from rrfp.trace.rundir import RunDir
 
+    if settings.force and settings.out is not None and settings.pace is not None:
+        costs = costs_file(settings.pace)
+        if costs is not None and costs.resolve() == RunDir(settings.out).trace.resolve():
+            raise UsageError(
+                f"--force removes the run in {settings.out} and --pace takes its times; choose "
+                "another directory with --out"
+            )
     check_pace(settings)
 
 
@@ -267,6 +276,7 @@ def _run(settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.megatron.description import write_description
     from rrfp.megatron.launch import launch
+    from rrfp.simulate.cost_files import settled
     from rrfp.trace.rundir import RunDir, create_run_dir
 
     if settings.node_rank > 0:
@@ -278,6 +288,9 @@ def _run(settings: TrainSettings) -> None:
         )
         launch(settings, RunDir(settings.out))
         return
+    if settings.out is None and settings.pace is not None:
+        # It may name the newest run, which this one is about to become.
+        settings = replace(settings, pace=settled(settings.pace))
     run = create_run_dir(settings.out, settings.force, settings.resolved_hint)
     write_description(run.run_json, settings, ())
     try:
@@ -323,7 +336,8 @@ def _tell_pace(run: "RunDir") -> None:
     num_over, num_tasks = (sum(over[name] for over in steps) for name in ("tasks", "of"))
     worst_ms = max(over["worst_s"] for over in steps) * 1e3
     sentence = (
-        f"{num_over} of {num_tasks} tasks ({num_over / num_tasks:.2%}) took longer than their model"
+        f"the work of {num_over} of {num_tasks} tasks ({num_over / num_tasks:.2%}) took longer "
+        "than its model"
     )
     if num_over:
         sentence += f", by {worst_ms:.1f} ms at most"

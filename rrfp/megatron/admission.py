@@ -1,11 +1,10 @@
 """In which order the microbatches of a real step are admitted, the same on every rank of a replica.
 
-What a name or a file says every rank finds by itself. What depends on the data is decided once:
-the first rank of a replica weighs the step's items, and the others take its weights. So it does not
-matter that some ranks are given no data, or that a cost function gives other numbers elsewhere.
+The first rank of a replica decides, and the others take its order. So it does not matter that some
+ranks are given no data, that a cost function gives other numbers elsewhere, or that another host
+has another file of the same name.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,12 @@ from rrfp.megatron.groups import step_groups
 from rrfp.megatron.item_costs import resolve_cost
 from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import admission_order
+from rrfp.schedule.admission import Admit, admission_order
 
 if TYPE_CHECKING:
     from rrfp.megatron.pacing import StepPacer
+
+_UNDECIDED = -1
 
 RunOrder = Callable[[int, Sequence[Any]], Sequence[int]]
 """The order in which microbatches are admitted, from a step's number and its batches."""
@@ -37,43 +38,44 @@ def run_order(settings: TrainSettings, pace: "StepPacer | None" = None) -> RunOr
     cost = resolve_cost(settings.admit_cost)
 
     def order(step: int, batches: Sequence[Any]) -> Sequence[int]:
+        if admission is Admit.GIVEN:
+            return range(len(batches))
 
-        def weigh() -> list[float]:
-            groups, cpu = step_groups(None, None), torch.device("cpu")
-            return agreed_weights(lambda: cost.weigh(batches), len(batches), groups, cpu)
+        def decide() -> Sequence[int]:
+            return admission_order(admission, step, len(batches), lambda: cost.weigh(batches))
 
-        return admission_order(admission, step, len(batches), weigh)
+        return agreed_order(decide, len(batches), step_groups(None, None), torch.device("cpu"))
 
     return order
 
 
-def agreed_weights(
-    weigh: Callable[[], Sequence[float]], num_microbatches: int, groups: Any, device: torch.device
-) -> list[float]:
-    """The weights that `weigh` gives the replica's first rank, on all of its ranks.
+def agreed_order(
+    decide: Callable[[], Sequence[int]], num_microbatches: int, groups: Any, device: torch.device
+) -> list[int]:
+    """The order that `decide` gives the replica's first rank, on all of its ranks.
 
     `groups` are the step's process groups; all of their ranks call it together. Raises on the first
-    rank what `weigh` raises, and PeerLostError on the others then.
+    rank what `decide` raises, and PeerLostError on the others then.
     """
-    weights = torch.full((num_microbatches,), math.nan, dtype=torch.float64)
+    order = torch.full((num_microbatches,), _UNDECIDED)
     failure: Exception | None = None
     if all(group.rank() == 0 for group in (groups.tp, groups.cp, groups.pp)):
         try:
-            weights = torch.tensor(weigh(), dtype=torch.float64)
+            order = torch.tensor(decide())
         except Exception as error:
             failure = error
-    weights = weights.to(device)
+    order = order.to(device)
     # On the ranks of the first stage, and from each of them down its pipeline.
     sharing = (groups.cp, groups.tp) if groups.pp.rank() == 0 else ()
     for group in (*sharing, groups.pp):
         if group.size() > 1:
-            dist.broadcast(weights, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(order, dist.get_global_rank(group, 0), group=group)
     if failure is not None:
         raise failure
-    found: list[float] = weights.tolist()
-    if math.isnan(found[0]):
+    found: list[int] = order.tolist()
+    if found[0] == _UNDECIDED:
         raise PeerLostError(
-            "the first rank of this replica could not weigh the step's microbatches; its own error "
+            "the first rank of this replica could not order the step's microbatches; its own error "
             "says why"
         )
     return found

@@ -19,6 +19,7 @@ from rrfp.megatron.peers import PEERS
 from rrfp.megatron.rank import schedule_of
 from rrfp.megatron.settings import TrainSettings
 from rrfp.megatron.torch_schedule import TorchSchedule
+from rrfp.megatron.training import run_schedule
 from rrfp.megatron.turns import Entry
 from rrfp.runtime.pace import StepPace
 from rrfp.schedule.admission import Admit
@@ -26,6 +27,7 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
+from rrfp.simulate.conditions import conditions
 from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.costs import Costs
 from rrfp.simulate.jitter import parse_jitter
@@ -92,10 +94,11 @@ class Contender:
         self._model = model
         self._batches = data.batches(layout.dp_rank)
         assert settings.pace is not None
+        self._jitter = parse_jitter(settings.jitter)
         self._costs: Costs = ScaledCosts(resolve_costs(settings.pace), entry.time_factor)
         pacer = make_pace(
             self._costs,
-            parse_jitter(settings.jitter),
+            self._jitter,
             Admit(settings.admit),
             settings.seed,
             _shape_of(entry),
@@ -142,23 +145,24 @@ class Contender:
             if isinstance(self._schedule, TorchSchedule):
                 self._schedule.run(number or 0, batches)
                 return
-            self._schedule(
-                forward_step_func=self._model.forward_step,
-                data_iterator=[iter(batches) for _ in self._model.chunks],
-                model=self._model.chunks,
-                num_microbatches=len(batches),
-                seq_length=self.settings.seq_length,
-                micro_batch_size=self.settings.micro_batch_size,
-            )
+            run_schedule(self._schedule, self.settings, self._model, batches)
 
     def most_s(self, number: int) -> float:
         """More than a round's turn takes if it is not stuck: its whole work one task after another,
         some times over, for jitter adds to it."""
         settings = self.settings
-        costs = self._costs.step(settings.shape, settings.seed + number, self.layout.dp_rank)
-        times = costs.times
+        times = conditions(
+            self._costs,
+            self._jitter,
+            Admit(settings.admit),
+            settings.shape,
+            settings.seed + number,
+            self.layout.dp_rank,
+            number,
+        ).times
         rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
-        return _PATIENCE_S + _PATIENCE_FACTOR * sum(map(sum, rows)) / NS_PER_S
+        stopped_ns = sum(stop.until_ns for stop in self._jitter.stops)
+        return _PATIENCE_S + (_PATIENCE_FACTOR * sum(map(sum, rows)) + stopped_ns) / NS_PER_S
 
     def gradients(self) -> Gradients:
         return gradients(self._model.chunks, self.settings, self.layout)

@@ -25,10 +25,7 @@ def describe_run(
     file meanwhile finds it whole."""
     described = {
         "settings": dict(settings),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: _version(package) for package in _PACKAGES},
-        },
+        "versions": versions(),
         "world": world_size,
         "ranks": [
             {
@@ -45,6 +42,14 @@ def describe_run(
     }
     with open_whole(path) as file:
         file.write(f"{json.dumps(described, indent=2)}\n".encode())
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what a run's figures depend on."""
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
 
 
 def _version(package: str) -> str:

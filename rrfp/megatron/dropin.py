@@ -24,7 +24,7 @@ from megatron.core.utils import get_model_config
 
 from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
-from rrfp.megatron.admission import agreed_weights
+from rrfp.megatron.admission import agreed_order
 from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.groups import Place, place_in, step_groups
 from rrfp.megatron.item_costs import resolve_cost
@@ -192,7 +192,9 @@ class ForwardBackward:
         device: torch.device,
     ) -> Sequence[int]:
         """The order in which the items of a step that trains become its microbatches."""
-        start_ns = monotonic()
+        admission, step = self._admission, self._num_trained
+        if admission is Admit.GIVEN:
+            return range(num_microbatches)
 
         def weigh() -> list[float]:
             if data is None:
@@ -202,14 +204,12 @@ class ForwardBackward:
                 )
             return self._cost.weigh(data.first(num_microbatches))
 
-        order = admission_order(
-            self._admission,
-            self._num_trained,
-            num_microbatches,
-            lambda: agreed_weights(weigh, num_microbatches, groups, device),
-        )
-        if self._admission is not Admit.GIVEN:
-            self._record(PhaseRecord(start_ns, monotonic(), self._step, Phase.DATA))
+        def decide() -> Sequence[int]:
+            return admission_order(admission, step, num_microbatches, weigh)
+
+        start_ns = monotonic()
+        order = agreed_order(decide, num_microbatches, groups, device)
+        self._record(PhaseRecord(start_ns, monotonic(), self._step, Phase.DATA))
         return order
 
     def _run_step(

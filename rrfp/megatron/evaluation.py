@@ -12,7 +12,7 @@ from rrfp.megatron.data import Batch
 from rrfp.megatron.model import ModelChunks
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import TrainSettings
-from rrfp.megatron.training import Schedule
+from rrfp.megatron.training import Schedule, run_schedule
 
 _MIN_MICROBATCHES = 32
 """So many are looked at, or a few more: whole steps on every replica."""
@@ -78,18 +78,10 @@ class Evaluation:
 
     def _step(self, step: int) -> torch.Tensor:
         """Sum and number of the losses of some microbatches; known to the last stage."""
-        settings, layout, model = self._settings, self._layout, self._model
+        settings, layout = self._settings, self._layout
         first = (step * layout.dp + layout.dp_rank) * settings.microbatches
         batches = [self._heldout(first + index) for index in range(settings.microbatches)]
-        losses = self._schedule(
-            forward_step_func=model.forward_step,
-            data_iterator=[iter(batches) for _ in model.chunks],
-            model=model.chunks,
-            num_microbatches=settings.microbatches,
-            seq_length=settings.seq_length,
-            micro_batch_size=settings.micro_batch_size,
-            forward_only=True,
-        )
+        losses = run_schedule(self._schedule, settings, self._model, batches, forward_only=True)
         sums = torch.zeros(2, dtype=torch.float64)
         # Empty but on the rank of the last stage.
         for item, batch in zip(losses, batches, strict=bool(losses)):

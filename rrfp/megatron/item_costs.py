@@ -83,7 +83,8 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
             function = getattr(importlib.import_module(module_name), name, None)
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"the module of the cost {cost} cannot be imported: {_told(error)}"
+            f"the module of the cost {cost} cannot be imported: {_told(error)}; correct it or name "
+            "another one"
         ) from None
     if not callable(function):
         raise UsageError(f"{module_name} has no function '{name}'; name one that weighs an item")

@@ -11,15 +11,22 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store, TCPStore
 
+from rrfp.admission_files import admission_file
 from rrfp.errors import RrfpError, UsageError
+from rrfp.hint_files import order_file
 from rrfp.megatron.failure import first_line
 from rrfp.megatron.settings import TrainSettings
+from rrfp.simulate.cost_files import costs_file
+from rrfp.text_files import sha256_of
 
 _LOOK_S = 0.2
 _ANSWER_S = 30.0
 
 _MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force"})
 """Settings that hosts may spell each in its own way."""
+
+_DIGITS = 12
+"""Of a digest, to tell files apart."""
 
 
 def meet(settings: TrainSettings, timeout_s: float) -> Store:
@@ -49,7 +56,7 @@ class _Meeting:
         self._deadline_s = time.monotonic() + timeout_s
         self._common = {
             name: value for name, value in settings.described().items() if name not in _MAY_DIFFER
-        }
+        } | _contents(settings)
 
     def hold(self) -> Store:
         host, _, port = self._endpoint.rpartition(":")
@@ -99,12 +106,26 @@ class _Meeting:
         time.sleep(_LOOK_S)
 
 
+def _contents(settings: TrainSettings) -> dict[str, object]:
+    """What the files hold that the settings name, in short: each host reads its own."""
+    paths = {
+        "hint": order_file(settings.resolved_hint),
+        "admit": admission_file(settings.admit),
+        "pace": None if settings.pace is None else costs_file(settings.pace),
+    }
+    return {
+        f"the content of --{name} {path}": f"{sha256_of(path)[:_DIGITS]}..."
+        for name, path in paths.items()
+        if path is not None
+    }
+
+
 def _compare(first: dict[str, object], node_rank: int, other: dict[str, object]) -> None:
     for name, value in first.items():
         if other.get(name) != value:
             raise UsageError(
                 f"{name} is {value} on host 0 and {other.get(name)} on host {node_rank}; run the "
-                "same command on both"
+                "same command with the same files on both"
             )
 
 

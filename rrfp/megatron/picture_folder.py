@@ -103,7 +103,10 @@ class PictureFolder:
 def _in_colours(image: Image.Image) -> Image.Image:
     """Of 8 bits each, and nowhere transparent."""
     if image.mode.startswith("I;16"):
-        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
+        greys, clear = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray(np.rint(greys / 257).astype(np.uint8))
+        if clear is not None:
+            image.putalpha(Image.fromarray(np.where(greys == clear, 0, 255).astype(np.uint8)))
     if image.has_transparency_data:
         ground = Image.new("RGBA", image.size, _GROUND)
         image = Image.alpha_composite(ground, image.convert("RGBA"))
@@ -181,8 +184,10 @@ def _parsed(line: bytes, place: str, root: Path) -> _Line:
         raise UsageError(f"{place}: the field 'image' is {name!r}; it takes the path of a file")
     try:
         image = (root / name).resolve(strict=True)
-    except (OSError, ValueError):
-        raise UsageError(f"{place}: there is no image {name!r} in {root}") from None
+    except (OSError, ValueError, RuntimeError):  # Python 3.11 calls a loop of links a RuntimeError.
+        raise UsageError(
+            f"{place}: there is no image {name!r} in {root}; add it or correct its path"
+        ) from None
     if not image.is_relative_to(root) or not image.is_file():
         raise UsageError(f"{place}: the image {name!r} is not a file inside {root}; move it there")
     return _Line(text, image, place)

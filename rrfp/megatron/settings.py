@@ -40,6 +40,8 @@ _NUM_EXPERTS = 4
 _NUM_STEPS, _NUM_IMAGE_STEPS = 60, 240
 """Steps of a run of text, and of one that has to learn to see, unless others are asked for."""
 
+_MAX_IMAGES, _IMAGE_SIZE, _PATCH_SIZE = 4, 32, 8
+
 _MAX_RANKS_PER_CORE = 16
 """More ranks than this on a host would start for many minutes, if there were memory for them."""
 
@@ -150,11 +152,11 @@ class TrainSettings:
     """Text file, folder, JSONL or Megatron .bin/.idx; None trains on Python's standard library."""
     variable_lengths: bool = False
     """Give every microbatch the length of its own documents."""
-    max_images: int = 4
+    max_images: int = _MAX_IMAGES
     """Most images a microbatch; each has its own number of them, from 0."""
-    image_size: int = 32
+    image_size: int = _IMAGE_SIZE
     """Longest edge of an image, in pixels."""
-    patch_size: int = 8
+    patch_size: int = _PATCH_SIZE
     """Edge of a patch, in pixels."""
     blank_images: bool = False
     """Show grey instead of the images, to see what they are worth."""
@@ -231,8 +233,11 @@ class TrainSettings:
             raise UsageError(
                 f"cannot read the configuration {path}: {error.strerror}; check --config"
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not TOML: {error}") from None
+        # A number of thousands of digits is a ValueError too, and no TOMLDecodeError.
+        except ValueError as error:
+            raise UsageError(f"{path} is not TOML ({error}); correct it") from None
+        except RecursionError:
+            raise UsageError(f"{path} is nested too deeply; write a setting a line") from None
         return cls(**{**_checked(table, path), **flags})
 
     def described(self) -> dict[str, object]:
@@ -514,6 +519,15 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "change --image-size or --patch-size",
     ),
     (
+        lambda s: (
+            s.model != ModelKind.VLM
+            and (s.max_images, s.image_size, s.patch_size)
+            != (_MAX_IMAGES, _IMAGE_SIZE, _PATCH_SIZE)
+        ),
+        "--max-images, --image-size and --patch-size are about images and --model {0.model} sees "
+        "none; add --model vlm",
+    ),
+    (
         lambda s: s.model != ModelKind.VLM and s.blank_images,
         "--blank-images hides images and --model {0.model} sees none; add --model vlm",
     ),
@@ -534,6 +548,9 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     ),
 )
 """What does not go together, and the sentence that says so of the settings it is formatted with."""
+
+_MOST_OF_A_FLOAT = 10**308
+"""No float is much larger than that."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
@@ -557,7 +574,7 @@ def _checked(table: Mapping[str, object], path: Path) -> dict[str, object]:
         name = key.replace("-", "_")
         if name not in field_types:
             known = ", ".join(_flag(field.name) for field in dataclasses.fields(TrainSettings))
-            raise UsageError(f"{path} sets '{key}', which is not a setting ({known})")
+            raise UsageError(f"{path} sets '{key}', which is not a setting ({known}); correct it")
         if name in values:
             raise UsageError(f"{path} sets '{_flag(name)}' twice; keep one")
         values[name] = _converted(value, field_types[name], f"{path} sets {key}")
@@ -575,7 +592,7 @@ def _converted(value: object, wanted: type, context: str) -> object:
     if wanted is Path and isinstance(value, str):
         return Path(value)
     if wanted is float and type(value) is int:
-        return float(value)
+        return float(value) if abs(value) < _MOST_OF_A_FLOAT else math.inf
     if type(value) is not wanted:
         raise UsageError(f"{context} to {value!r}; it takes {_TYPE_NAMES.get(wanted, 'a path')}")
     return value

@@ -1,7 +1,7 @@
 """What one rank does in a training step, under any schedule function of Megatron's signature."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +38,27 @@ class Schedule(Protocol):
         micro_batch_size: int,
         forward_only: bool = False,
     ) -> list[Any]: ...
+
+
+def run_schedule(
+    schedule: Schedule,
+    settings: TrainSettings,
+    model: ModelChunks,
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Have a schedule run a step on these microbatches, in their order; gives what the losses came
+    to, on the last stage's rank, and nothing on others."""
+    return schedule(
+        forward_step_func=model.forward_step,
+        data_iterator=[iter(batches) for _ in model.chunks],
+        model=model.chunks,
+        num_microbatches=len(batches),
+        seq_length=settings.seq_length,
+        micro_batch_size=settings.micro_batch_size,
+        forward_only=forward_only,
+    )
 
 
 class StepResult(NamedTuple):
@@ -90,14 +111,7 @@ class Trainer:
             self._pace.prepare(step)
         self._finish_phase(Phase.DATA, start_ns, step)
 
-        losses = self._schedule(
-            forward_step_func=model.forward_step,
-            data_iterator=[iter(batches) for _ in model.chunks],
-            model=model.chunks,
-            num_microbatches=settings.microbatches,
-            seq_length=settings.seq_length,
-            micro_batch_size=settings.micro_batch_size,
-        )
+        losses = run_schedule(self._schedule, settings, model, batches)
 
         start_ns = self._clock()
         for group in model.optimizer.param_groups:

@@ -11,7 +11,7 @@ from rrfp.simulate.flops import parse_flops
 from rrfp.simulate.table import PRESETS, parse_table, preset
 from rrfp.trace.rundir import resolve_trace
 
-_DRAWN = "drawn:"
+DRAWN = "drawn:"
 """Before the path of a run: its tasks' times are drawn from those recorded."""
 
 _OF_A_MODEL = {"language", "device"}
@@ -26,16 +26,14 @@ def resolve_costs(text: str) -> Costs:
     """
     if text in PRESETS:
         return preset(text)
-    is_drawn = text.startswith(_DRAWN)
-    rest = text.removeprefix(_DRAWN)
-    path = Path(rest)
-    # To wait for what somebody may write into a pipe would be to hang.
-    mode = _mode(path)
-    if mode and not (S_ISREG(mode) or S_ISDIR(mode)):
-        raise UsageError(f"cannot read the costs {path}: it is no regular file; choose another one")
-    # An empty path is the directory that the user is in.
-    if rest and (is_drawn or path.suffix == ".pftrace" or S_ISDIR(mode)):
-        return _recorded(path, is_drawn)
+    trace = _recorded_trace(text)
+    if trace is not None:
+        # Perfetto's module is slow to import, and most costs are no recorded ones.
+        from rrfp.simulate.replay import costs_of
+        from rrfp.trace.perfetto import read_trace
+
+        return costs_of(read_trace(trace), drawn=text.startswith(DRAWN))
+    path = Path(text)
     if path.suffix not in (".csv", ".toml"):
         raise UsageError(
             f"'{text}' is not costs: choose {', '.join(PRESETS)}, a .toml or .csv file, or a run's "
@@ -53,6 +51,40 @@ def resolve_costs(text: str) -> Costs:
     return (parse_flops if _OF_A_MODEL & document.keys() else parse_table)(document, text)
 
 
+def costs_file(text: str) -> Path | None:
+    """The file with the costs of that name, a table or a trace; None for a preset. Raises
+    UsageError and RrfpError like `resolve_costs`."""
+    return None if text in PRESETS else _recorded_trace(text) or Path(text)
+
+
+def settled(text: str) -> str:
+    """What names the same costs when `runs/latest` has moved on."""
+    trace = None if text in PRESETS else _recorded_trace(text)
+    if trace is None:
+        return text
+    return f"{DRAWN if text.startswith(DRAWN) else ''}{trace.resolve()}"
+
+
+def _recorded_trace(text: str) -> Path | None:
+    """The trace whose times are the costs; None for costs that were not recorded."""
+    rest = text.removeprefix(DRAWN)
+    path = Path(rest)
+    # To wait for what somebody may write into a pipe would be to hang.
+    mode = _mode(path)
+    if mode and not (S_ISREG(mode) or S_ISDIR(mode)):
+        raise UsageError(f"cannot read the costs {path}: it is no regular file; choose another one")
+    is_recorded = text.startswith(DRAWN) or path.suffix == ".pftrace" or S_ISDIR(mode)
+    # An empty path is the directory that the user is in.
+    if not rest or not is_recorded:
+        return None
+    try:
+        return resolve_trace(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the costs {path}: {error.strerror}; choose another run"
+        ) from None
+
+
 def _mode(path: Path) -> int:
     """What is at a path, as of `stat`; 0 for nothing that can be found."""
     try:
@@ -67,16 +99,4 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the costs {path}: {reason}") from None
-
-
-def _recorded(path: Path, is_drawn: bool) -> Costs:
-    # Perfetto's module is slow to import, and most costs are no recorded ones.
-    from rrfp.simulate.replay import costs_of
-    from rrfp.trace.perfetto import read_trace
-
-    try:
-        trace = resolve_trace(path)
-    except OSError as error:
-        raise UsageError(f"cannot read the costs {path}: {error.strerror}") from None
-    return costs_of(read_trace(trace), drawn=is_drawn)
+        raise UsageError(f"cannot read the costs {path}: {reason}; choose another file") from None
