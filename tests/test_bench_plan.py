@@ -1,0 +1,125 @@
+"""What presets and flags make a race of."""
+
+from pathlib import Path
+
+import pytest
+
+from rrfp.bench.plan import Asked, make_plan, read_bound
+from rrfp.bench.presets import PRESETS, SCALES, preset_named
+from rrfp.bench.runner import Hosts, check
+from rrfp.bench.systems import SYSTEMS
+from rrfp.errors import UsageError
+from rrfp.megatron.peers import PEERS
+from rrfp.schedule.admission import Admit
+from tests.races import tiny_plan
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_holds_its_systems_against_megatron(name: str, scale: str) -> None:
+    plan = make_plan([preset_named(name, SCALES[scale])], SCALES[scale], Asked())
+    assert {row.system.name for row in plan.rows} > {"megatron-1f1b"}
+    for row in plan.rows:
+        assert {row.entry, row.megatron} <= plan.entries.keys()
+        assert row.against is None or row.against in plan.entries
+        settings = plan.entries[row.entry].settings
+        assert settings.layers % (settings.pp * settings.chunks) == 0
+        assert settings.limit is None or settings.hold is None
+
+
+def test_the_first_preset_has_all_that_people_use() -> None:
+    plan = make_plan([preset_named("rq1", SCALES["laptop"])], SCALES["laptop"], Asked())
+    rows = {(row.case.profile, row.system.name, row.bound, row.admit) for row in plan.rows}
+    for profile in ("language", "language+lognormal:0.5", "multimodal"):
+        for name, bound in [
+            *((name, "") for name in ("megatron-1f1b", "megatron-interleaved", "fixed-1f1b")),
+            *((f"torch-{peer}", "") for peer in PEERS),
+            ("fixed-zb-h1", ""),
+            *(
+                (name, bound)
+                for name in ("bf", "bfw", "bf-deep", "bfw-deep", "zb-v")
+                for bound in ("limit 32", "hold 8", "hold 12", "hold 16")
+            ),
+        ]:
+            assert (profile, name, bound, Admit.GIVEN) in rows
+            is_sorted = (profile, name, bound, Admit.PYRAMID) in rows
+            # Microbatches that cost the same have no order to choose.
+            assert is_sorted == (profile == "multimodal" and bound != "")
+
+
+def test_presets_share_what_they_both_run() -> None:
+    both = tiny_plan("rq1", "rq6", profiles=("multimodal",))
+    alone = [tiny_plan(name, profiles=("multimodal",)) for name in ("rq1", "rq6")]
+    assert both.entries.keys() == alone[0].entries.keys() | alone[1].entries.keys()
+    assert len(both.entries) < sum(len(plan.entries) for plan in alone)
+    assert len(both.rows) == sum(len(plan.rows) for plan in alone)
+
+
+def test_torchs_systems_are_laid_out_as_they_are_driven() -> None:
+    peers = {system.peer: system for system in SYSTEMS.values() if system.peer}
+    assert peers.keys() == PEERS.keys()
+    for name, peer in PEERS.items():
+        assert (peers[name].chunks, peers[name].placement) == (peer.chunks, peer.placement)
+
+
+def test_what_is_asked_for_narrows_the_presets() -> None:
+    plan = tiny_plan("rq1", systems=("bfw",), profiles=("language+J2",), holds=("paper", "hold 5"))
+    assert [(row.system.name, row.bound) for row in plan.rows] == [
+        ("megatron-1f1b", ""),
+        ("bfw", "limit 32"),
+        ("bfw", "hold 5"),
+    ]
+    assert {entry.settings.jitter for entry in plan.entries.values()} == {"J2"}
+
+
+def test_a_plan_of_megatron_alone_is_refused() -> None:
+    with pytest.raises(UsageError, match="choose another --system"):
+        tiny_plan("rq3", systems=("megatron-1f1b",))
+
+
+@pytest.mark.parametrize(("name", "peers"), [("fb", True), ("torch-zbv", False)])
+def test_a_system_without_a_row_is_named(name: str, peers: bool) -> None:
+    with pytest.raises(UsageError, match=f"--system {name} makes no row"):
+        tiny_plan("rq1", systems=("bf", name), peers=peers)
+
+
+def test_the_length_of_tasks_is_that_of_presets_alone(tmp_path: Path) -> None:
+    costs = tmp_path / "a+b.toml"
+    costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n")
+    for profile, jitter in ((f"{costs}", "none"), (f"{costs}+J2", "J2")):
+        plan = tiny_plan("rq1", systems=("bf",), profiles=(profile,))
+        for entry in plan.entries.values():
+            assert (entry.settings.pace, entry.settings.jitter) == (str(costs), jitter)
+            assert entry.time_factor == 1.0
+        with pytest.raises(UsageError, match="leave --task-ms out"):
+            tiny_plan("rq1", systems=("bf",), profiles=(profile,), task_ms=5.0)
+    plan = tiny_plan("rq1", systems=("bf",), profiles=("language",), task_ms=5.0)
+    assert {entry.time_factor for entry in plan.entries.values()} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("text", "pp", "bound"),
+    [
+        ("paper", 8, (32, None)),
+        ("limit 4", 8, (4, None)),
+        ("hold 8", 4, (None, 8)),
+        ("hold 1.5x", 8, (None, 12)),
+        ("hold 1.5x", 3, (None, 5)),
+    ],
+)
+def test_bounds(text: str, pp: int, bound: tuple[int | None, int | None]) -> None:
+    assert read_bound(text, pp) == bound
+
+
+@pytest.mark.parametrize("text", ["hold 0", "hold 0x", "hold -1", "hold many", "hold 1.5", "hold "])
+def test_bounds_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--hold takes a number"):
+        read_bound(text, 8)
+
+
+def test_costs_with_slow_messages_are_torchs_too(tmp_path: Path) -> None:
+    costs = tmp_path / "slow.toml"
+    costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n[links]\nlatency_s = 1e-3\n")
+    plan = tiny_plan("rq1", profiles=(str(costs),))
+    assert any(entry.peer for entry in plan.entries.values())
+    check(plan, Hosts(), tmp_path)

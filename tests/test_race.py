@@ -1,0 +1,206 @@
+"""A race of many turns: whose turn it is, how it is run, interrupted and gone on with."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.bench.modelled import Modelled
+from rrfp.bench.plan import Plan
+from rrfp.bench.runner import BenchDir, Hosts, race, time_left_s
+from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
+from tests.effort import examples
+from tests.races import MadeUp, rows_of, tiny_plan, turn
+
+
+def entries_of(num: int, steps: int) -> list[Entry]:
+    return [Entry(str(index), TrainSettings(steps=steps)) for index in range(num)]
+
+
+@examples(quick=30, thorough=300)
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_every_turn_is_taken_once_and_rounds_stay_together(
+    num: int, steps: int, data: st.DataObject
+) -> None:
+    entries = entries_of(num, steps)
+    every = [(entry.name, number) for number, entry in rounds(entries, ())]
+    assert sorted(every) == sorted((str(i), number) for i in range(num) for number in range(steps))
+    assert [number for _, number in every] == sorted(number for _, number in every)
+    ended = data.draw(st.sets(st.sampled_from(every)))
+    left = [(entry.name, number) for number, entry in rounds(entries, ended)]
+    assert left == [each for each in every if each not in ended]
+
+
+def test_no_entry_always_goes_first_or_after_the_same_one() -> None:
+    orders = ["", "", "", ""]
+    for number, entry in rounds(entries_of(4, 4), ()):
+        orders[number] += entry.name
+    assert len({order[0] for order in orders}) > 1
+    assert len({order[order.index("0") - 1] for order in orders}) > 1
+
+
+# How it is run.
+
+
+def run_race(plan: Plan, out: Path, launch: MadeUp, *, retry: bool = False) -> list[Failure]:
+    failures: list[Failure] = []
+    bench = BenchDir(out)
+    with bench.prepare(plan, force=False):
+        race(plan, bench, Hosts(), launch, failures.append, retry=retry)
+    return failures
+
+
+def test_a_launch_runs_all_entries_of_as_many_ranks(tmp_path: Path) -> None:
+    launch = MadeUp()
+    plan = tiny_plan("rq1", "rq2", "rq5")
+    run_race(plan, tmp_path / "o", launch)
+    assert launch.launched == [(3, 1), (2, 2)]
+    assert len(launch.taken) == len(set(launch.taken)) == 2 * len(plan.entries)
+
+
+def test_an_interrupted_race_goes_on(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3")
+    stop_round, stop_entry = list(rounds(list(plan.entries.values()), ()))[5]
+
+    def stop(entry: Entry, number: int) -> KeyboardInterrupt | None:
+        is_there = (number, entry.name) == (stop_round, stop_entry.name)
+        return KeyboardInterrupt() if is_there else None
+
+    first, second, third = MadeUp(stop), MadeUp(), MadeUp()
+    with pytest.raises(KeyboardInterrupt):
+        run_race(plan, tmp_path / "o", first)
+    bench = BenchDir(tmp_path / "o")
+    models = dict.fromkeys(plan.entries, Modelled((1.0,) * 2, (1.0,) * 2, None))
+    assert time_left_s(plan, bench, models) > 0
+    run_race(plan, tmp_path / "o", second)
+    assert len(first.taken) == 5
+    assert not set(first.taken) & set(second.taken)
+    assert len(first.taken) + len(second.taken) == 2 * len(plan.entries)
+    assert time_left_s(plan, bench, models) == 0
+    run_race(plan, tmp_path / "o", third)
+    assert third.launched == []
+
+
+def test_half_a_line_and_what_is_no_turn_are_left_out(tmp_path: Path) -> None:
+    files = RaceFiles(tmp_path)
+    files.append(turn("a", 0))
+    with files.turns.open("a") as file:
+        file.write('[]\n{}\nnull\n{"entry": "a", "error": ""}\n{"entry": "a", "rou')
+    assert files.ended() == {("a", 0)}
+    files.append(turn("a", 1))
+    assert files.ended() == {("a", 0), ("a", 1)}
+
+
+def test_a_signal_stops_the_race_and_is_no_failure(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3")
+    bad = next(row.entry for row in plan.rows if row.system.name == "bfw")
+
+    def stop(entry: Entry, _: int) -> RrfpError | None:
+        return StoppedError("the run was stopped by SIGTERM") if entry.name == bad else None
+
+    with pytest.raises(StoppedError):
+        run_race(plan, tmp_path / "o", MadeUp(stop))
+    assert all(isinstance(each, Turn) for each in BenchDir(tmp_path / "o").ended(plan))
+
+
+def test_one_command_at_a_time(tmp_path: Path) -> None:
+    plan, bench = tiny_plan("rq3"), BenchDir(tmp_path / "o")
+    with (
+        bench.prepare(plan, force=False),
+        pytest.raises(UsageError, match="another command races in"),
+    ):
+        bench.prepare(plan, force=True)
+    bench.prepare(plan, force=False).close()
+
+
+def test_other_costs_in_the_same_file_are_another_race(tmp_path: Path) -> None:
+    costs, bench = tmp_path / "mine.toml", BenchDir(tmp_path / "o")
+    costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n")
+    plan = tiny_plan("rq1", systems=("bf",), profiles=(str(costs),))
+    bench.prepare(plan, force=False).close()
+    bench.prepare(plan, force=False).close()
+    costs.write_text("seconds = { F = 1, B = 1, W = 2 }\n")
+    with pytest.raises(UsageError, match="holds another race"):
+        bench.prepare(plan, force=False)
+
+
+def test_an_entry_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3")
+    bad = next(row.entry for row in plan.rows if row.system.name == "bfw")
+
+    def fail(entry: Entry, number: int) -> RrfpError | None:
+        return RrfpError("rank 1 stalled\nwith a grid") if entry.name == bad and number else None
+
+    launch = MadeUp(fail)
+    failures = run_race(plan, tmp_path / "o", launch)
+    assert failures == [Failure(bad, 1, "rank 1 stalled")]
+    assert len(launch.taken) == 2 * len(plan.entries) - 1
+    rows = rows_of(plan, BenchDir(tmp_path / "o").ended(plan))
+    assert [row.error for row in rows if row.planned.entry == bad] == ["rank 1 stalled"]
+    # The same command leaves it at that, and --retry tries it once more.
+    same, again = MadeUp(), MadeUp()
+    run_race(plan, tmp_path / "o", same)
+    assert same.taken == []
+    run_race(plan, tmp_path / "o", again, retry=True)
+    assert again.taken == [(bad, 1)]
+    assert all(row.error is None for row in rows_of(plan, BenchDir(tmp_path / "o").ended(plan)))
+
+
+def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3", systems=("bf",))
+    logs = BenchDir(tmp_path / "o").race(3, 1).path / "logs"
+
+    def fail(entry: Entry, number: int) -> RrfpError | None:
+        logs.mkdir(exist_ok=True)
+        (logs / "rank-1.log").write_text(f"{entry.name} {number}")
+        is_bad = entry.settings.dispatch == DispatchMode.READY and entry.settings.jitter == "J1"
+        return RrfpError(f"rank 1 failed: it did (see {logs}/rank-1.log)") if is_bad else None
+
+    (failure,) = run_race(plan, tmp_path / "o", MadeUp(fail))
+    log = Path(failure.error.partition("(see ")[2].removesuffix(")"))
+    assert log != logs / "rank-1.log"
+    assert log.read_text() == f"{failure.entry} {failure.round}"
+
+
+def test_on_several_hosts_the_next_command_leaves_out_what_failed(tmp_path: Path) -> None:
+    plan, bench = tiny_plan("rq3"), BenchDir(tmp_path / "o")
+    bad = next(row.entry for row in plan.rows if row.system.name == "bfw")
+
+    def fail(entry: Entry, _: int) -> RrfpError | None:
+        return RrfpError("rank 1 stalled") if entry.name == bad else None
+
+    hosts = Hosts(2, 0, "127.0.0.1:1")
+    with bench.prepare(plan, force=False), pytest.raises(RrfpError, match="rank 1 stalled"):
+        race(plan, bench, hosts, MadeUp(fail), lambda _: None)
+    with bench.prepare(plan, force=False):
+        race(plan, bench, hosts, MadeUp(fail), lambda _: None)
+    ended = {each.entry for each in bench.ended(plan) if isinstance(each, Turn)}
+    assert ended == plan.entries.keys() - {bad}
+
+
+def test_without_megatron_there_is_no_race(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3")
+
+    def fail(entry: Entry, _: int) -> RrfpError | None:
+        is_native = entry.settings.dispatch == DispatchMode.MEGATRON
+        return RrfpError("no memory") if is_native else None
+
+    with pytest.raises(RrfpError, match="no memory"):
+        run_race(plan, tmp_path / "o", MadeUp(fail))
+
+
+def test_another_race_is_not_mixed_with_the_first(tmp_path: Path) -> None:
+    out = tmp_path / "o"
+    run_race(tiny_plan("rq3"), out, MadeUp())
+    bench, other = BenchDir(out), tiny_plan("rq3", steps=3)
+    with pytest.raises(UsageError, match="holds another race"):
+        bench.prepare(other, force=False)
+    bench.prepare(other, force=True).close()
+    assert bench.ended(other) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(UsageError, match="something else than a race"):
+        BenchDir(tmp_path / "mine").prepare(other, force=True)
