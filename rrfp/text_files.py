@@ -1,4 +1,4 @@
-"""Small text files that a user names: orders of tasks and of microbatches."""
+"""Files that a user names: small texts are read, and any file can be told from another."""
 
 import hashlib
 from pathlib import Path

@@ -150,7 +150,11 @@ def follow_a_file(rig: Rig, items: list[Batch], order: list[int], expected: Outc
         given = run(rig, schedule, items, forward_only=True)
     assert run(rig, schedule, items).losses == given.losses
     assert run(rig, schedule, items) == expected
-    with pytest.raises(UsageError, match=f"admits {NUM} microbatches and step 3 has 2"):
+    is_first = rig.layout.pp_rank == rig.layout.tp_rank == 0
+    with pytest.raises(
+        UsageError if is_first else PeerLostError,
+        match=f"admits {NUM} microbatches and step 3 has 2" if is_first else "could not order",
+    ):
         rig.run(schedule, num_microbatches=2)
     dist.barrier()
 

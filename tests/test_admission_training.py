@@ -1,6 +1,7 @@
 """`--admit`: the same order for every dispatch, and the same training under it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from tests.training import SMALL, RankRun, train_variants
 SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
 
 
-def test_what_is_known_without_the_data(tmp_path: Path) -> None:
+def test_what_is_known_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
+    monkeypatch.setattr("rrfp.megatron.admission.step_groups", lambda *_: groups)
     order = run_order(TrainSettings(**SIZES))
     assert list(order(7, "abcd")) == [0, 1, 2, 3]
     path = tmp_path / "order.csv"

@@ -41,12 +41,12 @@ FLOORS = {
     "rrfp.runtime": floor("schedule trace", "torch"),
     "rrfp.simulate": floor("schedule trace", "numpy"),
     "rrfp.megatron": floor(
-        "schedule hint_files admission_files trace interchange runtime simulate",
+        "schedule text_files hint_files admission_files trace interchange runtime simulate",
         "torch numpy megatron PIL",
     ),
     "rrfp.analyze": floor("schedule trace simulate", "polars numpy altair vl_convert"),
     "rrfp.bench": floor(
-        "schedule hint_files trace simulate megatron analyze", "numpy polars altair"
+        "schedule text_files hint_files trace simulate megatron analyze", "numpy polars altair"
     ),
     "rrfp.cli": floor(
         "schedule hint_files admission_files trace interchange runtime simulate megatron analyze "

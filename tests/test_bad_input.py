@@ -1,6 +1,7 @@
 """What cannot work is refused before anything starts: one sentence, its exit code, nothing left."""
 
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
 from rrfp.trace.perfetto import write_trace
 from tests.recordings import make_recording
+
+ROOT = Path(__file__).parent.parent
 
 Rrfp = Callable[..., tuple[int, str]]
 
@@ -221,7 +224,7 @@ def test_a_wrong_order_file(
 def test_a_run_is_not_removed_whose_times_are_asked_for(rrfp: Rrfp, tmp_path: Path) -> None:
     trace = tmp_path / "old" / "trace.pftrace"
     trace.parent.mkdir()
-    trace.touch()
+    shutil.copy(ROOT / "traces" / "gpt-pp4-bf.pftrace", trace)
     code, sentence = rrfp("train", "--out", "old", "--force", "--pace", "drawn:old")
     assert code == 2
     assert "--force removes the run in old and --pace takes its times" in sentence

@@ -118,13 +118,16 @@ def test_one_command_at_a_time(tmp_path: Path) -> None:
 
 def test_other_costs_in_the_same_file_are_another_race(tmp_path: Path) -> None:
     costs, bench = tmp_path / "mine.toml", BenchDir(tmp_path / "o")
-    costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n")
-    plan = tiny_plan("rq1", systems=("bf",), profiles=(str(costs),))
-    bench.prepare(plan, force=False).close()
-    bench.prepare(plan, force=False).close()
-    costs.write_text("seconds = { F = 1, B = 1, W = 2 }\n")
+
+    def prepare(seconds: int) -> None:
+        costs.write_text(f"seconds = {{ F = 1, B = 1, W = {seconds} }}\n")
+        plan = tiny_plan("rq1", systems=("bf",), profiles=(str(costs),))
+        bench.prepare(plan, force=False).close()
+
+    prepare(1)
+    prepare(1)
     with pytest.raises(UsageError, match="holds another race"):
-        bench.prepare(plan, force=False)
+        prepare(2)
 
 
 def test_an_entry_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
@@ -149,6 +152,16 @@ def test_an_entry_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) ->
     assert all(row.error is None for row in rows_of(plan, BenchDir(tmp_path / "o").ended(plan)))
 
 
+def test_what_was_begun_with_other_software_is_not_mixed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, bench = tiny_plan("rq3"), BenchDir(tmp_path / "o")
+    bench.prepare(plan, force=False).close()
+    monkeypatch.setattr("rrfp.bench.plan.versions", lambda: {"torch": "9"})
+    with pytest.raises(UsageError, match=r"begun with another software \(.*now {'torch': '9'}\)"):
+        bench.prepare(plan, force=False)
+
+
 def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
     plan = tiny_plan("rq3", systems=("bf",))
     logs = BenchDir(tmp_path / "o").race(3, 1).path / "logs"
@@ -163,6 +176,22 @@ def test_the_logs_of_a_failure_are_kept(tmp_path: Path) -> None:
     log = Path(failure.error.partition("(see ")[2].removesuffix(")"))
     assert log != logs / "rank-1.log"
     assert log.read_text() == f"{failure.entry} {failure.round}"
+
+
+def test_the_logs_of_a_failure_that_ends_the_race_stay_where_it_says(tmp_path: Path) -> None:
+    plan = tiny_plan("rq3", systems=("bf",))
+    log = BenchDir(tmp_path / "o").race(3, 1).path / "logs" / "rank-1.log"
+
+    def fail(entry: Entry, _: int) -> RrfpError | None:
+        log.parent.mkdir(exist_ok=True)
+        log.touch()
+        is_native = entry.settings.dispatch == DispatchMode.MEGATRON
+        return RrfpError(f"rank 1 failed: it did (see {log})") if is_native else None
+
+    for _ in range(2):
+        with pytest.raises(RrfpError, match=f"see {log}"):
+            run_race(plan, tmp_path / "o", MadeUp(fail))
+        assert log.exists()
 
 
 def test_on_several_hosts_the_next_command_leaves_out_what_failed(tmp_path: Path) -> None:

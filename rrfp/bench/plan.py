@@ -20,7 +20,7 @@ from rrfp.megatron.turns import Entry
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.cost_files import DRAWN, costs_file, resolve_costs
+from rrfp.simulate.cost_files import DRAWN, costs_file, resolve_costs, settled
 from rrfp.simulate.table import PRESETS as COST_PRESETS
 from rrfp.text_files import sha256_of
 
@@ -120,12 +120,9 @@ class Plan:
     def to_json(self) -> str:
         """What is to be run, as text: equal plans give equal texts, unless a file of costs was
         edited meanwhile, or other software or another machine is to run them."""
-        costs = sorted({row.case.costs for row in self.rows})
-        files = {name: path for name in costs if (path := costs_file(name)) is not None}
         plan = {
             "versions": versions(),
             "cores": os.cpu_count(),
-            "sha256": {name: sha256_of(path) for name, path in files.items()},
             "entries": [entry.to_json() for entry in self.entries.values()],
         }
         return json.dumps(plan, indent=1)
@@ -163,8 +160,13 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Plann
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
         for case in _cases(contest, asked):
             time_factor = _time_factor(case, scale, asked)
-            for system, limit, hold, admit in _combinations(contest, case, asked):
-                entry = _entry(case, system, limit, hold, admit, int(steps), time_factor)
+            varies = _vary(case)
+            pace, file = settled(case.costs), costs_file(case.costs)
+            sha256 = None if file is None else sha256_of(file)
+            for system, limit, hold, admit in _combinations(contest, case, asked, varies):
+                settings = _settings(case, system, limit, hold, admit, int(steps), pace)
+                name = _name(case, system, limit, hold, admit)
+                entry = Entry(name, settings, system.peer, time_factor, sha256)
                 yield (
                     PlannedRow(
                         preset.name,
@@ -173,7 +175,7 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Plann
                         limit,
                         hold,
                         admit,
-                        entry.name,
+                        name,
                         _name(case, MEGATRON, None, None, Admit.GIVEN),
                         _against(preset, case, system, limit, hold, admit),
                     ),
@@ -208,9 +210,8 @@ def _cases(contest: Contest, asked: Asked) -> Iterator[Case]:
 
 
 def _combinations(
-    contest: Contest, case: Case, asked: Asked
+    contest: Contest, case: Case, asked: Asked, varies: bool
 ) -> Iterator[tuple[System, int | None, int | None, Admit]]:
-    varies = _vary(case)
     for system in contest.systems:
         # Everything is held against Megatron's 1F1B, so that it always runs.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
@@ -289,16 +290,16 @@ def _name(case: Case, system: System, limit: int | None, hold: int | None, admit
     return " ".join(words)
 
 
-def _entry(
+def _settings(
     case: Case,
     system: System,
     limit: int | None,
     hold: int | None,
     admit: Admit,
     steps: int,
-    time_factor: float,
-) -> Entry:
-    settings = TrainSettings(
+    pace: str,
+) -> TrainSettings:
+    return TrainSettings(
         hint=system.hint,
         dispatch=system.dispatch or DispatchMode.READY,
         model=ModelKind.MLP,
@@ -315,9 +316,8 @@ def _entry(
         limit=limit,
         hold=hold,
         seed=case.seed,
-        pace=case.costs,
+        pace=pace,
         jitter=case.jitter,
         admit=admit,
         no_trace=True,
     )
-    return Entry(_name(case, system, limit, hold, admit), settings, system.peer, time_factor)

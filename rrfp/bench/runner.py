@@ -1,6 +1,7 @@
 """Runs a plan's races, one launch of ranks after another, and goes on where it was interrupted."""
 
 import fcntl
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ class BenchDir:
             file = self.plan.open("a+", encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"the results' directory {error.filename} cannot be made ({error.strerror}); "
+                f"the results' directory {self.path} cannot be made ({error.strerror}); "
                 "choose another one with --out"
             ) from None
         try:
@@ -99,10 +100,7 @@ class BenchDir:
             if force:
                 self._clear()
             elif known not in ("", text):
-                raise UsageError(
-                    f"{self.path} holds another race; choose another directory with --out, or "
-                    "remove what is there with --force"
-                )
+                raise UsageError(_why_other(self.path, known, text))
             if known != text:
                 file.truncate(0)
                 file.write(text)
@@ -126,6 +124,26 @@ class BenchDir:
             if found.is_dir():
                 shutil.rmtree(found)
         self.models.unlink(missing_ok=True)
+
+
+def _why_other(path: Path, known: str, text: str) -> str:
+    """Why the race in a directory is not the one that is asked for."""
+    try:
+        was, now = json.loads(known), json.loads(text)
+    except ValueError:
+        was, now = {}, {}
+    names = {"versions": "software", "cores": "number of cores"}
+    differ = [name for name in names if now and was.get(name) != now[name]]
+    if differ and was.get("entries") == now["entries"]:
+        what = " and ".join(f"{names[name]} ({was.get(name)}, now {now[name]})" for name in differ)
+        return (
+            f"{path} holds a race that was begun with another {what}; go on with what it was begun "
+            "with, or choose another directory with --out"
+        )
+    return (
+        f"{path} holds another race; choose another directory with --out, or remove what is there "
+        "with --force"
+    )
 
 
 def check(plan: Plan, hosts: Hosts, out: Path) -> None:
@@ -186,7 +204,7 @@ def turns_left(plan: Plan, bench: BenchDir, *, retry: bool = False) -> Iterator[
 def time_left_s(
     plan: Plan, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
 ) -> float:
-    """About how long these turns take."""
+    """About how long the turns of `turns_left` take."""
     turns = list(turns_left(plan, bench, retry=retry))
     launches = {(entry.settings.pp, entry.settings.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(
@@ -222,13 +240,15 @@ def _launch(
     except RrfpError as error:
         if not hosts.leads:
             raise
-        failure = _failure_of(error, files, run)
+        failure = _failure_of(error, files)
         by_name = {entry.name: entry for entry in entries}
         if failure is None or _is_reference(by_name[failure.entry]):
             raise
-        files.append(failure)
         if hosts.nnodes > 1:
+            files.append(failure)
             raise
+        failure = replace(failure, error=_with_logs_kept(failure.error, run))
+        files.append(failure)
         return failure
     return None
 
@@ -238,20 +258,25 @@ def _of_race(settings: TrainSettings) -> TrainSettings:
     return TrainSettings(pp=settings.pp, tp=settings.tp, layers=settings.layers, no_trace=True)
 
 
-def _failure_of(error: RrfpError, files: RaceFiles, run: RunDir) -> Failure | None:
-    """Whose turn it was; None when it was nobody's. The logs that tell of it are put aside, for
-    the next launch writes its own."""
+def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
+    """Whose turn it was; None when it was nobody's."""
     under_way = files.read_under_way()
     if under_way is None:
         return None
     name, number = under_way
     if under_way in files.ended():
         return None
-    kept = run.path / f"logs-failed-{len(files.read_turns())}"
-    if run.logs.exists():
-        run.logs.rename(kept)
-    sentence = str(error).partition("\n")[0]
-    return Failure(name, number, sentence.replace(f"{run.logs}/", f"{kept}/"))
+    return Failure(name, number, str(error).partition("\n")[0])
+
+
+def _with_logs_kept(sentence: str, run: RunDir) -> str:
+    """Put the logs of a failure aside, for the next launch writes its own; the sentence with where
+    they are now."""
+    if not run.logs.exists():
+        return sentence
+    kept = run.path / f"logs-failed-{len([*run.path.glob('logs-failed-*')])}"
+    run.logs.rename(kept)
+    return sentence.replace(f"{run.logs}/", f"{kept}/")
 
 
 def _is_reference(entry: Entry) -> bool:

@@ -262,6 +262,7 @@ def _check_pace(settings: TrainSettings) -> None:
     from rrfp.simulate.cost_files import costs_file
     from rrfp.trace.rundir import RunDir
 
+    check_pace(settings)
     if settings.force and settings.out is not None and settings.pace is not None:
         costs = costs_file(settings.pace)
         if costs is not None and costs.resolve() == RunDir(settings.out).trace.resolve():
@@ -269,7 +270,6 @@ def _check_pace(settings: TrainSettings) -> None:
                 f"--force removes the run in {settings.out} and --pace takes its times; choose "
                 "another directory with --out"
             )
-    check_pace(settings)
 
 
 def _run(settings: TrainSettings) -> None:

@@ -2,7 +2,7 @@
 
 The first rank of a replica decides, and the others take its order. So it does not matter that some
 ranks are given no data, that a cost function gives other numbers elsewhere, or that another host
-has another file of the same name.
+has another file of the same name. At a pace every rank works the order out from the same costs.
 """
 
 from collections.abc import Callable, Sequence

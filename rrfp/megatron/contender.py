@@ -1,12 +1,14 @@
 """One system of a race on one rank: its schedule, on a model that it shares with others, at the
 pace of the round."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
+from rrfp.errors import UsageError
 from rrfp.hint_files import resolve_hint
 from rrfp.megatron.data import Batch, Data
 from rrfp.megatron.dropin import ForwardBackward
@@ -28,10 +30,11 @@ from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.conditions import conditions
-from rrfp.simulate.cost_files import resolve_costs
+from rrfp.simulate.cost_files import costs_file, resolve_costs
 from rrfp.simulate.costs import Costs
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.scaled import ScaledCosts
+from rrfp.text_files import sha256_of
 from rrfp.trace.records import NS_PER_S, Record, WaitRecord
 
 _PATIENCE_S = 120.0
@@ -94,6 +97,7 @@ class Contender:
         self._model = model
         self._batches = data.batches(layout.dp_rank)
         assert settings.pace is not None
+        _check_costs(settings.pace, entry.costs_sha256)
         self._jitter = parse_jitter(settings.jitter)
         self._costs: Costs = ScaledCosts(resolve_costs(settings.pace), entry.time_factor)
         pacer = make_pace(
@@ -199,6 +203,16 @@ class Contender:
         """Let go of what would disturb others."""
         if isinstance(self._schedule, ForwardBackward):
             self._schedule.close()
+
+
+def _check_costs(pace: str, sha256: str | None) -> None:
+    """Raise UsageError when the costs here are not those of the host that planned the race."""
+    file = costs_file(pace)
+    if file is not None and sha256_of(file) != sha256:
+        raise UsageError(
+            f"the costs {pace} on {socket.gethostname()} are not those that the race was planned "
+            "with; leave them as they are, the same on all hosts"
+        )
 
 
 def _shape_of(entry: Entry) -> Shape:

@@ -41,6 +41,7 @@ _NUM_STEPS, _NUM_IMAGE_STEPS = 60, 240
 """Steps of a run of text, and of one that has to learn to see, unless others are asked for."""
 
 _MAX_IMAGES, _IMAGE_SIZE, _PATCH_SIZE = 4, 32, 8
+"""So that a microbatch of images takes a CPU a fraction of a second."""
 
 _MAX_RANKS_PER_CORE = 16
 """More ranks than this on a host would start for many minutes, if there were memory for them."""

@@ -33,6 +33,8 @@ class Entry:
     """The schedule of torch.distributed.pipelining that runs it, instead of the dispatch."""
     time_factor: float = 1.0
     """How many times longer its tasks take than the costs say."""
+    costs_sha256: str | None = None
+    """Of the file with its costs, which every host reads; None for a preset."""
 
     def to_json(self) -> str:
         described = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -28,6 +28,7 @@ from threading import Lock, Thread
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import sleep_until
 from rrfp.runtime.protocols import (
     Clock,
     Failed,
@@ -38,7 +39,7 @@ from rrfp.runtime.protocols import (
     monotonic,
 )
 from rrfp.runtime.wire import Frame, FrameError, FrameReader, Header, Purpose, encode_header
-from rrfp.trace.records import NS_PER_S, Record
+from rrfp.trace.records import Record
 
 MAX_BUFFERS_PER_WRITE = 64
 _NS_PER_MS = 1_000_000
@@ -236,7 +237,7 @@ class LinkEnd(ABC):
             left_ns = max(0, due_ns - options.clock())
             patience_ms = min(patience_ms, left_ns // _NS_PER_MS)
             if patience_ms == 0:
-                time.sleep(left_ns / NS_PER_S)
+                sleep_until(time.monotonic_ns() + left_ns)
         events = dict(self._poller.poll(patience_ms))
         if self._wake_reader in events:
             with self._lock:

@@ -52,8 +52,8 @@ def resolve_costs(text: str) -> Costs:
 
 
 def costs_file(text: str) -> Path | None:
-    """The file with the costs of that name, a table or a trace; None for a preset. Raises
-    UsageError and RrfpError like `resolve_costs`."""
+    """The file, a table or a trace, with what `resolve_costs` takes for costs; None for a
+    preset."""
     return None if text in PRESETS else _recorded_trace(text) or Path(text)
 
 
