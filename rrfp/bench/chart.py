@@ -30,7 +30,8 @@ def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
         chart.facet(
             row=alt.Row(
                 "case:N",
-                sort=None,
+                # In the sequence of the tables.
+                sort=list(dict.fromkeys(row.planned.case.name for row in rows)),
                 title=None,
                 header=alt.Header(labelAnchor="start", labelOrient="top"),
             )
