@@ -157,6 +157,17 @@ def follow_a_file(rig: Rig, items: list[Batch], order: list[int], expected: Outc
     ):
         rig.run(schedule, num_microbatches=2)
     dist.barrier()
+    fail_without_data(rig, schedule)
+
+
+def fail_without_data(rig: Rig, schedule: Callable[..., list[Any]]) -> None:
+    is_first = rig.layout.pp_rank == 0
+    with pytest.raises(
+        UsageError if is_first else PeerLostError,
+        match="is given no data iterator; pass one" if is_first else "could not order",
+    ):
+        rig.run(lambda **given: schedule(**{**given, "data_iterator": None}))
+    dist.barrier()
 
 
 def fail_and_go_on(rig: Rig, items: list[Batch], expected: Outcome) -> None:
@@ -178,11 +189,6 @@ def fail_and_go_on(rig: Rig, items: list[Batch], expected: Outcome) -> None:
         ):
             run(rig, schedule, given)
         dist.barrier()
-    with pytest.raises(
-        UsageError if is_first else PeerLostError,
-        match="is given no data iterator; pass one" if is_first else "could not order",
-    ):
-        rig.run(lambda **given: plain(**{**given, "data_iterator": None}))
-    dist.barrier()
+    fail_without_data(rig, plain)
     assert run(rig, plain, items) == expected
     plain.close()

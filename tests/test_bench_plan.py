@@ -97,6 +97,35 @@ def test_the_length_of_tasks_is_that_of_presets_alone(tmp_path: Path) -> None:
     assert {entry.time_factor for entry in plan.entries.values()} == {0.25}
 
 
+def test_tasks_of_another_length_are_another_case() -> None:
+    short, long = (
+        tiny_plan("rq1", systems=("bf",), profiles=("language",), task_ms=task_ms)
+        for task_ms in (5.0, 60.0)
+    )
+    assert not short.entries.keys() & long.entries.keys()
+    assert all("seed 1234, 60 ms a task: " in name for name in long.entries)
+
+
+@pytest.mark.parametrize("heavy", ["F", "B", "W"])
+def test_whatever_differs_between_microbatches_is_something_to_sort_by(
+    heavy: str, tmp_path: Path
+) -> None:
+    def admits(varied: str) -> set[Admit]:
+        rows = [
+            f"{kind},{rank},0,{microbatch},{0.01 * (1 + microbatch * (kind == varied))}"
+            for kind in "FBW"
+            for rank in range(3)
+            for microbatch in range(3)
+        ]
+        costs = tmp_path / "mine.csv"
+        costs.write_text("\n".join(("kind,pp_rank,chunk,microbatch,seconds", *rows)))
+        plan = tiny_plan("rq1", systems=("bfw",), profiles=(str(costs),))
+        return {row.admit for row in plan.rows}
+
+    assert admits("") == {Admit.GIVEN}
+    assert admits(heavy) == {Admit.GIVEN, Admit.PYRAMID}
+
+
 @pytest.mark.parametrize(
     ("text", "pp", "bound"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.evaluation import Evaluation
 from rrfp.megatron.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -56,13 +56,28 @@ def test_an_evaluation_disturbs_no_training() -> None:
     assert len(set(looked.heldout_losses)) == 3
 
 
+def test_what_cannot_be_looked_at_is_told_before_the_training() -> None:
+    layout: Any = SimpleNamespace(dp=2, dp_rank=1)
+    nothing: Any = None
+    asked: list[int] = []
+
+    def heldout(number: int) -> Any:
+        asked.append(number)
+        if number == 40:
+            raise UsageError("the image is damaged")
+
+    with pytest.raises(UsageError, match="is damaged"):
+        Evaluation(TrainSettings(microbatches=12), layout, nothing, heldout, nothing)
+    assert asked == [*range(12, 24), *range(36, 41)]
+
+
 def test_a_loss_that_is_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     layout: Any = SimpleNamespace(
-        dp=1, pp_rank=0, last_stage_pp_rank=1, first_rank=lambda pp_rank: pp_rank
+        dp=1, dp_rank=0, pp_rank=0, last_stage_pp_rank=1, first_rank=lambda pp_rank: pp_rank
     )
     model: Any = SimpleNamespace(chunks=[])
     nothing: Any = None
-    evaluation = Evaluation(TrainSettings(), layout, model, nothing, nothing)
+    evaluation = Evaluation(TrainSettings(), layout, model, lambda _: nothing, nothing)
     monkeypatch.setattr(evaluation, "_step", lambda _: torch.tensor([math.nan, 1.0]))
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *_: None)
     with pytest.raises(RrfpError, match=r"held-out loss came to nan.*; try a smaller --lr"):

@@ -16,7 +16,7 @@ from rrfp.megatron.settings import TrainSettings
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.hints import hint_named, kinds_of
-from rrfp.schedule.shape import FORWARD_ONLY, Placement, Shape
+from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.costs import Costs
@@ -145,6 +145,16 @@ def test_work_that_takes_longer_than_its_model_is_counted() -> None:
     assert pacer.tally + PaceTally(1, 1, MS) == PaceTally(5, 3, 4 * MS)
     pacer.start_step(1, shape)
     assert pacer.tally == PaceTally()
+
+
+def test_work_of_a_task_without_a_time_is_over_it(tmp_path: Path) -> None:
+    costs = tmp_path / "mine.toml"
+    costs.write_text("seconds = { F = 0.02, B = 0.02, W = 0 }\n")
+    time, shape = FakeTime(), Shape(2, 4, kinds=SPLIT_BACKWARD)
+    pacer = pacer_of(time, resolve_costs(str(costs)), shape=shape)
+    with pacer.start_step(0, shape).task(Task(0, Kind.W, 0)):
+        time.now_ns += MS
+    assert pacer.tally == PaceTally(num_tasks=1, num_over=1, worst_over_ns=MS)
 
 
 def test_a_task_that_fails_is_neither_stretched_nor_counted() -> None:

@@ -237,6 +237,16 @@ def test_wrong_folders_are_refused_in_a_sentence_before_anything_starts(
     assert "\n" not in str(refused.value)
 
 
+def test_captions_lie_anywhere_in_the_folder(tmp_path: Path) -> None:
+    lines = write_images(tmp_path, (16, 16), (16, 16), (16, 16))
+    write_lines(tmp_path, lines[:2])
+    (tmp_path / "more").mkdir()
+    write_lines(tmp_path / "more", lines[2:])
+    folder = PictureFolder(tmp_path, SETTINGS)
+    texts = {*texts_of(folder, Part.TRAINING, 2), *texts_of(folder, Part.HELDOUT, 1)}
+    assert texts == {b"number 0", b"number 1", b"number 2"}
+
+
 def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "file"):
         with pytest.raises(UsageError, match="is not a folder; with --model vlm"):

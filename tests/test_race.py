@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +11,10 @@ from rrfp.bench.modelled import Modelled
 from rrfp.bench.plan import Plan
 from rrfp.bench.runner import BenchDir, Hosts, race, time_left_s
 from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.megatron.race import turn_of
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.trace.rundir import RunDir
 from tests.effort import examples
 from tests.races import MadeUp, rows_of, tiny_plan, turn
 
@@ -40,6 +43,17 @@ def test_no_entry_always_goes_first_or_after_the_same_one() -> None:
         orders[number] += entry.name
     assert len({order[0] for order in orders}) > 1
     assert len({order[order.index("0") - 1] for order in orders}) > 1
+
+
+def test_a_rank_that_is_done_waits_for_the_last_one() -> None:
+    """As it does before its own call, when another rank has been called already."""
+    ns = torch.tensor(
+        [[0, 8, 5, 1, 0, 3, 10, 0], [1, 10, 6, 2, 1, 4, 10, 1]], dtype=torch.float64
+    ) * torch.tensor([10**9] * 5 + [1] * 3)
+    (entry,) = entries_of(1, 1)
+    assert turn_of(entry, 0, ns) == Turn(
+        "0", 0, 10.0, 5.5, (1 + 2 + 2 + 1) / 2, 0.5, 4.0, num_tasks=20, num_over=1
+    )
 
 
 # How it is run.
@@ -219,6 +233,41 @@ def test_without_megatron_there_is_no_race(tmp_path: Path) -> None:
 
     with pytest.raises(RrfpError, match="no memory"):
         run_race(plan, tmp_path / "o", MadeUp(fail))
+
+
+def test_a_reference_that_fails_in_anothers_turn_ends_the_race(tmp_path: Path) -> None:
+    """Megatron's 1F1B runs before the first turn, whosever that is: ranks say that it has begun."""
+    plan = tiny_plan("rq3")
+    reference = next(row.megatron for row in plan.rows)
+
+    def launch(_: TrainSettings, run: RunDir) -> None:
+        RaceFiles(run.path).begin(plan.entries[reference], 0)
+        raise RrfpError("no memory")
+
+    bench = BenchDir(tmp_path / "o")
+    with bench.prepare(plan, force=False), pytest.raises(RrfpError, match="no memory"):
+        race(plan, bench, Hosts(), launch, lambda _: None)
+    assert bench.ended(plan) == []
+
+
+def test_nothing_is_removed_that_is_no_race(tmp_path: Path) -> None:
+    for text in ("[]", "{}", "[", "a plan of mine"):
+        (tmp_path / "plan.json").write_text(text)
+        (tmp_path / "pp2-tp1").mkdir(exist_ok=True)
+        for force in (False, True):
+            with pytest.raises(UsageError, match=r"plan.json is no plan of a race"):
+                BenchDir(tmp_path).prepare(tiny_plan("rq3"), force=force)
+        assert (tmp_path / "plan.json").read_text() == text
+        assert (tmp_path / "pp2-tp1").exists()
+
+
+def test_force_removes_the_charts_of_the_race_before(tmp_path: Path) -> None:
+    bench, plan = BenchDir(tmp_path), tiny_plan("rq3")
+    bench.prepare(plan, force=False).close()
+    for name in ("rq1.svg", "rq1.png", "notes.svg"):
+        (tmp_path / name).touch()
+    bench.prepare(plan, force=True).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "notes.svg"}
 
 
 def test_another_race_is_not_mixed_with_the_first(tmp_path: Path) -> None:

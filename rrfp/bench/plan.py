@@ -20,6 +20,7 @@ from rrfp.megatron.turns import Entry
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dispatcher import DEFAULT_LIMIT
 from rrfp.schedule.shape import Shape
+from rrfp.simulate.admission import weights_ns
 from rrfp.simulate.cost_files import DRAWN, costs_file, resolve_costs, settled
 from rrfp.simulate.table import PRESETS as COST_PRESETS
 from rrfp.text_files import sha256_of
@@ -42,6 +43,8 @@ class Case:
     tp: int
     microbatches: int
     seed: int
+    task_ms: float | None = None
+    """What F, B and W of a rank take on average; None where the costs are meant as they are."""
 
     @property
     def costs(self) -> str:
@@ -60,7 +63,13 @@ class Case:
     @property
     def name(self) -> str:
         ranks = f"PP {self.pp}" + (f" x TP {self.tp}" if self.tp > 1 else "")
-        return f"{self.profile}, {ranks}, {self.microbatches} microbatches, seed {self.seed}"
+        task = "" if self.task_ms is None else f", {self.task_ms:g} ms a task"
+        return f"{self.profile}, {ranks}, {self.microbatches} microbatches, seed {self.seed}{task}"
+
+    @property
+    def time_factor(self) -> float:
+        """How many times longer a task takes than its costs say."""
+        return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +167,14 @@ def make_plan(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Plan:
 def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[PlannedRow, Entry]]:
     for contest in preset.contests:
         steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
-        for case in _cases(contest, asked):
-            time_factor = _time_factor(case, scale, asked)
+        for case in _cases(contest, scale, asked):
             varies = _vary(case)
             pace, file = settled(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
                 settings = _settings(case, system, limit, hold, admit, int(steps), pace)
                 name = _name(case, system, limit, hold, admit)
-                entry = Entry(name, settings, system.peer, time_factor, sha256)
+                entry = Entry(name, settings, system.peer, case.time_factor, sha256)
                 yield (
                     PlannedRow(
                         preset.name,
@@ -183,20 +191,18 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Plann
                 )
 
 
-def _time_factor(case: Case, scale: Scale, asked: Asked) -> float:
-    """How many times longer than its costs say a task takes; those of files are meant as they
-    are."""
+def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
     if case.costs in COST_PRESETS:
-        return (asked.task_ms or scale.task_ms) / _PRESET_MS
+        return asked.task_ms or scale.task_ms
     if asked.task_ms is not None:
         raise UsageError(
             f"--task-ms is about {', '.join(COST_PRESETS)}, and {case.costs} says itself how long "
             "tasks take; leave --task-ms out"
         )
-    return 1.0
+    return None
 
 
-def _cases(contest: Contest, asked: Asked) -> Iterator[Case]:
+def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
     if asked.seed is not None:
         seeds: tuple[int, ...] = (asked.seed,)
     else:
@@ -206,7 +212,8 @@ def _cases(contest: Contest, asked: Asked) -> Iterator[Case]:
             for profile in asked.profiles or contest.profiles:
                 for level in contest.levels:
                     text = f"{profile}+{level}" if level else profile
-                    yield Case(text, pp, tp, microbatches, seed)
+                    case = Case(text, pp, tp, microbatches, seed)
+                    yield replace(case, task_ms=_task_ms(case, scale, asked))
 
 
 def _combinations(
@@ -238,11 +245,18 @@ def _fits(system: System, case: Case) -> bool:
 
 
 def _vary(case: Case) -> bool:
-    """Whether microbatches are known to cost differently: only then is there an order to choose."""
-    costs = resolve_costs(case.costs).step(
-        Shape(case.pp, case.microbatches), seed=case.seed, replica=0
-    )
-    return costs.is_known and any(len(set(row)) > 1 for row in costs.times.forward)
+    """Whether microbatches are known to cost differently: only then is there an order to choose.
+
+    Raises UsageError for costs that do not fit the case.
+    """
+    shape = Shape(case.pp, case.microbatches)
+    try:
+        costs = resolve_costs(case.costs).step(shape, seed=case.seed, replica=0)
+    except UsageError as error:
+        raise UsageError(
+            f"{case.name} cannot race: {error}; or choose another --profile or --scale"
+        ) from None
+    return costs.is_known and len(set(weights_ns(costs.times))) > 1
 
 
 def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:

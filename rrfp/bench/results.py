@@ -87,6 +87,7 @@ class ResultRow:
             "tp": case.tp,
             "microbatches": case.microbatches,
             "seed": case.seed,
+            "task_ms": case.task_ms,
             "chunks": system.chunks,
             "placement": system.placement,
             "limit": planned.limit,

@@ -97,6 +97,10 @@ class BenchDir:
             self._lock(file)
             file.seek(0)
             known = file.read()
+            if known and not _is_plan(known):
+                raise UsageError(
+                    f"{self.plan} is no plan of a race; choose another directory with --out"
+                )
             if force:
                 self._clear()
             elif known not in ("", text):
@@ -123,18 +127,25 @@ class BenchDir:
         for found in self.path.glob("pp*-tp*"):
             if found.is_dir():
                 shutil.rmtree(found)
+        for chart in (*self.path.glob("rq?.svg"), *self.path.glob("rq?.png")):
+            chart.unlink()
         self.models.unlink(missing_ok=True)
+
+
+def _is_plan(text: str) -> bool:
+    try:
+        plan = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(plan, dict) and "entries" in plan
 
 
 def _why_other(path: Path, known: str, text: str) -> str:
     """Why the race in a directory is not the one that is asked for."""
-    try:
-        was, now = json.loads(known), json.loads(text)
-    except ValueError:
-        was, now = {}, {}
+    was, now = json.loads(known), json.loads(text)
     names = {"versions": "software", "cores": "number of cores"}
-    differ = [name for name in names if now and was.get(name) != now[name]]
-    if differ and was.get("entries") == now["entries"]:
+    differ = [name for name in names if was.get(name) != now[name]]
+    if differ and was["entries"] == now["entries"]:
         what = " and ".join(f"{names[name]} ({was.get(name)}, now {now[name]})" for name in differ)
         return (
             f"{path} holds a race that was begun with another {what}; go on with what it was begun "

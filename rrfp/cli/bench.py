@@ -87,7 +87,7 @@ def bench(
         float | None,
         typer.Option(
             min=0.1,
-            max=60_000,
+            max=5_000,
             help="What F, B and W of a rank take on average, in ms; of language, multimodal and "
             "uniform costs.",
         ),

@@ -288,7 +288,7 @@ def _run(settings: TrainSettings) -> None:
         )
         launch(settings, RunDir(settings.out))
         return
-    if settings.out is None and settings.pace is not None:
+    if settings.nnodes == 1 and settings.pace is not None:
         # It may name the newest run, which this one is about to become.
         settings = replace(settings, pace=settled(settings.pace))
     run = create_run_dir(settings.out, settings.force, settings.resolved_hint)

@@ -19,7 +19,7 @@ from rrfp.megatron.pacing import StepPacer, make_pace
 from rrfp.megatron.parallel import Layout, virtual_pipeline_size
 from rrfp.megatron.peers import PEERS
 from rrfp.megatron.rank import schedule_of
-from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.torch_schedule import TorchSchedule
 from rrfp.megatron.training import run_schedule
 from rrfp.megatron.turns import Entry
@@ -28,7 +28,7 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.conditions import conditions
 from rrfp.simulate.cost_files import costs_file, resolve_costs
 from rrfp.simulate.costs import Costs
@@ -111,6 +111,8 @@ class Contender:
         )
         assert pacer is not None
         self._pace = _RoundPace(pacer)
+        # The leader of a group decides ahead, by how long its tasks took so far.
+        self._learns_times = settings.tp > 1 and settings.dispatch == DispatchMode.READY
         self._schedule: NativeSchedule | ForwardBackward | TorchSchedule
         if entry.peer is not None:
             self._schedule = TorchSchedule(
@@ -122,23 +124,27 @@ class Contender:
             )
         self._is_warm = False
 
-    def prepare(self, number: int) -> list[Batch]:
-        """The round's microbatches, in the order in which they are admitted, and its pace."""
+    def prepare(self, number: int) -> None:
+        """Draw the round's pace, before its step begins."""
         self._pace.pacer.prepare(number)
-        return self.batches(number)
 
     def batches(self, number: int) -> list[Batch]:
         """The round's microbatches, in the order in which they are admitted."""
         order = self._pace.pacer.order(number)
         return [self._batches.batch(number, microbatch) for microbatch in order]
 
-    def warm_up(self, batches: Sequence[Batch]) -> None:
-        """Run everything once; later, open the links again."""
-        if not self._is_warm:
-            self.step(batches)
-            self._is_warm = True
-        elif isinstance(self._schedule, ForwardBackward):
+    def warm_up(self, number: int) -> None:
+        """Run the round's step once, so that links are open and no system finds colder caches than
+        another; but for the first time, only as many microbatches as there are ranks, where the
+        schedule is not built for their number. What learns from it runs at the round's pace."""
+        batches = self.batches(number)
+        if self._learns_times:
+            self.step(batches, number)
+        elif self._is_warm and not isinstance(self._schedule, TorchSchedule):
             self.step(batches[: self.layout.pp])
+        else:
+            self.step(batches)
+        self._is_warm = True
         self.forget()
 
     def step(self, batches: Sequence[Batch], number: int | None = None) -> None:
@@ -152,10 +158,10 @@ class Contender:
             run_schedule(self._schedule, self.settings, self._model, batches)
 
     def most_s(self, number: int) -> float:
-        """More than a round's turn takes if it is not stuck: its whole work one task after another,
-        some times over, for jitter adds to it."""
+        """More than a round's turn takes if it is not stuck: its whole work and its messages one
+        after another, some times over, for jitter adds to it."""
         settings = self.settings
-        times = conditions(
+        met = conditions(
             self._costs,
             self._jitter,
             Admit(settings.admit),
@@ -163,10 +169,18 @@ class Contender:
             settings.seed + number,
             self.layout.dp_rank,
             number,
-        ).times
+        )
+        times, shape = met.times, met.shape
         rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
+        messages_ns = sum(
+            met.links(rank, other, Task(0, Kind.F, microbatch))
+            for rank in range(shape.num_ranks)
+            for other in (rank - 1, rank + 1)
+            for microbatch in range(shape.num_microbatches)
+        )
+        work_ns = sum(map(sum, rows)) + shape.num_chunks * messages_ns
         stopped_ns = sum(stop.until_ns for stop in self._jitter.stops)
-        return _PATIENCE_S + (_PATIENCE_FACTOR * sum(map(sum, rows)) + stopped_ns) / NS_PER_S
+        return _PATIENCE_S + (_PATIENCE_FACTOR * work_ns + stopped_ns) / NS_PER_S
 
     def gradients(self) -> Gradients:
         return gradients(self._model.chunks, self.settings, self.layout)

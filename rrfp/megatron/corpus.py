@@ -159,7 +159,7 @@ def _byte_corpus(path: Path) -> ByteCorpus:
 
 def _documents(path: Path) -> Iterator[bytes]:
     if path.is_dir():
-        for file in _files_under(path):
+        for file in files_under(path):
             if file.suffix in (".bin", ".idx"):
                 raise UsageError(
                     f"the folder {path} holds {file.name}; give --data the .bin/.idx pair itself"
@@ -178,7 +178,7 @@ def _documents(path: Path) -> Iterator[bytes]:
         yield path.read_bytes()
 
 
-def _files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
+def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Every file that is not hidden, in the same order on every machine."""
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(
@@ -211,7 +211,7 @@ def json_line(line: bytes, place: str) -> tuple[dict[str, Any], bytes]:
 
 def _library_documents() -> Iterator[bytes]:
     num_bytes = 0
-    for file in _files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
+    for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
             continue
         text = file.read_bytes()

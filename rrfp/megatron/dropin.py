@@ -196,16 +196,16 @@ class ForwardBackward:
         if admission is Admit.GIVEN:
             return range(num_microbatches)
 
-        def weigh() -> list[float]:
+        def decide() -> Sequence[int]:
             if data is None:
                 raise UsageError(
-                    f"admit '{self._settings.admit}' weighs the step's items and the first rank of "
+                    f"admit '{self._settings.admit}' orders the step's items and the first rank of "
                     "this replica is given no data iterator; pass one there or leave admit out"
                 )
-            return self._cost.weigh(data.first(num_microbatches))
-
-        def decide() -> Sequence[int]:
-            return admission_order(admission, step, num_microbatches, weigh)
+            first = data.first
+            return admission_order(
+                admission, step, num_microbatches, lambda: self._cost.weigh(first(num_microbatches))
+            )
 
         start_ns = monotonic()
         order = agreed_order(decide, num_microbatches, groups, device)

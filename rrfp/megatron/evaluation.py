@@ -1,7 +1,7 @@
 """The loss on what training never sees, by forwards alone through the same schedule."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -35,12 +35,18 @@ class Evaluation:
         heldout: Callable[[int], Batch],
         schedule: OwnSchedule,
     ) -> None:
-        """`schedule` is not the training's: its steps have numbers of their own."""
+        """`schedule` is not the training's: its steps have numbers of their own. Raises what
+        `heldout` raises."""
         self._settings = settings
         self._layout = layout
         self._model = model
-        self._heldout = heldout
         self._schedule = schedule
+        num, dp = settings.microbatches, layout.dp
+        # Made now, so that an image that cannot be read ends the run before it has trained.
+        self._steps = [
+            [heldout((step * dp + layout.dp_rank) * num + index) for index in range(num)]
+            for step in range(-(-_MIN_MICROBATCHES // (num * dp)))
+        ]
 
     def is_due(self, step: int) -> bool:
         """It is after this step that the model is looked at."""
@@ -52,12 +58,11 @@ class Evaluation:
     def loss(self) -> float:
         """The mean over all labels that count; the same number on every rank. Raises RrfpError when
         it is not finite."""
-        settings, layout = self._settings, self._layout
-        num_steps = -(-_MIN_MICROBATCHES // (settings.microbatches * layout.dp))
+        layout = self._layout
         for chunk in self._model.chunks:
             chunk.eval()
         with torch.no_grad():
-            sums = torch.stack([self._step(step) for step in range(num_steps)]).sum(dim=0)
+            sums = torch.stack([self._step(batches) for batches in self._steps]).sum(dim=0)
         for chunk in self._model.chunks:
             chunk.train()
         if layout.pp_rank == layout.last_stage_pp_rank:
@@ -76,12 +81,11 @@ class Evaluation:
         """Close the schedule's links."""
         self._schedule.close()
 
-    def _step(self, step: int) -> torch.Tensor:
+    def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Sum and number of the losses of some microbatches; known to the last stage."""
-        settings, layout = self._settings, self._layout
-        first = (step * layout.dp + layout.dp_rank) * settings.microbatches
-        batches = [self._heldout(first + index) for index in range(settings.microbatches)]
-        losses = run_schedule(self._schedule, settings, self._model, batches, forward_only=True)
+        losses = run_schedule(
+            self._schedule, self._settings, self._model, batches, forward_only=True
+        )
         sums = torch.zeros(2, dtype=torch.float64)
         # Empty but on the rank of the last stage.
         for item, batch in zip(losses, batches, strict=bool(losses)):

@@ -159,8 +159,7 @@ class PacedStep:
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`count` is told by how much a task's work took longer than its model; a task that is to
-        take no time has none to keep to."""
+        """`count` is told by how much a task's work took longer than its model."""
         self._shape = shape
         self._model = model
         self._links = links
@@ -178,7 +177,7 @@ class PacedStep:
         time_ns = self._model(task, worked_ns)
         if self._stretch is not None:
             time_ns = self._stretch(start_ns - self._start_ns, task, time_ns)
-        if self._count is not None and time_ns:
+        if self._count is not None:
             self._count(worked_ns - time_ns)
         self._sleep(start_ns + time_ns)
 

@@ -1,8 +1,8 @@
 """A folder with images and their captions, in lines of JSON.
 
-Every `.jsonl` file of the folder counts. A line has a string `text` and, unless it is a text alone,
-the path `image` of a file inside the folder. One image in 20, at least one, is held out with all of
-its captions.
+Every `.jsonl` file under the folder counts. A line has a string `text` and, unless it is a text
+alone, the path `image` of a file inside the folder, from the folder on. One image in 20, at least
+one, is held out with all of its captions.
 """
 
 import warnings
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from rrfp.errors import UsageError
-from rrfp.megatron.corpus import check_no_pipe, json_line
+from rrfp.megatron.corpus import check_no_pipe, files_under, json_line
 from rrfp.megatron.documents import Document, Part, Pixels
 from rrfp.megatron.settings import TrainSettings
 from rrfp.megatron.walk import sample_at
@@ -147,13 +147,13 @@ def _opened(line: _Line) -> Image.Image:
 
 
 def _lines(folder: Path) -> Iterator[_Line]:
-    """The lines of all `.jsonl` files of the folder, by name."""
+    """The lines of all `.jsonl` files under the folder, by name."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
             ".jsonl of captions"
         )
-    files = sorted(file for file in folder.glob("*.jsonl") if not file.name.startswith("."))
+    files = [file for file in files_under(folder) if file.suffix == ".jsonl"]
     if not files:
         raise UsageError(
             f"the folder {folder} holds no .jsonl; give it one, with lines like "

@@ -40,17 +40,27 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     """Take this rank's part in every turn that has not ended yet. Raises what a step raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = RaceFiles(run.path)
-    entries = files.read_entries()
-    ended = files.ended()
+    leads = layout.rank == 0
+    # One rank reads: another host may see a shared file as it was a while ago.
+    told: list[Any] = [files.read_entries(), files.ended()] if leads else [None, None]
     offset_ns = introduce(layout)[layout.rank].clock_offset_ns
-    dist.barrier()  # Nobody may add a turn before all have read them.
+    dist.broadcast_object_list(told)
+    entries, ended = told
     race = _Race(layout, entries, offset_ns)
     gc.freeze()
-    for number, entry in rounds(entries, ended):
-        if layout.rank == 0:
+
+    def begin(entry: Entry, number: int) -> None:
+        if leads:
             files.begin(entry, number)
+
+    for number, entry in rounds(entries, ended):
+        reference = race.missing_reference(entry) if number == 0 else None
+        if reference is not None:
+            begin(reference, number)
+            race.refer_to(reference)
+        begin(entry, number)
         turn = race.turn(entry, number)
-        if layout.rank == 0:
+        if leads:
             files.append(turn)
 
 
@@ -65,23 +75,22 @@ class _Race:
         self._models: dict[tuple[int, int, str], ModelChunks] = {}
         self._contenders: dict[str, Contender] = {}
         self._references: dict[tuple[int, int], list[Gradients]] = {}
-        """By seed and number of microbatches, the gradients of all ranks; known to rank 0."""
+        """By `_reference_key`, the gradients of all ranks; known to rank 0."""
 
     def turn(self, entry: Entry, number: int) -> Turn:
         """Run an entry's step of a round; every rank calls it, and rank 0 learns all of it."""
         contender = self._contender(entry)
         with _bounded(entry, number, contender.most_s(number)):
-            if number == 0:
-                self._prepare_reference(entry.settings)
-            batches = contender.prepare(number)
-            contender.warm_up(batches)
+            contender.warm_up(number)
+            batches = contender.batches(number)
+            contender.prepare(number)
             with _stillness():
                 dist.barrier()
                 contender.step(batches, number)
             figures = contender.figures(self._offset_ns)
             of_ranks = [torch.empty_like(figures) for _ in range(self._layout.world_size)]
             dist.all_gather(of_ranks, figures)
-            turn = _turn_of(entry, number, torch.stack(of_ranks))
+            turn = turn_of(entry, number, torch.stack(of_ranks))
             if number == 0:
                 turn = self._compare(turn, contender)
             contender.forget()
@@ -106,23 +115,29 @@ class _Race:
             self._contenders[entry.name] = Contender(entry, layout, self._models[model_key], data)
         return self._contenders[entry.name]
 
-    def _prepare_reference(self, settings: TrainSettings) -> None:
-        """Have the gradients of the first round by Megatron's 1F1B."""
-        key = (settings.seed, settings.microbatches)
+    def missing_reference(self, entry: Entry) -> Entry | None:
+        """The entry whose gradients of the first round this one's are held against, unless they
+        are known already."""
+        key = _reference_key(entry.settings)
         if key in self._references:
-            return
-        reference = next(
-            entry
-            for entry in self._entries
-            if entry.settings.dispatch == DispatchMode.MEGATRON
-            and entry.settings.chunks == 1
-            and (entry.settings.seed, entry.settings.microbatches) == key
+            return None
+        return next(
+            each
+            for each in self._entries
+            if each.settings.dispatch == DispatchMode.MEGATRON
+            and each.settings.chunks == 1
+            and _reference_key(each.settings) == key
         )
+
+    def refer_to(self, reference: Entry) -> None:
+        """Have its gradients of the first round; every rank calls it."""
         contender = self._contender(reference)
-        contender.warm_up(contender.batches(0))
-        contender.step(contender.batches(0))
-        self._references[key] = self._gathered(contender.gradients())
-        contender.forget()
+        with _bounded(reference, 0, contender.most_s(0)):
+            contender.warm_up(0)
+            contender.step(contender.batches(0))
+            gathered = self._gathered(contender.gradients())
+            self._references[_reference_key(reference.settings)] = gathered
+            contender.forget()
 
     def _gathered(self, own: Gradients) -> list[Gradients]:
         """The gradients of all ranks, on rank 0."""
@@ -144,7 +159,7 @@ class _Race:
                 for rank, of_rank in enumerate(each)
                 for name, gradient in of_rank.items()
             }
-            for each in (found, self._references[settings.seed, settings.microbatches])
+            for each in (found, self._references[_reference_key(settings)])
         )
         return replace(
             turn,
@@ -153,8 +168,16 @@ class _Race:
         )
 
 
-def _turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
+def _reference_key(settings: TrainSettings) -> tuple[int, int]:
+    """Settings that have this in common add up the same gradients."""
+    return settings.seed, settings.microbatches
+
+
+def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
+    """What came of a turn, from the `Contender.figures` of all ranks, a row each."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, held, num_tasks, num_over = table.T
+    # A rank that is done, or has not been called yet, idles as one does that waits inside.
+    blocking_ns = blocking_ns + (end_ns.max() - end_ns) + (start_ns - start_ns.min())
     return Turn(
         entry.name,
         number,

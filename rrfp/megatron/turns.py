@@ -59,7 +59,8 @@ class Turn:
     compute_s: float
     """In F, B and W."""
     blocking_s: float
-    """With nothing to run: waits for inputs, for transfers and for the end."""
+    """With nothing to run: before the rank's call, in waits for inputs and for transfers, and from
+    its own return to that of the last rank."""
     coordination_s: float
     """Waits for the agreement of ranks that share a collective."""
     peak_held: float
