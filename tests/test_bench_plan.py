@@ -126,6 +126,16 @@ def test_whatever_differs_between_microbatches_is_something_to_sort_by(
     assert admits(heavy) == {Admit.GIVEN, Admit.PYRAMID}
 
 
+def test_costs_of_chunks_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    costs = tmp_path / "mine.toml"
+    costs.write_text(
+        "seconds = { F = 1, B = 1, W = 1 }\n"
+        '[[ranks]]\npp_ranks = "0"\nchunk = 1\nseconds = { F = 2 }\n'
+    )
+    with pytest.raises(UsageError, match=r"cannot race: .*chunk 1.*--profile or --scale"):
+        tiny_plan("rq1", systems=("zb-v",), profiles=(str(costs),))
+
+
 @pytest.mark.parametrize(
     ("text", "pp", "bound"),
     [

@@ -1,6 +1,9 @@
 """A race of many turns: whose turn it is, how it is run, interrupted and gone on with."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from rrfp.bench.modelled import Modelled
 from rrfp.bench.plan import Plan
 from rrfp.bench.runner import BenchDir, Hosts, race, time_left_s
 from rrfp.errors import RrfpError, StoppedError, UsageError
-from rrfp.megatron.race import turn_of
+from rrfp.megatron import race as ranks_of_race
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.trace.rundir import RunDir
@@ -51,7 +54,7 @@ def test_a_rank_that_is_done_waits_for_the_last_one() -> None:
         [[0, 8, 5, 1, 0, 3, 10, 0], [1, 10, 6, 2, 1, 4, 10, 1]], dtype=torch.float64
     ) * torch.tensor([10**9] * 5 + [1] * 3)
     (entry,) = entries_of(1, 1)
-    assert turn_of(entry, 0, ns) == Turn(
+    assert ranks_of_race.turn_of(entry, 0, ns) == Turn(
         "0", 0, 10.0, 5.5, (1 + 2 + 2 + 1) / 2, 0.5, 4.0, num_tasks=20, num_over=1
     )
 
@@ -235,29 +238,43 @@ def test_without_megatron_there_is_no_race(tmp_path: Path) -> None:
         run_race(plan, tmp_path / "o", MadeUp(fail))
 
 
-def test_a_reference_that_fails_in_anothers_turn_ends_the_race(tmp_path: Path) -> None:
-    """Megatron's 1F1B runs before the first turn, whosever that is: ranks say that it has begun."""
-    plan = tiny_plan("rq3")
-    reference = next(row.megatron for row in plan.rows)
+def test_a_reference_that_fails_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are had before the first turn, whosever that is."""
 
-    def launch(_: TrainSettings, run: RunDir) -> None:
-        RaceFiles(run.path).begin(plan.entries[reference], 0)
-        raise RrfpError("no memory")
+    class FailingRace:
+        def __init__(self, _layout: Any, entries: Sequence[Entry], _offset_ns: int) -> None:
+            self._reference = entries[0]
 
-    bench = BenchDir(tmp_path / "o")
-    with bench.prepare(plan, force=False), pytest.raises(RrfpError, match="no memory"):
-        race(plan, bench, Hosts(), launch, lambda _: None)
-    assert bench.ended(plan) == []
+        def missing_reference(self, _: Entry) -> Entry:
+            return self._reference
+
+        def refer_to(self, _: Entry) -> None:
+            raise RrfpError("no memory")
+
+    files, entries = RaceFiles(tmp_path), entries_of(4, 1)
+    first = next(entry for _, entry in rounds(entries, ()))
+    entries.sort(key=lambda entry: entry == first)
+    files.write_entries(entries)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(ranks_of_race, "_Race", FailingRace)
+    monkeypatch.setattr(ranks_of_race, "introduce", lambda _: [SimpleNamespace(clock_offset_ns=0)])
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda _: None)
+    layout: Any = SimpleNamespace(rank=0)
+    with pytest.raises(RrfpError, match="no memory"):
+        ranks_of_race.work(RunDir(tmp_path), TrainSettings(), layout)
+    assert files.read_under_way() == (entries[0].name, 0)
 
 
 def test_nothing_is_removed_that_is_no_race(tmp_path: Path) -> None:
-    for text in ("[]", "{}", "[", "a plan of mine"):
-        (tmp_path / "plan.json").write_text(text)
+    for content in (b"[]", b"{}", b"[", b"a plan of mine", b"\xff\xfe"):
+        (tmp_path / "plan.json").write_bytes(content)
         (tmp_path / "pp2-tp1").mkdir(exist_ok=True)
         for force in (False, True):
             with pytest.raises(UsageError, match=r"plan.json is no plan of a race"):
                 BenchDir(tmp_path).prepare(tiny_plan("rq3"), force=force)
-        assert (tmp_path / "plan.json").read_text() == text
+        assert (tmp_path / "plan.json").read_bytes() == content
         assert (tmp_path / "pp2-tp1").exists()
 
 

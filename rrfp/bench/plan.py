@@ -253,10 +253,15 @@ def _vary(case: Case) -> bool:
     try:
         costs = resolve_costs(case.costs).step(shape, seed=case.seed, replica=0)
     except UsageError as error:
-        raise UsageError(
-            f"{case.name} cannot race: {error}; or choose another --profile or --scale"
-        ) from None
+        raise cannot_race(case.name, error) from None
     return costs.is_known and len(set(weights_ns(costs.times))) > 1
+
+
+def cannot_race(name: str, error: UsageError) -> UsageError:
+    """The error of a case or an entry, with what a race offers instead."""
+    return UsageError(
+        f"{name} cannot race: {error}; or choose others with --system, --profile or --scale"
+    )
 
 
 def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from rrfp.bench.modelled import Modelled, check_model
-from rrfp.bench.plan import Plan
+from rrfp.bench.plan import Plan, cannot_race
 from rrfp.bench.systems import MEGATRON
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.hint_files import resolve_hint
@@ -87,7 +87,7 @@ class BenchDir:
         text = plan.to_json()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = self.plan.open("a+", encoding="utf-8")
+            file = self.plan.open("a+", encoding="utf-8", errors="replace")
         except OSError as error:
             raise UsageError(
                 f"the results' directory {self.path} cannot be made ({error.strerror}); "
@@ -169,10 +169,7 @@ def check(plan: Plan, hosts: Hosts, out: Path) -> None:
             try:
                 check_model(entry)
             except UsageError as error:
-                raise UsageError(
-                    f"{entry.name} cannot race: {error}; or choose others with --system, --profile "
-                    "or --scale"
-                ) from None
+                raise cannot_race(entry.name, error) from None
             modelled.add(model)
         if entry.peer is not None:
             check_peer(entry.peer, entry.settings)

@@ -172,6 +172,7 @@ class Contender:
         )
         times, shape = met.times, met.shape
         rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
+        # Both ways on every link; what a message takes follows from link and microbatch alone.
         messages_ns = sum(
             met.links(rank, other, Task(0, Kind.F, microbatch))
             for rank in range(shape.num_ranks)
