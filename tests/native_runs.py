@@ -26,9 +26,11 @@ def train(
     settings: dict[str, Any],
     out: Path | None = None,
     export: Callable[[Any], dict[str, Any]] | None = None,
+    *,
+    evaluates: bool = False,
 ) -> NativeRun:
     """Train on this rank; runs in a process of its own. `out`: under trace_native; `export`: and
-    under torch.profiler, whose profile it turns into JSON."""
+    under torch.profiler, whose profile it turns into JSON. `evaluates`: after each step."""
     from rrfp.megatron.host import prepare_host
 
     prepare_host("cpu")
@@ -40,11 +42,15 @@ def train(
     if out is not None:
         trace_native(out)
     with parallel_groups(chosen) as layout:
-        return run_steps(chosen, layout, export)
+        return run_steps(chosen, layout, export, evaluates=evaluates)
 
 
 def run_steps(
-    settings: Any, layout: Any, export: Callable[[Any], dict[str, Any]] | None = None
+    settings: Any,
+    layout: Any,
+    export: Callable[[Any], dict[str, Any]] | None = None,
+    *,
+    evaluates: bool = False,
 ) -> NativeRun:
     """The steps of a run, by whatever Megatron's function is at its usual place."""
     from megatron.core.pipeline_parallel import schedules
@@ -52,19 +58,15 @@ def run_steps(
     from rrfp.megatron.data import open_data
     from rrfp.megatron.model import build_model
     from rrfp.megatron.parallel import seed_random_states
-    from rrfp.megatron.training import Trainer
+    from rrfp.megatron.training import Trainer, run_schedule
 
     seed_random_states(settings, layout)
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
-    trainer = Trainer(
-        settings,
-        layout,
-        gpt,
-        data.batches(layout.dp_rank),
-        schedules.get_forward_backward_func(),
-        lambda _: None,
-    )
+    batches = data.batches(layout.dp_rank)
+    schedule = schedules.get_forward_backward_func()
+    trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
+    looked_at = [batches.batch(0, index) for index in range(settings.microbatches)]
     run = NativeRun()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(settings.num_steps):
@@ -73,6 +75,9 @@ def run_steps(
         result = trainer.train_step(step)
         run.losses.append(result.loss)
         run.grad_norms.append(result.grad_norm)
+        if evaluates:
+            with torch.no_grad():
+                run_schedule(schedule, settings, gpt, looked_at, forward_only=True)
         if step and export is not None:
             profiler.step()
     if export is not None:

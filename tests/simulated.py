@@ -1,6 +1,9 @@
 """Recordings of simulated runs, whose waits are known by construction."""
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from rrfp.schedule.dispatcher import Dispatch
@@ -10,7 +13,8 @@ from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import Policy, TaskTimes, World
-from rrfp.trace.records import Recording
+from rrfp.trace.records import RankRecords, Recording
+from rrfp.trace.steps import evaluation_step
 from tests.cases import Case
 from tests.step_times import equal_times
 
@@ -39,6 +43,42 @@ def simulated(
     for step in range(num_steps):
         simulate_step(shape, policy, [met], recording=recording, step=step)
     return recording
+
+
+def simulated_loop(calls: str, shape: Shape, *, told: bool = True) -> Recording:
+    """A run of 1F1B whose loop trains (T) and evaluates (E) in that sequence. Not `told`: all its
+    steps are numbered as one, as earlier versions did."""
+    order = order_of(hint_named("1f1b", shape), shape)
+    forwards = replace(shape, kinds=FORWARD_ONLY)
+    settings = {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
+    recording = new_recording(shape, 1, 1, {"world": shape.num_ranks, **settings})
+    numbers = []
+    for call, sort in enumerate(calls):
+        trains = sort == "T"
+        own, own_order = (shape, order) if trains else (forwards, order.forwards())
+        # Later calls take longer: none is like another.
+        world = World(equal_times(own, 10 + call, 20, 10))
+        policy = Policy(own_order, own_order, Dispatch.READY, None)
+        simulate_step(own, policy, [world], recording=recording, step=call)
+        number = calls[:call].count(sort)
+        numbers.append(number if trains else evaluation_step(number))
+    for rank in recording.ranks:
+        for name, records in rank.by_name().items():
+            if told:
+                records[:] = [record._replace(step=numbers[record.step]) for record in records]
+            if name in ("send", "receive"):
+                sequences: defaultdict[int, count[int]] = defaultdict(count)
+                records[:] = [r._replace(sequence=next(sequences[r.peer])) for r in records]
+    return recording
+
+
+def without(recording: Recording, leave_out: Callable[[int], bool]) -> Recording:
+    """The same run without the records of some steps."""
+    ranks = [RankRecords(rank.info) for rank in recording.ranks]
+    for rank, whole in zip(ranks, recording.ranks, strict=True):
+        for name, records in whole.by_name().items():
+            rank.by_name()[name].extend(each for each in records if not leave_out(each.step))
+    return Recording(recording.settings, ranks)
 
 
 def simulated_case(case: Case, times: TaskTimes, **world: Any) -> Recording:

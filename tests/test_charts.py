@@ -282,7 +282,7 @@ def test_a_file_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("kind", OF_A_STEP)
 def test_a_step_that_is_not_there_is_refused(kind: ChartKind) -> None:
-    with pytest.raises(UsageError, match="step 9 is none that every rank finished"):
+    with pytest.raises(UsageError, match="step 9 was not finished by every rank"):
         draw(kind, plain(), 9)
 
 

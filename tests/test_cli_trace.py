@@ -92,7 +92,7 @@ def test_json_is_one_object_that_adds_up(
         )
         assert code == 0
         report = json.loads(out)
-        assert report.keys() == {"bubble_fraction", "window_s", "ranks"}
+        assert report.keys() == {"bubble_fraction", "window_s", "ranks", "evaluations_left_out"}
         for number, rank in enumerate(report["ranks"]):
             assert (rank["rank"], rank["pp_rank"], rank["stages"]) == (number, number, [number])
             parts = rank["busy_s"] + sum(rank["causes"].values())

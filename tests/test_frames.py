@@ -233,7 +233,7 @@ def test_a_run_without_jitter_is_all_structural(tmp_path: Path) -> None:
     assert [rank.excess_ns for rank in report.ranks] == [0] * 4
 
 
-def test_steps_that_only_test_have_no_structural_part(tmp_path: Path) -> None:
+def test_steps_that_only_test_leave_the_structural_part_of_the_others(tmp_path: Path) -> None:
     recording = simulated("1f1b", Shape(2, 4), num_steps=3)
     recording.settings |= {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
     for rank in recording.ranks:
@@ -241,9 +241,11 @@ def test_steps_that_only_test_have_no_structural_part(tmp_path: Path) -> None:
     path = tmp_path / "trace.pftrace"
     write_trace(path, recording)
     shares, why_not = CachedTrace(path).structural()
-    assert shares == []
-    assert "1 of its steps, step 1 for one, have no backward" in why_not
-    assert len(CachedTrace(path).structural(range(2, 3))[0]) == 2
+    assert why_not == ""
+    assert shares == CachedTrace(path).structural(range(2, 3))[0]
+    assert structural.structural_of(load_frames(path)).whole.structural == pytest.approx(shares[0])
+    with pytest.raises(RrfpError, match="have no backward"):
+        structural.structural_of(load_frames(path, evaluations=True))
 
 
 def test_of_a_long_run_steps_from_its_middle_are_replayed(

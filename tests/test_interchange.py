@@ -4,7 +4,9 @@ import gzip
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,12 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.recorded import read_run
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto_reader import read_contents
 from rrfp.trace.perfetto_writer import write_trace
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording, WaitRecord
+from rrfp.trace.steps import evaluation_step, step_windows
 from tests.effort import examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -90,7 +94,10 @@ def order_of(recording: Recording, rank: int, step: int) -> tuple[Task, ...]:
 number = st.integers(0, 10**6)
 
 
-@given(number, number, number, number, st.sampled_from(Kind), st.sampled_from(Cause))
+steps = st.one_of(number, number.map(evaluation_step))
+
+
+@given(number, number, number, steps, st.sampled_from(Kind), st.sampled_from(Cause))
 def test_names_are_read_as_they_were_written(
     stage: int, chunk: int, microbatch: int, step: int, kind: Kind, cause: Cause
 ) -> None:
@@ -101,11 +108,20 @@ def test_names_are_read_as_they_were_written(
     assert parse_range(schedule_range(call)) == call
 
 
+def test_a_profile_names_evaluations() -> None:
+    step = evaluation_step(4)
+    assert task_range(Kind.F, 1, 0, 3, step) == "rrfp F3 stage=1 chunk=0 evaluation=4"
+    assert wait_range(Cause.TRANSFER, 12, step) == "rrfp wait transfer 12 evaluation=4"
+    call = schedule_range(ScheduleRange(step, 1, 1, 0, 0, (1,)))
+    assert call == "rrfp schedule evaluation=4 rank=1 pp=1 tp=0 dp=0 stages=1"
+
+
 @pytest.mark.parametrize(
     "name",
     [
         *("rrfp", "rrfp ", "rrfp F3", "rrfp X3 stage=0 chunk=0 step=0", "rrfp wait x 1 step=0"),
         *("PP:", "PP:F3", "PP:1Q3", "1F3", "PP:1F3 ", "Forward", "Forward x", "PP:1UNSHARD", ""),
+        *("rrfp F3 stage=0 chunk=0 step=-1", "rrfp F3 stage=0 chunk=0 test=1"),
         *("rrfp F٣ stage=0 chunk=0 step=0", f"PP:{'9' * 40}F0"),
     ],
 )
@@ -355,6 +371,43 @@ def test_evaluation_does_not_hide_the_order(spoilt: Callable[[str, Spoil], Path]
 
     recording = import_run([spoilt("megatron", evaluate)]).recording
     assert recording.settings["settings"]["hint"] == "1f1b"  # type: ignore[index]
+
+
+def test_steps_without_a_backward_are_evaluations(spoilt: Callable[[str, Spoil], Path]) -> None:
+    """As trace_native numbered them once: among the others."""
+
+    def evaluate(rank: int, events: list[Event]) -> None:
+        events[:] = [e for e in events if not re.fullmatch(r"rrfp B.* step=2", e["name"])]
+
+    recording = import_run([spoilt("megatron", evaluate)]).recording
+    steps = [1, -1, 3] if 3 in step_windows(recording) else [1, -1]
+    for rank in recording.ranks:
+        assert list(dict.fromkeys(task.step for task in rank.tasks)) == steps
+        assert list(dict.fromkeys(phase.step for phase in rank.phases)) == steps
+    assert read_run(recording).left_out == ()
+
+
+@pytest.mark.parametrize("name", ["pipelining-1f1b", "pipelining-gpipe"])
+def test_steps_without_a_backward_are_evaluations_where_they_are_counted(
+    name: str, spoilt: Callable[[str, Spoil], Path]
+) -> None:
+    def evaluate(rank: int, events: list[Event], step: int = 1) -> None:
+        """Leave out that step's backwards."""
+        counts: Counter[str] = Counter()
+        left_out = []
+        for each in events:
+            counts[each["name"]] += 1
+            is_backward = re.fullmatch(r"PP:\dB\d+|Backward \d+", each["name"]) is not None
+            if is_backward and counts[each["name"]] == step + 1:
+                left_out.append(each)
+        events[:] = [each for each in events if each not in left_out]
+
+    recording = import_run([spoilt(name, evaluate)]).recording
+    assert {task.step for rank in recording.ranks for task in rank.tasks} == {0, -1, 2}
+    assert read_run(recording).left_out == ()
+    # The last step may have been cut short.
+    recording = import_run([spoilt(name, partial(evaluate, step=2))]).recording
+    assert {task.step for rank in recording.ranks for task in rank.tasks} == {0, 1, 2}
 
 
 def test_what_is_no_harm_is_passed_over(put: Callable[[str, Any], Path]) -> None:

@@ -221,7 +221,7 @@ def test_a_damaged_run_is_reported_with_what_is_missing(
 def test_steps_that_were_left_out_are_named() -> None:
     recording = replayable()
     recording.ranks[1].phases.pop()
-    assert "not every rank finished them: steps 2." in read(recording).text
+    assert "not every rank finished them: step 2." in read(recording).text
 
 
 def test_text_of_a_trace_is_only_text() -> None:
@@ -331,7 +331,7 @@ def test_the_command_writes_the_page(run: Run, tmp_path: Path) -> None:
         (("report", "trace.pftrace", "--steps", "7:"), 2, "none of the steps asked for"),
         (("chart", "pie", "trace.pftrace"), 2, "'pie' is not one of"),
         (("chart", "gantt", "trace.pftrace", "-o", "g.pdf"), 2, "is no file for a chart"),
-        (("chart", "gantt", "trace.pftrace", "--step", "8"), 2, "step 8 is none"),
+        (("chart", "gantt", "trace.pftrace", "--step", "8"), 2, "step 8 was not finished"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +17,9 @@ import torch
 from megatron.core import parallel_state
 
 from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles
+from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import frames_of
+from rrfp.analyze.structural import structural_of
 from rrfp.analyze.whatif import what_if
 from rrfp.errors import UsageError
 from rrfp.interchange.files import import_run
@@ -29,9 +32,11 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.recorded import read_run
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto_reader import read_contents
 from rrfp.trace.records import (
+    Phase,
     RankInfo,
     Record,
     Recording,
@@ -40,6 +45,7 @@ from rrfp.trace.records import (
 )
 from rrfp.trace.rundir import RunDir, resolve_trace
 from rrfp.trace.spill import is_being_written
+from rrfp.trace.steps import evaluation_step, is_evaluation
 from tests.fixtures.make_profiles import exported
 from tests.native_runs import NativeRun, run_steps, train
 from tests.ranks import run_ranks
@@ -81,6 +87,35 @@ def read_whole(run: Path) -> Recording:
     contents = read_contents(resolve_trace(run))
     assert check_contents(contents) == []
     return contents.recording
+
+
+def evaluate_between(settings: dict[str, Any], out: Path) -> NativeRun:
+    return train(settings, out, exported, evaluates=True)
+
+
+def test_evaluations_are_told_apart(tmp_path: Path) -> None:
+    num_steps, num_microbatches = 3, 4
+    settings = {"pp": 2, "steps": num_steps, "microbatches": num_microbatches}
+    ranks = run_ranks(2, evaluate_between, settings, tmp_path / "run", timeout_s=200)
+    recording = read_whole(tmp_path / "run")
+    in_turn = [step for number in range(num_steps) for step in (number, evaluation_step(number))]
+    for number, rank in enumerate(ranks):
+        (tmp_path / f"{number}.json").write_text(json.dumps(rank.profile))
+    imported = import_run([tmp_path / f"{number}.json" for number in range(2)]).recording
+    # The profiler begins after the first step and its evaluation.
+    for found, steps in ((recording, in_turn), (imported, in_turn[2:])):
+        for of_rank in found.ranks:
+            tasks = Counter((task.step, task.kind) for task in of_rank.tasks)
+            kinds = [(step, kind) for step in steps for kind in ("FB" if step >= 0 else "F")]
+            assert tasks == dict.fromkeys(kinds, num_microbatches)
+            assert [p.step for p in of_rank.phases if p.phase == Phase.SCHEDULE] == steps
+        assert read_run(found).left_out == ()
+        frames = choose(frames_of(found))
+        assert frames.num_left_out == sum(map(is_evaluation, steps))
+        assert bubbles(frames).steps == tuple(step for step in steps if step >= 0)
+        assert structural_of(frames).whole.structural > 0
+    costs = [cost.step for cost in recording.ranks[0].costs]
+    assert costs[: len(in_turn)] == in_turn
 
 
 TIME_SLICE_NS = 10_000_000

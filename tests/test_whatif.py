@@ -386,7 +386,7 @@ def test_a_step_that_is_not_whole_is_named(
     write_trace(tmp_path / "trace.pftrace", recording)
     code, _, err = rrfp(capsys, monkeypatch, str(tmp_path), "--free-links")
     assert code == 0
-    said = "left out, as they are not whole training steps: steps 2\n"
+    said = "left out, as they are not whole training steps: step 2\n"
     assert err == said
     setting = ["simulate", "--pp=4", "--microbatches=8", f"--costs={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["rrfp", *setting, "--sweep", "hint=bf,fb"])

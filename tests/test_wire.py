@@ -27,6 +27,7 @@ from rrfp.runtime.wire import (
     tensor_bytes,
 )
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.steps import evaluation_step
 
 MAX_BYTES = 1 << 20
 TASK = Task(2, Kind.B, 5)
@@ -98,6 +99,10 @@ def test_frames_follow_each_other_and_an_end_is_told() -> None:
         Header(Purpose.HEARTBEAT),
         Header(Purpose.REPORT, 2, TASK),
         Header(Purpose.DECISION, 2, TASK, number=9),
+        *(Header(Purpose.MESSAGE, evaluation_step(number), TASK) for number in (0, 1 << 40)),
+        Header(Purpose.REPORT, evaluation_step(0), TASK),
+        Header(Purpose.DECISION, evaluation_step(0), TASK, number=9),
+        Header(Purpose.CREDIT, evaluation_step(0), number=4),
         Header(Purpose.FAREWELL),
     ]
     with pair() as (left, right):
@@ -115,14 +120,13 @@ def test_frames_follow_each_other_and_an_end_is_told() -> None:
     ("offset", "layout", "value", "complaint"),
     [
         (0, "<4s", b"HTTP", "begins with b'HTTP'"),
-        (4, "<B", 2, "version 2"),
+        (4, "<B", 1, "version 1"),
         (5, "<B", 99, "unknown purpose 99"),
         (6, "<B", 4, "unknown kind 4"),
         (6, "<B", 0, "purpose MESSAGE has the kind 0"),
         (5, "<B", 3, "purpose HEARTBEAT has the kind 2"),
         (8, "<i", -1, "negative"),
         (12, "<i", -1, "negative"),
-        (16, "<q", -1, "negative"),
         (24, "<q", -1, "negative"),
         (32, "<q", -1, "negative"),
         (40, "<Q", 1, "gap"),

@@ -32,6 +32,7 @@ from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Task, parse_task
 from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord, WaitRecord
+from rrfp.trace.steps import evaluation_step, is_evaluation
 from tests.decisions import replayed
 
 TICK_NS = 10
@@ -41,6 +42,9 @@ PATIENCE_S = 10.0
 
 def task(text: str) -> Task:
     return parse_task(text)[0]
+
+
+F0 = task("1F0")
 
 
 def arrived(text: str, step: int = 0, peer: int = 0) -> Arrived:
@@ -223,6 +227,60 @@ def test_messages_of_the_next_step_wait_for_it() -> None:
             "send 100.0 to 2 for 2F0",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("step", "next_step"),
+    [
+        (4, evaluation_step(0)),
+        (evaluation_step(0), evaluation_step(1)),
+        (evaluation_step(1), 5),
+        (4, 5),
+    ],
+    ids=["an evaluation", "another evaluation", "training again", "training"],
+)
+def test_a_neighbour_may_be_ahead_by_a_step_of_either_sort(step: int, next_step: int) -> None:
+    world = World(rank=2, script=[[arrived("2F0", next_step, peer=1), arrived("2F0", step, 1)]])
+    world.run_step(shape_of(step), step)
+    assert world.calls[:2] == [f"consumed from 1 in {step}", "run 2F0 on [0.0]"]
+    assert f"consumed from 1 in {next_step}" not in world.calls
+    del world.calls[:]
+    world.run_step(shape_of(next_step), next_step)
+    assert world.calls[:2] == [f"consumed from 1 in {next_step}", "run 2F0 on [0.0]"]
+    assert {record.step for record in world.records if isinstance(record, TaskRecord)} == {
+        step,
+        next_step,
+    }
+
+
+def shape_of(step: int) -> Shape:
+    return Shape(3, 1, kinds=FORWARD_ONLY if is_evaluation(step) else WHOLE_BACKWARD)
+
+
+def test_a_group_may_be_ahead_by_a_step_of_either_sort() -> None:
+    evaluation, training = evaluation_step(0), 1
+    # Of a leader the follower may be ahead, and the other way round.
+    for ahead, now in ((evaluation, 0), (training, evaluation)):
+        leader = World(members=(1, 4), script=[[arrived("1F0", now), Reported(4, now, F0)]])
+        leader.inbox.put(Reported(4, ahead, F0))
+        leader.inbox.put(arrived("1F0", ahead))
+        follower = World(members=(4, 1), script=[[arrived("1F0", now), Decided(4, now, 0, F0)]])
+        follower.inbox.put(arrived("1F0", ahead))
+        follower.inbox.put(Decided(4, ahead, 0, F0))
+        for world in (leader, follower):
+            for step in (now, ahead):
+                world.run_step(Shape(3, 1, kinds=FORWARD_ONLY), step)
+            runs = [record.step for record in world.records if isinstance(record, TaskRecord)]
+            assert runs == [now, ahead]
+        assert leader.calls.count("decide 0 1F0 to 4") == 2
+
+
+def test_a_stall_in_an_evaluation_says_so() -> None:
+    with pytest.raises(StallError, match=r"waited 5 s in evaluation 2 and nothing arrived"):
+        World().run_step(Shape(3, 1, kinds=FORWARD_ONLY), evaluation_step(2))
+    world = World(script=[[Left(0)]])
+    with pytest.raises(PeerLostError, match="waited in evaluation 2 for"):
+        world.run_step(Shape(3, 1, kinds=FORWARD_ONLY), evaluation_step(2))
 
 
 def test_adjacent_stages_on_one_rank_hand_over_without_a_message() -> None:

@@ -21,6 +21,7 @@ from rrfp.analyze.frames import Frames, windows
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
 from rrfp.trace.records import NS_PER_S
+from rrfp.trace.steps import in_order, step_name, told_step
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
@@ -197,16 +198,16 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
         frames = frames.of_steps(steps)
     divided = divide(frames)
     if divided.is_empty():
-        raise RrfpError(f"none of the steps {_span(frames.steps)} was finished by every rank")
-    finished = divided["step"].unique().sort().to_list()
+        raise RrfpError(f"none of the {_span(frames.steps)} was finished by every rank")
+    finished = in_order(divided["step"].unique())
     totals = divided.group_by("rank").agg(pl.all().exclude("step").sum())
     window_ns = int(totals["window_ns"][0])
     if window_ns <= 0:
-        raise RrfpError(f"the steps {_span(finished)} take no time in this trace")
+        raise RrfpError(f"the {_span(finished)} take no time in this trace")
     places = frames.run.select("rank", "pp_rank", "stages")
     return Bubbles(
         steps=tuple(finished),
-        dropped_steps=tuple(sorted(set(frames.steps) - set(finished))),
+        dropped_steps=tuple(in_order(set(frames.steps) - set(finished))),
         window_ns=window_ns,
         ranks=tuple(
             RankBubbles(
@@ -310,7 +311,8 @@ def _waits(frames: Frames) -> pl.DataFrame:
     if not strange.is_empty():
         step, rank, *_, cause = strange.row(0)
         raise RrfpError(
-            f"rank {rank} waited in step {step} for '{cause}', which is none of {', '.join(CAUSES)}"
+            f"rank {rank} waited in {step_name(step)} for '{cause}', which is none of "
+            f"{', '.join(CAUSES)}"
         )
     return waits.sort(*_KEY, "start_ns", "end_ns", "cause")
 
@@ -367,5 +369,6 @@ def _part(frame: pl.DataFrame, cause: str, ns: pl.Expr) -> pl.DataFrame:
 
 
 def _span(steps: Sequence[int]) -> str:
-    """`3:10` for the steps from 3 to 9."""
-    return f"{steps[0]}:{steps[-1] + 1}"
+    """`steps 3:10` for those from 3 to 9."""
+    (sort, first), (_, last) = told_step(steps[0]), told_step(steps[-1])
+    return f"{sort}s {first}:{last + 1}"

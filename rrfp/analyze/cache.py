@@ -17,12 +17,13 @@ from pathlib import Path
 from polars.exceptions import PolarsError
 
 import rrfp
+from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.parquet import check_tables, read_tables, write_tables
 from rrfp.errors import RrfpError
 from rrfp.trace.whole_file import open_whole
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Part of the folder's name; another number makes every table anew."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
@@ -30,13 +31,14 @@ _temporary: list[tempfile.TemporaryDirectory[str]] = []
 """Folders of traces beside which nothing can be written; removed when the process ends."""
 
 
-def load_frames(trace: Path, steps: range | None = None) -> Frames:
-    """The tables of a trace; of these steps, None being all.
+def load_frames(trace: Path, steps: range | None = None, *, evaluations: bool = False) -> Frames:
+    """The tables of the steps of a trace that train, or of its evaluations; of these, None being
+    all. `CachedTrace.frames` has both.
 
     Raises RrfpError for a file that is missing, empty, cut off, foreign, or not of a run, and
-    UsageError when the run has none of the steps asked for.
+    UsageError when the run has none of those asked for.
     """
-    return CachedTrace(trace).frames(steps)
+    return choose(CachedTrace(trace).frames(), steps, evaluations=evaluations)
 
 
 class CachedTrace:
@@ -48,17 +50,13 @@ class CachedTrace:
     def __init__(self, trace: Path) -> None:
         self._folder = _folder_of(trace)
 
-    def frames(self, steps: range | None = None) -> Frames:
-        """The tables of these steps, None being all.
-
-        Raises UsageError when the run has none of them.
-        """
-        frames = read_tables(self._folder)
-        return frames if steps is None else frames.of_steps(steps)
+    def frames(self) -> Frames:
+        """The tables of all steps, evaluations among them."""
+        return read_tables(self._folder)
 
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
-        """The structural part of the bubble by pipeline rank, as shares of the window; none where
-        the run cannot be replayed, and then why."""
+        """The structural part of the bubble by pipeline rank, as shares of the window, of these
+        steps that train; none where the run cannot be replayed, and then why."""
         chosen = "" if steps is None else f"-{steps.start}-{steps.stop}"
         path = self._folder / f"structural-{rrfp.__version__}{chosen}.json"
         with suppress(OSError, ValueError, TypeError):
@@ -68,7 +66,8 @@ class CachedTrace:
         from rrfp.analyze.structural import structural_of
 
         try:
-            shares = [part.structural for part in structural_of(self.frames(steps)).ranks]
+            frames = choose(self.frames(), steps)
+            shares = [part.structural for part in structural_of(frames).ranks]
             why = ""
         except RrfpError as error:
             shares, why = [], str(error)

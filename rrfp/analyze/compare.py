@@ -17,6 +17,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 from rrfp.simulate.draws import uniforms_in_parts
 from rrfp.trace.records import NS_PER_S
+from rrfp.trace.steps import step_name
 
 _NUM_RESAMPLES = 2000
 _DRAWS_AT_ONCE = 1 << 18
@@ -117,8 +118,8 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
     broken = means.filter(pl.col("length") <= 0)["step"]
     if not broken.is_empty():
         raise RrfpError(
-            f"step {broken[0]} takes no time in one of the traces; leave it out with --steps, or "
-            "see 'rrfp trace check'"
+            f"{step_name(broken[0])} takes no time in one of the traces; leave it out with "
+            "--steps, or see 'rrfp trace check'"
         )
     return {name: means[name].to_numpy() / NS_PER_S for name in ("length", WORK, *CAUSES)}
 

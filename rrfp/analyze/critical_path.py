@@ -23,6 +23,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase
+from rrfp.trace.steps import in_order, step_name, told_step
 
 LINK = "link"
 
@@ -89,8 +90,9 @@ class CriticalPath:
 
     def as_json(self) -> dict[str, object]:
         """The object that `rrfp analyze critical-path --format json` prints."""
+        sort, number = told_step(self.step)
         return {
-            "step": self.step,
+            sort: number,
             "length_s": self.length_ns / NS_PER_S,
             "owners": [
                 {"pp_rank": pp_rank, "kind": kind, "seconds": time_ns / NS_PER_S}
@@ -144,12 +146,12 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     if step not in spans:
         nearest = sorted(spans, key=lambda each: abs(each - step))[:2]
         raise UsageError(
-            f"step {step} is none that every rank finished; choose one, such as "
-            f"{' or '.join(map(str, sorted(nearest)))}"
+            f"{step_name(step)} was not finished by every rank; choose another one, such as "
+            f"{' or '.join(map(step_name, in_order(nearest)))}"
         )
     start_ns, end_ns = spans[step]
     if start_ns >= end_ns:
-        raise RrfpError(f"step {step} takes no time in this trace; see 'rrfp trace check'")
+        raise RrfpError(f"{step_name(step)} takes no time in this trace; see 'rrfp trace check'")
     return _Walk(frames.of_steps(range(step, step + 1)), step, spans[step]).path()
 
 
@@ -197,7 +199,9 @@ class _Walk:
         tasks = [task for of_rank in self._ranks.values() for task in of_rank.tasks]
         start_ns, end_ns = self._window
         if not tasks:
-            raise RrfpError(f"step {self._step} of the trace has no tasks; see 'rrfp trace check'")
+            raise RrfpError(
+                f"{step_name(self._step)} of the trace has no tasks; see 'rrfp trace check'"
+            )
         last = max(tasks, key=lambda task: (task.end_ns, -task.rank))
         back = [*self._tail(last, end_ns)]
         task: _Task | None = last
@@ -206,8 +210,8 @@ class _Walk:
         while task is not None:
             if task in passed:
                 raise RrfpError(
-                    f"in step {self._step} of the trace tasks wait for each other in a ring, so "
-                    "that its times cannot be right; choose another step with --step"
+                    f"in {step_name(self._step)} of the trace tasks wait for each other in a ring, "
+                    "so that its times cannot be right; choose another step with --step"
                 )
             passed.add(task)
             pp_rank = self._ranks[task.rank].pp_rank

@@ -19,7 +19,9 @@ from rrfp.analyze.whatif import Change
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.hints import TURNS, Hint
+from rrfp.schedule.tasks import Kind
 from rrfp.simulate.recorded import RecordedRun
+from rrfp.trace.steps import is_evaluation
 
 NUM_FINDINGS = 3
 _LEAST_SHARE = 0.01
@@ -67,11 +69,15 @@ def findings(frames: Frames, found: Blame) -> list[Finding]:
 def headline(frames: Frames, found: Blame) -> str:
     """How long a step takes, and how much of it is work that the schedule cannot take away."""
     return (
-        f"A step takes {tell(found.step_ns)}, the mean of {found.num_steps}. "
+        f"{_a_step(frames)} takes {tell(found.step_ns)}, the mean of {found.num_steps}. "
         f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
         f"{tell(found.busiest_ns)} of it ({found.busiest_ns / found.step_ns:.0%}): no order of the "
         "same tasks makes a step shorter than that."
     )
+
+
+def _a_step(frames: Frames) -> str:
+    return "An evaluation" if all(map(is_evaluation, frames.steps)) else "A step"
 
 
 class _Teller:
@@ -91,7 +97,8 @@ class _Teller:
             pp_rank: sorted(stages)
             for pp_rank, stages in work.group_by("pp_rank").agg("stage").iter_rows()
         }
-        self._has_w = "W" in frames.tasks["kind"]
+        kinds = set(frames.tasks["kind"].unique())
+        self._can_split = Kind.B in kinds and Kind.W not in kinds
         self._is_bound = frames.waits["cause"].is_in([Cause.LIMIT, Cause.HOLD]).any()
         self._settings = run_settings(frames)
 
@@ -137,7 +144,7 @@ class _Teller:
                     f"For {amount} of a step they wait in a row, each for the one before it: while "
                     "the pipeline fills, while it drains, and on the way there and back.",
                     self._advice_on_series(),
-                    None if self._has_w else lambda run: Change(_split_hint(run)),
+                    (lambda run: Change(_split_hint(run))) if self._can_split else None,
                 )
             case Fault.UNEVEN:
                 return self._on_uneven(at, amount, part)
@@ -208,7 +215,7 @@ class _Teller:
 
     def _advice_on_series(self) -> str:
         words = ["More --microbatches a step make it a smaller share."]
-        if not self._has_w:
+        if self._can_split:
             words.append("Try --hint bfw: weight gradients then fill the drain.")
         if all(len(stages) == 1 for stages in self._stages.values()):
             words.append("--chunks 2 shortens the way.")
@@ -229,7 +236,7 @@ class _Teller:
                 "Try --dispatch ready: what is ready then runs in the meantime.",
                 _ready_hint,
             )
-        if not self._has_w:
+        if self._can_split:
             return (
                 title,
                 told,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import polars as pl
 
-from rrfp.analyze.cache import load_frames
+from rrfp.analyze.cache import CachedTrace
+from rrfp.analyze.chosen import choose, evaluations_of
 from rrfp.analyze.frames import Frames, windows
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.trace.first_look import FirstLook, Preset, typical_step, view_of, worst_step
@@ -24,15 +25,19 @@ class StepLook:
     """None: no step was searched for, or none was finished, and all of the trace is in view."""
 
 
-def find_look(trace: Path, preset: Preset | None) -> StepLook:
+def find_look(trace: Path, preset: Preset | None, *, evaluations: bool = False) -> StepLook:
     """A typical step of a trace, or with a preset the worst one: the longest that every rank
-    finished, where it can be after the first.
+    finished, where it can be after the first. A step that trains, unless there are only
+    evaluations or one of these is asked for.
 
-    Raises RrfpError for a file that is no whole trace of a run.
+    Raises RrfpError for a file that is no whole trace of a run, and UsageError where it has none of
+    the evaluations asked for.
     """
-    if preset is None and trace.stat().st_size > _MAX_BYTES:
+    if preset is None and not evaluations and trace.stat().st_size > _MAX_BYTES:
         return StepLook(FirstLook(), None)
-    frames = load_frames(trace)
+    whole = CachedTrace(trace).frames()
+    only_evaluates = len(evaluations_of(whole)) == len(whole.steps) > 0
+    frames = choose(whole, evaluations=evaluations or only_evaluates)
     found = {step: (start, end) for step, start, end in windows(frames).iter_rows()}
     step = typical_step(found) if preset is None else worst_step(found)
     if step is None:
@@ -41,7 +46,7 @@ def find_look(trace: Path, preset: Preset | None) -> StepLook:
     if preset is Preset.FLOW:
         selected_ns = _costliest_message(frames.of_steps([step]))
     # The trace ends with a phase, which closes each step.
-    end_ns = frames.phases.select(pl.col("end_ns").max()).item()
+    end_ns = whole.phases.select(pl.col("end_ns").max()).item()
     window = view_of(found[step], end_ns, selected_ns)
     return StepLook(FirstLook(window, preset, selected_ns), step)
 

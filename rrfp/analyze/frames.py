@@ -15,6 +15,7 @@ import polars as pl
 
 from rrfp.errors import UsageError
 from rrfp.trace.records import RECORD_TYPES, Phase, RankInfo, RankRecords, Recording
+from rrfp.trace.steps import in_order, told_step
 
 Schema = Mapping[str, type[pl.DataType]]
 
@@ -77,6 +78,8 @@ class Frames:
 
     def __init__(self, run: pl.DataFrame, tables: Mapping[str, pl.LazyFrame]) -> None:
         self.run = run
+        self.num_left_out = 0
+        """How many evaluations of the run are not in these tables, as they are of its training."""
         self._tables = tables
 
     @cached_property
@@ -118,11 +121,10 @@ class Frames:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps of which anything ran, in order."""
-        return (
+        """The steps of which anything ran: those that train in order, then the evaluations."""
+        return in_order(
             pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
             .unique()
-            .sort("step")
             .collect()["step"]
             .to_list()
         )
@@ -144,12 +146,7 @@ class Frames:
         )
         found = self._filtered(lambda _: chosen)
         if not found.steps:
-            raise UsageError(
-                "the trace has none of the steps asked for; it has those from "
-                f"{self.steps[0]} to {self.steps[-1]}"
-                if self.steps
-                else "the trace has no steps; the run ended before its first one did"
-            )
+            raise UsageError(self._has_none_of_those())
         return found
 
     def of_stage(self, stage: int) -> "Frames":
@@ -191,10 +188,18 @@ class Frames:
             yield self.of_steps(steps.to_list())
 
     def _filtered(self, chosen: Callable[[str], pl.Expr]) -> "Frames":
-        return Frames(
+        found = Frames(
             self.run,
             {name: table.filter(chosen(name)) for name, table in self._tables.items()},
         )
+        found.num_left_out = self.num_left_out
+        return found
+
+    def _has_none_of_those(self) -> str:
+        if not self.steps:
+            return "the trace has no steps; the run ended before its first one did"
+        (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
+        return f"the trace has none of the {sort}s asked for; it has those from {first} to {last}"
 
 
 def frames_of(recording: Recording) -> Frames:

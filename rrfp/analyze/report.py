@@ -22,10 +22,11 @@ from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.hint_order import hint_order
 from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
+from rrfp.analyze.chosen import choose
 from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.findings import Finding, findings, headline
-from rrfp.analyze.frames import frames_of, recording_of, windows
+from rrfp.analyze.frames import Frames, frames_of, recording_of, windows
 from rrfp.analyze.html import (
     Markup,
     advice,
@@ -47,6 +48,7 @@ from rrfp.simulate.recorded import RecordedRun
 from rrfp.trace.check import check_contents
 from rrfp.trace.cost import recording_fraction
 from rrfp.trace.perfetto_reader import TraceContents
+from rrfp.trace.steps import EVALUATION, count_of, counted, step_name, step_names
 
 _NUM_TASKS_REPLAYED = 6_000
 """A replay takes as many steps as have so many tasks, evenly over the run."""
@@ -58,12 +60,16 @@ _MOST_SETTINGS = 200
 _MOST_LETTERS = 300
 
 
-def report(name: str, contents: TraceContents, steps: range | None = None) -> str:
-    """The page of a run, as it was read; of these steps, None being all.
+def report(
+    name: str, contents: TraceContents, steps: range | None = None, *, evaluations: bool = False
+) -> str:
+    """The page of a run, as it was read: of its steps that train, or its evaluations; of these,
+    None being all.
 
-    Raises UsageError when the run has none of the steps asked for.
+    Raises UsageError when the run has none of those asked for.
     """
-    return _Report(name, contents, steps).page()
+    frames = choose(frames_of(contents.recording), steps, evaluations=evaluations)
+    return _Report(name, contents, frames).page()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +88,10 @@ class _Replays:
 class _Report:
     """The parts of one page."""
 
-    def __init__(self, name: str, contents: TraceContents, steps: range | None) -> None:
+    def __init__(self, name: str, contents: TraceContents, frames: Frames) -> None:
         self._name = name
         self._contents = contents
-        frames = frames_of(contents.recording)
-        self._frames = frames if steps is None else frames.of_steps(steps)
+        self._frames = frames
         self._charts: dict[str, dict[str, Any]] = {}
 
     def page(self) -> str:
@@ -149,8 +154,10 @@ class _Report:
         whole = windows(self._frames)
         lengths_ns = (whole["end_ns"] - whole["start_ns"]).to_list()
         if lengths_ns:
-            noun = "step" if len(lengths_ns) == 1 else "steps"
-            told.append(f"{len(lengths_ns)} {noun} of {tell(median(lengths_ns))} (median)")
+            steps = whole["step"].to_list()
+            told.append(f"{count_of(steps)} of {tell(median(lengths_ns))} (median)")
+        if self._frames.num_left_out:
+            told.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
         return element("p", text("; ".join(told)), class_="facts")
 
     @cached_property
@@ -271,7 +278,7 @@ class _Report:
                 ]
             )
         return table(
-            f"Critical path of step {path.step}: who owns its {tell(path.length_ns)}",
+            f"Critical path of {step_name(path.step)}: who owns its {tell(path.length_ns)}",
             ["pipeline rank", "kind", "time", "%"],
             rows,
             texts=2,
@@ -382,8 +389,7 @@ class _Report:
         left_out = [step for step in self._frames.steps if step not in finished]
         if left_out:
             yield lambda: paragraph(
-                "Left out, as not every rank finished them: steps "
-                f"{_shortened(', '.join(map(str, left_out)))}."
+                f"Left out, as not every rank finished them: {_shortened(step_names(left_out))}."
             )
         fraction = recording_fraction(self._contents.recording)
         if fraction is not None:

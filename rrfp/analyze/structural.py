@@ -19,12 +19,13 @@ from dataclasses import dataclass
 import polars as pl
 
 from rrfp.analyze.bubbles import BubbleParts
+from rrfp.analyze.chosen import NOT_REPLAYED
 from rrfp.analyze.frames import Frames, recording_of, windows
 from rrfp.errors import RrfpError
-from rrfp.schedule.tasks import Kind
 from rrfp.simulate.measured import MeasuredStep, measure
 from rrfp.simulate.recorded import RecordedRun, read_run
 from rrfp.simulate.replay import replay
+from rrfp.trace.steps import is_evaluation, step_name
 
 _NUM_TASKS_REPLAYED = 10_000
 """About a second's work."""
@@ -57,14 +58,9 @@ def structural_of(frames: Frames) -> Structural:
     finished = windows(frames)["step"].to_list()
     if not finished:
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
-    backwards = frames.scan("task").filter(pl.col("kind") == Kind.B)
-    trained = set(backwards.select(pl.col("step").unique()).collect()["step"])
-    tested = [step for step in finished if step not in trained]
-    if tested:
-        raise RrfpError(
-            f"{len(tested)} of its steps, step {tested[0]} for one, have no backward, and only "
-            "whole training steps are replayed; choose such with --steps"
-        )
+    finished = [step for step in finished if not is_evaluation(step)]
+    if not finished:
+        raise RrfpError(NOT_REPLAYED)
     num_tasks = frames.scan("task").select(pl.len()).collect().item()
     of_a_step = num_tasks / len(frames.steps)
     if of_a_step > _MOST_TASKS_OF_A_STEP:
@@ -80,8 +76,8 @@ def structural_of(frames: Frames) -> Structural:
     run = read_run(recording_of(frames.of_steps(chosen)))
     if run.left_out:
         raise RrfpError(
-            f"step {run.left_out[0]} has not all of its tasks; see 'rrfp trace check', and choose "
-            "others with --steps"
+            f"{step_name(run.left_out[0])} has not all of its tasks; see 'rrfp trace check', and "
+            "choose others with --steps"
         )
     return structural(run, measure(run))
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rrfp.cli.options import (
+    Evaluations,
     Format,
     FrameFormat,
     Stage,
@@ -13,6 +14,7 @@ from rrfp.cli.options import (
     check_threshold,
     parse_steps,
     print_frame,
+    tell_evaluations,
     tell_lacking,
     tell_left_out,
 )
@@ -25,6 +27,7 @@ def bubbles(
     path: TracePath = None,
     steps: Steps = None,
     stage: Stage = None,
+    evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
@@ -40,20 +43,22 @@ def bubbles(
 
     from rrfp.analyze.bubbles import bubbles as divide
     from rrfp.analyze.cache import CachedTrace
+    from rrfp.analyze.chosen import NOT_REPLAYED, choose
     from rrfp.trace.rundir import resolve_trace
 
     trace = CachedTrace(resolve_trace(path))
-    frames = trace.frames()
+    frames = choose(trace.frames(), asked, evaluations=evaluations)
     tell_lacking(frames)
-    report = divide(frames, asked)
-    structural, why_not = trace.structural(asked)
+    report = divide(frames)
+    structural, why_not = ([], NOT_REPLAYED) if evaluations else trace.structural(asked)
     report = report.with_structural(structural)
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
     tell_left_out(report.dropped_steps, "not every rank finished them")
-    print_frame(
-        report.frame, report.as_json(), output_format, lambda: _print_table(report, why_not)
-    )
+    if output_format is Format.TABLE:
+        tell_evaluations(frames)
+    as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
+    print_frame(report.frame, as_json, output_format, lambda: _print_table(report, why_not))
     check_threshold(fail_above, report.bubble_fraction, "the bubble fraction")
 
 

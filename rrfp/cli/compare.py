@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rrfp.cli.options import (
+    Evaluations,
     Format,
     FrameFormat,
     Stage,
     Steps,
     parse_steps,
     print_frame,
+    tell_evaluations,
     tell_lacking,
 )
 from rrfp.errors import RrfpError
@@ -25,6 +27,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B", help="The run to hold against it.")],
     steps: Steps = None,
     stage: Stage = None,
+    evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
@@ -45,13 +48,19 @@ def compare(
     from rrfp.analyze.compare import compare as relate
     from rrfp.trace.rundir import resolve_trace
 
-    a, b = (load_frames(resolve_trace(path), asked) for path in (first, second))
+    a, b = (
+        load_frames(resolve_trace(path), asked, evaluations=evaluations) for path in (first, second)
+    )
     tell_lacking(a, "A: ")
     tell_lacking(b, "B: ")
     report = relate(a, b, stage)
-    print_frame(report.frame, report.as_json(), output_format)
     if output_format is Format.TABLE:
-        typer.echo(_verdict(report))
+        tell_evaluations(a, whose="A: ")
+        tell_evaluations(b, whose="B: ")
+    as_json = report.as_json() | {"evaluations_left_out": [a.num_left_out, b.num_left_out]}
+    print_frame(report.frame, as_json, output_format)
+    if output_format is Format.TABLE:
+        typer.echo(_verdict(report, "An evaluation" if evaluations else "A step"))
     ratio = report.step_time_ratio
     if fail_above is not None and ratio.low > fail_above:
         raise RrfpError(
@@ -60,11 +69,11 @@ def compare(
         )
 
 
-def _verdict(report: "Comparison") -> str:
+def _verdict(report: "Comparison", a_step: str) -> str:
     """What the figures say, in a sentence."""
     ratio = report.step_time_ratio
     a_s, b_s = report.step_s
-    told = f"A step takes {a_s:.4g} s in A and {b_s:.4g} s in B"
+    told = f"{a_step} takes {a_s:.4g} s in A and {b_s:.4g} s in B"
     if not ratio.leaves_out(1):
         return f"{told}: no difference that stands out from the noise of these steps."
     faster = "faster" if ratio.median < 1 else "slower"

@@ -10,8 +10,11 @@ import typer
 
 from rrfp.cli.options import TracePath
 from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.steps import EVALUATION, STEP, count_of, evaluation_step
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from rrfp.trace.records import Recording
 
 
@@ -60,8 +63,8 @@ def import_trace(
         typer.echo(note, err=True)
     ranks = imported.recording.ranks
     num_tasks = sum(len(rank.tasks) for rank in ranks)
-    num_steps = len({phase.step for rank in ranks for phase in rank.phases})
-    print(f"{out} has {num_tasks} tasks of {len(ranks)} ranks in {num_steps} steps")
+    steps = {phase.step for rank in ranks for phase in rank.phases}
+    print(f"{out} has {num_tasks} tasks of {len(ranks)} ranks in {count_of(steps)}")
 
 
 def _write_run(out: Path, force: bool, recording: "Recording") -> None:
@@ -121,13 +124,24 @@ def export_trace(
 
 
 def _write_parquet(out: Path, trace: Path) -> None:
-    from rrfp.analyze.cache import load_frames
+    from rrfp.analyze.cache import CachedTrace
 
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; choose a directory for the Parquet files with -o")
-    frames = load_frames(trace)
+    frames = CachedTrace(trace).frames()
     out.mkdir(parents=True, exist_ok=True)
     for name in TABLES:
-        frame = getattr(frames, name)
+        frame = _with_evaluations(getattr(frames, name))
         frame.write_parquet(out / f"{name}.parquet")
         print(f"{out / name}.parquet has {len(frame)} rows")
+
+
+def _with_evaluations(frame: "pl.DataFrame") -> "pl.DataFrame":
+    """A table, and beside its steps the number of the evaluation, null in those that train."""
+    if STEP not in frame.columns:
+        return frame
+    import polars as pl
+
+    number = evaluation_step(0) - pl.col(STEP)
+    told = pl.when(number >= 0).then(number).alias(EVALUATION)
+    return frame.insert_column(frame.columns.index(STEP) + 1, frame.select(told).to_series())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.steps import EVALUATION, counted, evaluation_step, is_evaluation, step_names
 
 if TYPE_CHECKING:
     import polars as pl
@@ -27,6 +28,14 @@ TracePath = Annotated[
 Steps = Annotated[
     str | None,
     typer.Option(metavar="A:B", help="Only the steps from A up to, not including, B."),
+]
+Evaluations = Annotated[
+    bool,
+    typer.Option(
+        "--evaluations",
+        help="Look at the run's evaluations, which are left out otherwise; steps are then counted "
+        "among these.",
+    ),
 ]
 Stage = Annotated[
     int | None, typer.Option(min=0, help="Only the pipeline rank that holds this stage.")
@@ -118,4 +127,21 @@ def tell_lacking(frames: "Frames", whose: str = "") -> None:
 def tell_left_out(steps: tuple[int, ...], why: str) -> None:
     """Name on stderr the steps that a report does not count."""
     if steps:
-        typer.echo(f"left out, as {why}: steps {', '.join(map(str, steps))}", err=True)
+        typer.echo(f"left out, as {why}: {step_names(steps)}", err=True)
+
+
+def tell_evaluations(
+    frames: "Frames", more: str = "--evaluations looks at them", whose: str = ""
+) -> None:
+    """Say on stderr that a report is of the steps that train, where the run evaluates as well; of
+    several, `whose` it is."""
+    if frames.num_left_out:
+        told = counted(frames.num_left_out, EVALUATION)
+        typer.echo(f"{whose}left out: {told}; {more}", err=True)
+
+
+def step_asked(frames: "Frames", number: int | None, *, evaluations: bool) -> int | None:
+    """The step of that number, as a trace numbers it: one that trains, or an evaluation."""
+    if number is None or not evaluations or not any(map(is_evaluation, frames.steps)):
+        return number
+    return evaluation_step(number)

@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from rrfp.analyze.charts.kinds import ChartKind
-from rrfp.cli.options import Steps, TracePath, parse_steps, tell_lacking
+from rrfp.cli.options import (
+    Evaluations,
+    Steps,
+    TracePath,
+    parse_steps,
+    step_asked,
+    tell_evaluations,
+    tell_lacking,
+)
 from rrfp.errors import RrfpError
 
 
@@ -17,6 +25,7 @@ def report(
         Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write.")
     ] = Path("report.html"),
     steps: Steps = None,
+    evaluations: Evaluations = False,
 ) -> None:
     """Write all that a run's trace tells as one HTML page that needs no network.
 
@@ -33,7 +42,7 @@ def report(
     from rrfp.trace.rundir import resolve_trace
 
     trace = resolve_trace(path)
-    content = make(report_of(trace), read_contents(trace), asked)
+    content = make(report_of(trace), read_contents(trace), asked, evaluations=evaluations)
     write_file(out, content.encode())
     typer.echo(f"The report is {out}")
 
@@ -52,6 +61,7 @@ def chart(
         ),
     ] = None,
     steps: Steps = None,
+    evaluations: Evaluations = False,
 ) -> None:
     """Draw one chart of a run into a file.
 
@@ -66,9 +76,10 @@ def chart(
 
     out = out or Path(f"{kind}.png")
     check_ending(out)
-    frames = load_frames(resolve_trace(path), asked)
+    frames = load_frames(resolve_trace(path), asked, evaluations=evaluations)
     tell_lacking(frames)
-    save(draw(kind, frames, step), out)
+    tell_evaluations(frames)
+    save(draw(kind, frames, step_asked(frames, step, evaluations=evaluations)), out)
     typer.echo(f"The chart is {out}")
 
 

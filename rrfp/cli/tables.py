@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rrfp.trace.records import NS_PER_S
+from rrfp.trace.steps import count_of, step_name
 
 if TYPE_CHECKING:
     import polars as pl
@@ -58,7 +59,9 @@ def bubble_table(bubbles: "Bubbles") -> Group:
         _rank_table(names | (main if start == 0 else {}) | dict(causes[start:][:_MOST_CAUSES]))
         for start in range(0, max(1, len(causes)), _MOST_CAUSES)
     )
-    first.title = f"Where the time of {_steps(bubbles)} went, in % of it"
+    steps = bubbles.steps
+    told = count_of(steps) if len(steps) > 1 else step_name(steps[0])
+    first.title = f"Where the time of {told} went, in % of it"
     return Group(first, *others)
 
 
@@ -136,11 +139,6 @@ def frame_table(frame: "pl.DataFrame") -> Table:
             *(Text(f"{each:.4g}" if isinstance(each, float) else str(each)) for each in row)
         )
     return table
-
-
-def _steps(bubbles: "Bubbles") -> str:
-    count = len(bubbles.steps)
-    return f"{count} steps" if count > 1 else f"step {bubbles.steps[0]}"
 
 
 def _digits(seconds: float) -> str:

@@ -12,6 +12,7 @@ import typer
 from rrfp.cli.interchange import export_trace, import_trace
 from rrfp.cli.options import TracePath
 from rrfp.trace.first_look import Preset
+from rrfp.trace.steps import step_name
 
 if TYPE_CHECKING:
     from rrfp.analyze.first_look import StepLook
@@ -31,6 +32,9 @@ def view(
             "hint, or messages; without it all tracks, at a typical step."
         ),
     ] = None,
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Show an evaluation first, not a training step.")
+    ] = False,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="Only print the address.")
     ] = False,
@@ -44,7 +48,7 @@ def view(
     from rrfp.trace.view import PUBLIC_UI_PORT, TraceServer, find_local_ui
 
     trace = resolve_trace(path)
-    found = find_look(trace, preset)
+    found = find_look(trace, preset, evaluations=evaluations)
     with TraceServer(trace, ui=find_local_ui(), port=port, look=found.look) as server:
         print(f"{trace} is at {server.address}")
         if preset is not None:
@@ -101,7 +105,7 @@ app.command("export", epilog="Example: rrfp trace export runs/latest -o run.json
 def _what_is_shown(preset: Preset, found: "StepLook") -> str:
     if found.step is None:
         return "No step was finished by every rank; all of the trace is shown."
-    shown = f"It shows step {found.step}, the longest"
+    shown = f"It shows {step_name(found.step)}, the longest"
     if preset is Preset.FLOW:
         if found.look.selected_ns is None:
             return f"{shown}. The run recorded no messages between stages."

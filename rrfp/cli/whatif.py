@@ -13,6 +13,7 @@ from rrfp.cli.options import (
     check_threshold,
     parse_steps,
     print_frame,
+    tell_evaluations,
     tell_lacking,
     tell_left_out,
 )
@@ -110,7 +111,10 @@ def whatif(
     recording = recording_of(frames)
     report = what_if(recording, changes if is_asked else None, w_share=w_share)
     tell_left_out(report.run.left_out, NOT_WHOLE)
-    print_frame(report.frame, report.as_json(), output_format, lambda: _print_table(report))
+    if output_format is Format.TABLE:
+        tell_evaluations(frames, "only steps that train are replayed")
+    as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
+    print_frame(report.frame, as_json, output_format, lambda: _print_table(report))
     check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
 
 

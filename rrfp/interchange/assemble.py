@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.clocks import Link, least_shifts
+from rrfp.interchange.evaluations import tell_evaluations
 from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import ComputeIdle, InputArrived
@@ -66,6 +67,7 @@ def assemble(ranks: list[RankSpans], source: Source) -> Imported:
     if not any(rank.tasks for rank in ranks):
         raise RrfpError(f"the {source.name} has no task; import one that was taken in a step")
     _check_places(ranks, source)
+    tell_evaluations(ranks)
     notes = [*source.notes, *_missing(ranks, source)]
     run = _Run(ranks)
     notes += run.put_clocks_right()

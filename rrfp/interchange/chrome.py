@@ -14,6 +14,7 @@ from typing import Any
 from rrfp.errors import RrfpError
 from rrfp.trace.flows import key_of, received_by, sent_by
 from rrfp.trace.records import RankRecords, Recording
+from rrfp.trace.steps import STEP, told_step
 from rrfp.trace.tracks import COUNTER_TRACKS, assign_lanes, stage_name, stage_path
 from rrfp.trace.whole_file import open_whole
 
@@ -89,7 +90,7 @@ def _of_rank(
     found = records.by_name()[category]
     tracks = threads.of(pid, stage, category, found)
     for record, tid in zip(found, tracks, strict=True):
-        fields = record._asdict()
+        fields = dict(_fields(record))
         start_ns = fields.pop("start_ns", None)
         place: _Event = {"pid": pid, "tid": tid}
         if start_ns is None:
@@ -127,6 +128,12 @@ def _of_rank(
             bound = {"bp": "e"} if phase == "f" else {}
             flow = {"ph": phase, "cat": "message", "name": "message", "id": hex(key.flow_id)}
             yield {**flow, **bound, **when}
+
+
+def _fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """The record's fields; the step of an evaluation goes by another name."""
+    for name, value in record._asdict().items():
+        yield told_step(value) if name == STEP else (name, value)
 
 
 def _title(category: str, record: Any, has_chunks: bool) -> str:

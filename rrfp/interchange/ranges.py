@@ -6,6 +6,8 @@
     rrfp wait transfer 12 step=7
     rrfp schedule step=7 rank=1 pp=1 tp=0 dp=0 stages=1,5
 
+In those of an evaluation stands `evaluation=0` in place of `step=7`.
+
 torch.distributed.pipelining's schedules that may have several stages a rank name theirs `PP:1F3`
 (stage, one of torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`,
 ...); its GPipe says `Forward 3` and `Backward 3`, of the rank's one stage; its Schedule1F1B names
@@ -18,6 +20,7 @@ from enum import StrEnum
 
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.steps import EVALUATION, STEP, evaluation_step, told_step
 
 
 class Maker(StrEnum):
@@ -68,31 +71,38 @@ Range = TaskRange | WaitRange | ScheduleRange
 
 def task_range(kind: Kind, stage: int, chunk: int, microbatch: int, step: int) -> str:
     """The name of a task's range."""
-    return f"rrfp {kind}{microbatch} stage={stage} chunk={chunk} step={step}"
+    return f"rrfp {kind}{microbatch} stage={stage} chunk={chunk} {_told(step)}"
 
 
 def wait_range(cause: Cause, number: int, step: int) -> str:
     """The name of the range of a step's wait of that number; names are unique in a profile, so
     that what the GPU did in a range can be told by it."""
-    return f"rrfp wait {cause} {number} step={step}"
+    return f"rrfp wait {cause} {number} {_told(step)}"
 
 
 def schedule_range(schedule: ScheduleRange) -> str:
     """The name of the range of a call of the schedule."""
     stages = ",".join(map(str, schedule.stages))
     return (
-        f"rrfp schedule step={schedule.step} rank={schedule.rank} pp={schedule.pp_rank} "
+        f"rrfp schedule {_told(schedule.step)} rank={schedule.rank} pp={schedule.pp_rank} "
         f"tp={schedule.tp_rank} dp={schedule.dp_rank} stages={stages}"
     )
 
 
+def _told(step: int) -> str:
+    """`step=7` or `evaluation=0`."""
+    sort, number = told_step(step)
+    return f"{sort}={number}"
+
+
 _NUMBER = r"(\d{1,9})"
+_OUR_STEP = rf"({STEP}|{EVALUATION})={_NUMBER}"
 _OUR_TASK = re.compile(
-    rf"rrfp ([FBW]){_NUMBER} stage={_NUMBER} chunk={_NUMBER} step={_NUMBER}", re.ASCII
+    rf"rrfp ([FBW]){_NUMBER} stage={_NUMBER} chunk={_NUMBER} {_OUR_STEP}", re.ASCII
 )
-_OUR_WAIT = re.compile(rf"rrfp wait ([a-z_]+) \d+ step={_NUMBER}", re.ASCII)
+_OUR_WAIT = re.compile(rf"rrfp wait ([a-z_]+) \d+ {_OUR_STEP}", re.ASCII)
 _OUR_SCHEDULE = re.compile(
-    rf"rrfp schedule step={_NUMBER} rank={_NUMBER} pp={_NUMBER} tp={_NUMBER} dp={_NUMBER} "
+    rf"rrfp schedule {_OUR_STEP} rank={_NUMBER} pp={_NUMBER} tp={_NUMBER} dp={_NUMBER} "
     r"stages=(\d{1,9}(?:,\d{1,9})*)",
     re.ASCII,
 )
@@ -123,15 +133,21 @@ def parse_range(name: str) -> Range | None:
 
 def _parse_ours(name: str) -> Range | None:
     if match := _OUR_TASK.fullmatch(name):
-        kind, microbatch, stage, _, step = match.groups()
-        return TaskRange(Maker.RRFP, Kind(kind), int(microbatch), int(stage), int(step))
+        kind, microbatch, stage, _, sort, number = match.groups()
+        step = _step(sort, number)
+        return TaskRange(Maker.RRFP, Kind(kind), int(microbatch), int(stage), step)
     if (match := _OUR_WAIT.fullmatch(name)) and match[1] in list(Cause):
-        return WaitRange(Maker.RRFP, Cause(match[1]), int(match[2]))
+        return WaitRange(Maker.RRFP, Cause(match[1]), _step(match[2], match[3]))
     if match := _OUR_SCHEDULE.fullmatch(name):
-        step, rank, pp_rank, tp_rank, dp_rank = map(int, match.groups()[:5])
-        stages = tuple(map(int, match[6].split(",")))
-        return ScheduleRange(step, rank, pp_rank, tp_rank, dp_rank, stages)
+        sort, number, *places, stages = match.groups()
+        rank, pp_rank, tp_rank, dp_rank = map(int, places)
+        held = tuple(map(int, stages.split(",")))
+        return ScheduleRange(_step(sort, number), rank, pp_rank, tp_rank, dp_rank, held)
     return None
+
+
+def _step(sort: str, number: str) -> int:
+    return evaluation_step(int(number)) if sort == EVALUATION else int(number)
 
 
 def parse_profiler_step(name: str) -> int | None:

@@ -25,6 +25,7 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+from rrfp.trace.steps import evaluation_step, step_name
 
 Named = Callable[[str], AbstractContextManager[Any]]
 """Opens a range of that name in a profile, such as `torch.profiler.record_function`."""
@@ -39,12 +40,13 @@ class NativeSchedule:
         record: Callable[[Record], None],
         moments: Moments | None = None,
         named: Named = nullcontext,
-        name_of_step: Callable[[int], str] = str,
+        name_of_step: Callable[[int], str] = step_name,
         pace: Pace | None = None,
     ) -> None:
         """`moments` are the host's unless given; `named` opens a range around each task, each wait
         and each step, whose name `name_of_step` tells. Records come when their times are known, in
-        the order of the steps. `pace` gives tasks and transfers of training steps a model's times,
+        the order of the calls; calls that train and evaluations are counted apart
+        (`rrfp.trace.steps`). `pace` gives tasks and transfers of training steps a model's times,
         where work is the host's."""
         self._pp_rank = pp_rank
         self._record = record
@@ -54,9 +56,10 @@ class NativeSchedule:
         self._pace = pace
         self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
         self._steps: deque[_Tally] = deque()
-        self.step = 0
-        """The number of the next step."""
         self._num_trained = 0
+        self._num_evaluations = 0
+        self.step: int | None = None
+        """The step of the last call; None before the first one."""
         self.last_step: StepSummary | None = None
         """What the last step whose times are known came to on this rank."""
 
@@ -69,16 +72,18 @@ class NativeSchedule:
     def run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
         """One step by one of Megatron's schedule functions; `settle` records it."""
         chunks = _chunks(arguments["model"])
-        name = self._name_of_step(self.step)
-        kinds = 1 if arguments.get("forward_only", False) else 2
+        forward_only = bool(arguments.get("forward_only", False))
+        step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
+        self._num_evaluations += forward_only
+        self._num_trained += not forward_only
+        self.step = step
+        kinds = 1 if forward_only else 2
         pace = None
-        if self._pace is not None and kinds == 2:
+        if self._pace is not None and not forward_only:
             shape = Shape(self._num_ranks, arguments["num_microbatches"], len(chunks))
-            step_pace = self._pace.start_step(self._num_trained, shape)
-            self._num_trained += 1
-            pace = NativePace(step_pace, shape, self._pp_rank)
+            pace = NativePace(self._pace.start_step(step, shape), shape, self._pp_rank)
         tally = _Tally(
-            self.step,
+            step,
             chunks,
             self._pp_rank,
             self._num_ranks,
@@ -87,14 +92,13 @@ class NativeSchedule:
             self._named,
             pace,
         )
-        with _recorded(get_model_config(chunks[0]), tally), self._named(name):
+        with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
             # Marks lie inside their ranges: what a range costs while a profiler runs is no work.
             start = self._moments.mark()
             data = schedule(**arguments)
             end = self._moments.mark()
-        tally.add(start, end, PhaseRecord, self.step, Phase.SCHEDULE)
+        tally.add(start, end, PhaseRecord, step, Phase.SCHEDULE)
         self._steps.append(tally)
-        self.step += 1
         return data
 
     def close(self) -> None:

@@ -119,8 +119,9 @@ class _Rank:
         if isinstance(self._moments, CudaMoments):
             # Most scripts look at the loss between steps, and leave the GPU idle for a moment.
             self._safely(self._moments.look_at_clock)
-        step = self._schedule.step
         data = self._schedule.run(schedule, **arguments)
+        step = self._schedule.step
+        assert step is not None
         self._safely(self._schedule.settle)
         self._safely(partial(self._recorder.flush, step))
         return data

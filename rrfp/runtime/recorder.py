@@ -16,6 +16,7 @@ from statistics import median
 from rrfp.runtime.protocols import Clock, monotonic
 from rrfp.trace.records import CostRecord, LossRecord, RankInfo, Record, TaskRecord
 from rrfp.trace.spill import Row, SpillWriter, row_of
+from rrfp.trace.steps import step_name
 
 CAPACITY = 6_000_000
 """Records of one step: a minute of 100,000 a second. They take 0.2 kB each, 1.2 GB in all."""
@@ -136,9 +137,9 @@ class Recorder:
         if not self._has_told_of_loss:
             self._has_told_of_loss = True
             _log.warning(
-                "step %d recorded more than %d records on this rank; its last %d are lost, and "
-                "the trace counts what later steps lose",
-                step,
+                "%s recorded more than %d records on this rank; its last %d are lost, and the "
+                "trace counts what later steps lose",
+                step_name(step),
                 self._capacity,
                 num_lost,
             )

@@ -20,7 +20,7 @@ from rrfp.runtime.protocols import Clock, Message
 from rrfp.schedule.tasks import Kind, Task
 
 MAGIC = b"RRFP"
-VERSION = 1
+VERSION = 2
 MAX_DIMENSIONS = 8
 MAX_TENSORS = 255
 
@@ -188,10 +188,11 @@ def decode_prefix(data: bytes | bytearray) -> Header:
         raise FrameError(f"a frame of purpose {purpose.name} has the kind {kind}")
     if num_tensors and purpose != Purpose.MESSAGE:
         raise FrameError(f"a frame of purpose {purpose.name} has {num_tensors} tensors")
-    if min(stage, microbatch, step, sequence, number) < 0 or zero:
+    # The step of an evaluation is negative (`rrfp.trace.steps`).
+    if min(stage, microbatch, sequence, number) < 0 or zero:
         raise FrameError(
-            f"a frame has a negative field (stage {stage}, microbatch {microbatch}, step {step},"
-            f" sequence {sequence}, number {number}) or a filled gap ({zero})"
+            f"a frame has a negative field (stage {stage}, microbatch {microbatch}, sequence"
+            f" {sequence}, number {number}) or a filled gap ({zero})"
         )
     if purpose == Purpose.CREDIT and number == 0:
         raise FrameError("a credit frame gives no credit")

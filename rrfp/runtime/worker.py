@@ -2,7 +2,9 @@
 
 Only the compute thread is here. The transport makes it wait for no message to leave; messages
 arrive through the inbox; before each decision everything that has arrived is taken in. A message of
-a later step (a neighbour may be ahead) is kept until that step begins.
+another step than the one that runs is of a later one (a neighbour may be ahead), for a step ends
+only once it has consumed all of its own; it is kept until that step begins. Numbers do not tell
+which step is later: those of training and of evaluation go opposite ways (`rrfp.trace.steps`).
 
 The compute thread owns the books: the dispatcher, the agreement, what has arrived. On the leader of
 a group it lends them, while a task runs, to a thread that decides for the next one (`AheadThread`).
@@ -54,6 +56,7 @@ from rrfp.schedule.dispatcher import (
 )
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import Record, TaskRecord, WaitRecord
+from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
 
 
@@ -102,7 +105,7 @@ class Worker:
         self._clock = clock
         self._early: defaultdict[int, list[Arrived | Reported | Decided]] = defaultdict(list)
         self._left: set[int] = set()
-        self._step = -1
+        self._step: int
         self._dispatcher: Dispatcher
         self._pace: StepPace | None = None
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
@@ -184,7 +187,7 @@ class Worker:
                 self._left.add(event.peer)
                 continue
             step = event.message.step if isinstance(event, Arrived) else event.step
-            if step > self._step:
+            if step != self._step:
                 self._early[step].append(event)
                 continue
             match event:
@@ -259,7 +262,7 @@ class Worker:
         owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())
         others = [row for row in self._board.rows(self._step, call) if row.rank != own.rank]
         return StallError(
-            f"pipeline rank {own.pp_rank} waited {self._stall_s:g} s in step {self._step} "
+            f"pipeline rank {own.pp_rank} waited {self._stall_s:g} s in {step_name(self._step)} "
             f"and nothing arrived: {owed}; see what these ranks do\n"
             f"{grid([own, *others], self._board.ranks)}"
         )
@@ -295,8 +298,9 @@ class Worker:
         for peer, what in self._owed().items():
             if peer in self._left:
                 raise PeerLostError(
-                    f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in step "
-                    f"{self._step} for {what}; see rank {peer}'s own output for the cause"
+                    f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
+                    f"{step_name(self._step)} for {what}; see rank {peer}'s own output for the "
+                    "cause"
                 )
 
     def _owed(self) -> dict[int, str]:

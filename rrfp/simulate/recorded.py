@@ -25,7 +25,7 @@ from rrfp.schedule.hints import HINT_NAMES, Hint, hint_named, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.schedule.tasks import Task, format_task
+from rrfp.schedule.tasks import Kind, Task, format_task
 from rrfp.simulate.world import Policy
 from rrfp.trace.records import (
     Phase,
@@ -38,7 +38,7 @@ from rrfp.trace.records import (
     WaitRecord,
 )
 from rrfp.trace.rundir import expected_ranks
-from rrfp.trace.steps import Window, step_windows
+from rrfp.trace.steps import Window, is_evaluation, step_name, step_windows
 from rrfp.trace.stimuli import stimulus_of, task_of
 
 _MEGATRON = "megatron"
@@ -131,7 +131,8 @@ class RecordedRun:
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
-    """Find out what a recording's run was; of its steps those asked for, None being all.
+    """Find out what a recording's run was; of its steps that train those asked for, None being all.
+    Evaluations are no steps to replay: they have no backward.
 
     Raises RrfpError when the trace does not tell, or no step is whole or has a backward, and
     UsageError when the run has none of the steps asked for.
@@ -139,7 +140,13 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     layout = _Layout(recording)
     windows = step_windows(recording)
     begun = {task.step for records in recording.ranks for task in records.tasks}
-    asked = sorted(step for step in begun | windows.keys() if steps is None or step in steps)
+    found = begun | windows.keys()
+    if found and all(map(is_evaluation, found)):
+        raise RrfpError("the trace has evaluations only, and only steps that train are replayed")
+    begun = {step for step in begun if not is_evaluation(step)}
+    asked = sorted(
+        step for step in found if not is_evaluation(step) and (steps is None or step in steps)
+    )
     if not asked:
         if steps is None or not begun:
             raise RrfpError("the trace has no steps; the run ended before its first one did")
@@ -202,7 +209,7 @@ def redispatch(
                 raise RrfpError(
                     f"what rank {rank.info.rank} took in leads to "
                     f"{format_task(decided, split=split)} where it ran "
-                    f"{format_task(task_of(record), split=split)} in step {record.step}: its "
+                    f"{format_task(task_of(record), split=split)} in {step_name(record.step)}: its "
                     "settings are not those of the trace, or it is of another version of rrfp; "
                     "see 'rrfp trace check' and record it again"
                 )
@@ -292,10 +299,11 @@ class _Layout:
         ]
 
     def shape(self, steps: list[StepRecords]) -> Shape:
-        """The shape of the step that has most tasks: a run may also have steps that only test."""
+        """The shape of the step that has most tasks, of those that train: a trace of an earlier
+        version may number evaluations among them."""
         tasks = max(
             ([task for members in each.replicas[0] for task in members[0].tasks] for each in steps),
-            key=len,
+            key=lambda tasks: (any(task.kind == Kind.B for task in tasks), len(tasks)),
         )
         if not tasks:
             raise RrfpError("no step of the trace has any task; see 'rrfp trace check'")

@@ -7,13 +7,22 @@ no further check looks at it.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import count, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import Any
 
 from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto_reader import TraceContents
-from rrfp.trace.records import Phase, RankRecords, ReceiveRecord, Recording, SendRecord, TaskRecord
+from rrfp.trace.records import (
+    Phase,
+    PhaseRecord,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    SendRecord,
+    TaskRecord,
+)
 from rrfp.trace.rundir import expected_ranks
+from rrfp.trace.steps import is_evaluation, step_name
 
 _NUM_EXAMPLES = 3
 
@@ -65,19 +74,29 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
-    """The steps that a run began and did not finish, or not record: to each the ranks that did
-    not."""
+    """The steps that a run began and did not finish, or not record, in order of time: to each the
+    ranks that did not."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}
         for records in recording.ranks
     }
-    begun = {task.step for records in recording.ranks for task in records.tasks}
-    begun.update(step for steps in finished.values() for step in steps)
     unfinished = {
-        step: [rank for rank, steps in finished.items() if step not in steps] for step in begun
+        step: [rank for rank, steps in finished.items() if step not in steps]
+        for step in _begun_steps(recording)
     }
-    return {step: ranks for step, ranks in sorted(unfinished.items()) if ranks}
+    return {step: ranks for step, ranks in unfinished.items() if ranks}
+
+
+def _begun_steps(recording: Recording) -> list[int]:
+    """The steps of which anything ran, in order of time: their numbers do not rise with it."""
+    begins_ns: dict[int, int] = {}
+    for records in recording.ranks:
+        finished = (phase for phase in records.phases if phase.phase == Phase.SCHEDULE)
+        for record in chain[TaskRecord | PhaseRecord](records.tasks, finished):
+            begin_ns = begins_ns.get(record.step, record.start_ns)
+            begins_ns[record.step] = min(begin_ns, record.start_ns)
+    return sorted(begins_ns, key=lambda step: (begins_ns[step], is_evaluation(step), abs(step)))
 
 
 def _check_losses(recording: Recording) -> Iterator[str]:
@@ -85,15 +104,13 @@ def _check_losses(recording: Recording) -> Iterator[str]:
     for records in recording.ranks:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
-            parts = [f"{loss.num_lost} in step {loss.step}" for loss in records.losses]
+            parts = [f"{loss.num_lost} in {step_name(loss.step)}" for loss in records.losses]
             told = _tell("{}", "records", parts, num_lost)
             yield f"lost: {told} that rank {records.info.rank} had no room for"
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
-    last_step = max(
-        (task.step for records in recording.ranks for task in records.tasks), default=-1
-    )
+    last_step = next(reversed(_begun_steps(recording)), None)
     known = {
         (loss.step, records.info.rank) for records in recording.ranks for loss in records.losses
     }
@@ -103,9 +120,9 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
             continue
         told = _tell("{}", "ranks", ranks)
         if step == last_step:
-            yield f"incomplete: the run ended in step {step}, which {told} did not finish"
+            yield f"incomplete: the run ended in {step_name(step)}, which {told} did not finish"
         else:
-            yield f"lost: the end of step {step} on {told}"
+            yield f"lost: the end of {step_name(step)} on {told}"
 
 
 def _check_messages(
@@ -135,7 +152,7 @@ def _check_messages(
         if record.step in skipped or not {key.source, key.destination} <= ranks:
             continue
         told = (
-            f"{record.kind}{record.microbatch} of step {record.step}, "
+            f"{record.kind}{record.microbatch} of {step_name(record.step)}, "
             f"rank {key.source} to {key.destination}"
         )
         if receive is None:
@@ -196,7 +213,7 @@ def _check_inputs(
         inputs = received[records.info.rank]
         fed = {(key.kind, key.stage) for key in inputs}
         unfed += [
-            f"{task.kind}{task.microbatch} of step {task.step}, stage {task.stage}"
+            _name(task)
             for task in records.tasks
             if task.step not in skipped
             and (task.kind, task.stage) in fed
@@ -254,7 +271,7 @@ def _lacking_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]
 
 
 def _name(task: TaskRecord | TaskKey) -> str:
-    return f"{task.kind}{task.microbatch} of step {task.step}, stage {task.stage}"
+    return f"{task.kind}{task.microbatch} of {step_name(task.step)}, stage {task.stage}"
 
 
 def _tell(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:

@@ -23,6 +23,7 @@ from rrfp.trace.protobuf import (
     read_varints,
 )
 from rrfp.trace.records import RECORD_TYPES
+from rrfp.trace.steps import EVALUATION
 
 _BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
 _END = pb.TrackEvent.TYPE_SLICE_END
@@ -50,7 +51,7 @@ _NOTE_NAME, INT, TEXT = _numbers(pb.DebugAnnotation, "name", "int_value", "strin
 
 CATEGORIES_READ = (*RECORD_TYPES, RUN, RANK)
 """The categories of events that are read; those of others have no annotations here."""
-_FIELD_NAMES = tuple(sorted({name for fields in FIELDS.values() for name, _ in fields}))
+_FIELD_NAMES = tuple(sorted({EVALUATION, *(n for fields in FIELDS.values() for n, _ in fields)}))
 
 
 class Packets(NamedTuple):

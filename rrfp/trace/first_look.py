@@ -87,7 +87,8 @@ def worst_step(windows: Mapping[int, Window]) -> int | None:
 def _lengths_after_warm_up(windows: Mapping[int, Window]) -> dict[int, int]:
     """The length of each step, in ns. The first one warms caches up, and is the longest of most
     runs."""
-    steps = sorted(windows)[1:] or sorted(windows)
+    in_time = sorted(windows, key=windows.__getitem__)
+    steps = in_time[1:] or in_time
     return {step: windows[step][1] - windows[step][0] for step in steps}
 
 

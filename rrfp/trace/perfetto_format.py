@@ -1,9 +1,11 @@
 """What the writer and the reader of traces agree on."""
 
 from rrfp.trace.records import RECORD_TYPES
+from rrfp.trace.steps import STEP
 
-VERSION = 1
-"""The version of what is written. A reader refuses a later one; older ones it knows."""
+VERSION = 2
+"""The version of what is written. A reader refuses a later one; older ones it knows: version 1
+numbers evaluations among the steps that train."""
 RUN = "run"
 """The name and category of the instant that holds the run's settings."""
 RANK = "rank"
@@ -21,13 +23,15 @@ FIELDS = {
     )
     for name, record_type in RECORD_TYPES.items()
 }
-"""The annotations of each record type: the name, and whether it is a text."""
+"""The annotations of each record type: the name, and whether it is a text. In place of `step`
+those of an evaluation have `evaluation`, its number."""
 
 MOST_OF_A_KIND = 1 << 20
 """No run has more ranks, stages or microbatches. Who believes a trace makes lists of so many."""
 _PLACES = ("stage", "chunk", "microbatch", "peer", "member")
 _MOST_NS = 1 << 53
 """104 days; sums of such times are still numbers."""
+_MOST_STEPS = 1 << 53
 
 
 def bounds_of(field: str) -> tuple[int, int]:
@@ -35,4 +39,6 @@ def bounds_of(field: str) -> tuple[int, int]:
     for none."""
     if field in ("start_ns", "end_ns", "time_ns"):
         return 0, _MOST_NS
+    if field == STEP:
+        return -_MOST_STEPS, _MOST_STEPS
     return -1, MOST_OF_A_KIND if field in _PLACES else 1 << 53

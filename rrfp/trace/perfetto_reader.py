@@ -49,6 +49,7 @@ from rrfp.trace.protobuf import (
     find,
 )
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
+from rrfp.trace.steps import EVALUATION, STEP, evaluation_step
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
 _NUM_BYTES_FREED = 24 << 20
@@ -234,6 +235,9 @@ class TraceReader:
             table["time_ns"] = batch.times[events]
         for key, is_text in FIELDS[name]:
             notes = batch.notes(events, key, TEXT if is_text else INT)
+            if key == STEP:
+                table[key] = self._read_steps(name, batch, events, notes)
+                continue
             if notes.min() < 0:
                 raise self._damaged(name, batch, events[notes < 0], f"'{key}'")
             table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
@@ -246,6 +250,21 @@ class TraceReader:
                 told = f"'{key}' is {table[key][strange][0]}"
                 raise self._damaged(name, batch, events[strange], told)
         return table
+
+    def _read_steps(self, name: str, batch: EventBatch, events: Rows, notes: Rows) -> Numbers:
+        """The step of each event, which has this annotation, or tells which evaluation it is of."""
+        are_evaluations = notes < 0
+        if not are_evaluations.any():
+            return batch.note_values[notes]
+        notes = np.where(are_evaluations, batch.notes(events, EVALUATION, INT), notes)
+        if notes.min() < 0:
+            raise self._damaged(name, batch, events[notes < 0], f"'{STEP}'")
+        numbers = batch.note_values[notes]
+        strange = are_evaluations & (numbers < 0)
+        if strange.any():
+            told = f"'{EVALUATION}' is {numbers[strange][0]}"
+            raise self._damaged(name, batch, events[strange], told)
+        return np.where(are_evaluations, evaluation_step(0) - numbers, numbers)
 
     def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
         spans = batch.note_texts.take(notes)

@@ -22,6 +22,7 @@ from rrfp.trace.records import (
     StimulusRecord,
     TaskRecord,
 )
+from rrfp.trace.steps import STEP, is_evaluation, told_step
 from rrfp.trace.tracks import (
     COUNTER_TRACKS,
     COUNTERS,
@@ -37,7 +38,7 @@ _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
 _RUN_PATH = ((1_000_000, RUN), (0, "settings"))
 """Below every pipeline. A track at the top without one below it would be moved above them."""
-_FIELDS_OF_HINT = ("kind", "stage", "chunk", "microbatch", "step", "hint_position")
+_FIELDS_OF_HINT = ("kind", "stage", "chunk", "microbatch")
 
 
 def write_trace(path: Path, recording: Recording) -> None:
@@ -91,6 +92,17 @@ def _stimulus_title(stimulus: StimulusRecord) -> str:
 @lru_cache
 def _words_of(class_name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", class_name).lower()
+
+
+_NAMES = {category: tuple(name for name, _ in fields) for category, fields in FIELDS.items()}
+
+
+def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fields:
+    """A record's fields but its times: the step of an evaluation goes by another name."""
+    notes = zip(_NAMES[category], values, strict=True)
+    if not is_evaluation(record.step):
+        return notes
+    return (told_step(record.step) if name == STEP else (name, value) for name, value in notes)
 
 
 class _RankWriter:
@@ -169,8 +181,12 @@ class _RankWriter:
         tracks = self._tracks_of(HINT, [task for task, _ in found])
         for (task, dispatch), track in zip(found, tracks, strict=True):
             wanted = dispatch.wanted
-            fields = [(name, getattr(wanted, name)) for name in _FIELDS_OF_HINT]
-            fields.append(("dispatch_position", dispatch.wanted_place))
+            fields: list[tuple[str, int | str]] = [
+                *((name, getattr(wanted, name)) for name in _FIELDS_OF_HINT),
+                told_step(wanted.step),
+                ("hint_position", wanted.hint_position),
+                ("dispatch_position", dispatch.wanted_place),
+            ]
             self._out.begin(task.start_ns, track, f"hint {self._title(wanted)}", HINT, fields)
             self._out.end(task.end_ns, track)
 
@@ -221,11 +237,10 @@ class _RankWriter:
         ends: Iterable[Sequence[int]] = repeat(()),
     ) -> None:
         """Write a slice a record, below the category's track of the stage."""
-        names = [name for name, _ in FIELDS[category]]
         tracks = self._tracks_of(category, records, branches)
         rows = zip(records, tracks, titles, extra, passes, ends, strict=False)
         for record, track, title, more, passed, ended in rows:
-            fields = chain(zip(names, record[2:], strict=True), more)
+            fields = chain(_notes_of(category, record, record[2:]), more)
             self._out.begin(
                 record.start_ns, track, title, category, fields, passes=passed, ends=ended
             )
@@ -236,10 +251,9 @@ class _RankWriter:
     ) -> None:
         if not records:
             return
-        names = [name for name, _ in FIELDS[category]]
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[category])
         for record in records:
-            fields = zip(names, record[1:], strict=True)
+            fields = _notes_of(category, record, record[1:])
             self._out.instant(record.time_ns, track, title(record), category, fields)
 
     def _tracks_of(

@@ -2,7 +2,8 @@
 
 All times are integer nanoseconds. A rank records on its own host's monotonic clock; in a
 `Recording` every time has been moved to the reference clock (that of rank 0's host) by the
-rank's `clock_offset_ns`, and counts from the start of the run.
+rank's `clock_offset_ns`, and counts from the start of the run. `step` numbers training steps and
+evaluations apart (`rrfp.trace.steps`).
 """
 
 from dataclasses import dataclass, field

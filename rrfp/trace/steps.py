@@ -1,11 +1,70 @@
-"""The window of a step: from the first rank's entry into the schedule to the last one's return."""
+"""Steps of a run: how they are numbered and named, and when each one ran.
+
+In every record `step` counts the steps that train: 0, 1, 2, ... An evaluation, which runs forwards
+only, has a negative one: -1, -2, ... are evaluation 0, evaluation 1, ... So the numbers of a run
+do not rise with time. Earlier versions numbered evaluations among the others.
+"""
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 
 from rrfp.trace.records import Phase, Recording
 
 Window = tuple[int, int]
 """From and to, in nanoseconds of the trace."""
+
+STEP, EVALUATION = "step", "evaluation"
+"""The two sorts of step."""
+
+
+def evaluation_step(number: int) -> int:
+    """The step of a run's evaluation of that number, from 0 on."""
+    return -1 - number
+
+
+def is_evaluation(step: int) -> bool:
+    return step < 0
+
+
+def told_step(step: int) -> tuple[str, int]:
+    """What sort of step it is, and its number within that sort: `("evaluation", 0)`."""
+    return (EVALUATION, -1 - step) if step < 0 else (STEP, step)
+
+
+def step_name(step: int) -> str:
+    """`step 3`, `evaluation 0`."""
+    sort, number = told_step(step)
+    return f"{sort} {number}"
+
+
+def step_names(steps: Iterable[int]) -> str:
+    """`steps 3, 4`, `evaluation 0`, or both, each in order."""
+    numbers: dict[str, list[int]] = {STEP: [], EVALUATION: []}
+    for sort, number in map(told_step, in_order(steps)):
+        numbers[sort].append(number)
+    return " and ".join(
+        f"{sort}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+        for sort, found in numbers.items()
+        if found
+    )
+
+
+def count_of(steps: Collection[int]) -> str:
+    """`1 step`, `3 evaluations`, or both."""
+    num_evaluations = sum(map(is_evaluation, steps))
+    counts = {STEP: len(steps) - num_evaluations, EVALUATION: num_evaluations}
+    told = [counted(number, sort) for sort, number in counts.items() if number]
+    return " and ".join(told) or counted(0, STEP)
+
+
+def counted(number: int, sort: str) -> str:
+    """`1 step`, `3 evaluations`."""
+    return f"{number} {sort}{'' if number == 1 else 's'}"
+
+
+def in_order(steps: Iterable[int]) -> list[int]:
+    """Steps that train in their order, then evaluations in theirs."""
+    return sorted(steps, key=lambda step: (is_evaluation(step), abs(step)))
 
 
 def step_windows(recording: Recording) -> dict[int, Window]:

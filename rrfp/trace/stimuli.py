@@ -10,6 +10,7 @@ from rrfp.schedule.dispatcher import (
 )
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, StimulusRecord, TaskRecord
+from rrfp.trace.steps import step_name
 
 _KINDS = {kind.value: kind for kind in Kind}
 """A look into a dictionary, where the enumeration's own would be most of a replay's reading."""
@@ -40,8 +41,8 @@ def stimulus_of(record: StimulusRecord) -> Stimulus:
         case "InputArrived":
             return InputArrived(task_of(record), record.member)
     raise RrfpError(
-        f"the trace has a stimulus '{record.name}' of step {record.step}, which no dispatcher "
-        "takes; see 'rrfp trace check'"
+        f"the trace has a stimulus '{record.name}' of {step_name(record.step)}, which no "
+        "dispatcher takes; see 'rrfp trace check'"
     )
 
 
@@ -50,7 +51,7 @@ def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
     kind = _KINDS.get(record.kind)
     if kind is None:
         raise RrfpError(
-            f"the trace has a task of kind '{record.kind}' in step {record.step}, which is none of "
-            f"{', '.join(Kind)}; see 'rrfp trace check'"
+            f"the trace has a task of kind '{record.kind}' in {step_name(record.step)}, which is "
+            f"none of {', '.join(Kind)}; see 'rrfp trace check'"
         )
     return Task(record.stage, kind, record.microbatch)

@@ -19,6 +19,7 @@ from rrfp.analyze.charts.style import (
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.units import tell
 from rrfp.trace.records import NS_PER_S
+from rrfp.trace.steps import count_of
 
 _ROW_PX = 24
 
@@ -99,11 +100,10 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
             )
         )
     chart = alt.layer(*layers).properties(width=WIDTH_PX, height=_ROW_PX * len(labels))
-    num_steps = len(divided.steps)
     return finished(
         chart,
-        f"Why ranks idled, over {num_steps} step{'s' if num_steps > 1 else ''} of "
-        f"{tell(divided.window_ns / num_steps)}",
+        f"Why ranks idled, over {count_of(divided.steps)} of "
+        f"{tell(divided.window_ns / len(divided.steps))}",
         *notes,
     )
 

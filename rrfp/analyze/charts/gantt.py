@@ -21,6 +21,7 @@ from rrfp.analyze.charts.style import (
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.units import Unit, tell
 from rrfp.errors import RrfpError
+from rrfp.trace.steps import step_name
 
 MOST_BARS = 10_000
 """More are joined: a screen has no room for them, and a browser takes its time."""
@@ -104,7 +105,7 @@ def _bars(frames: Frames, step: int) -> pl.DataFrame:
     """A row a task or a wait; `what` is the kind of a task, or the cause of a wait."""
     tasks = lead_tasks(frames, step)
     if tasks.is_empty():
-        raise RrfpError(f"step {step} of the trace has no tasks; see 'rrfp trace check'")
+        raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
     suffix = pl.when(pl.col("chunk") % 2 == 1).then(pl.lit(_ODD)).otherwise(pl.lit(""))
     span = ("pp_rank", "start_ns", "end_ns")
     return pl.concat(

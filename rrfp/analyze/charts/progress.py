@@ -19,6 +19,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.settings import run_limit
 from rrfp.analyze.units import Unit
 from rrfp.errors import RrfpError
+from rrfp.trace.steps import step_name
 
 _COLUMNS = 2
 _MOST_POINTS = 250
@@ -37,7 +38,7 @@ def progress(frames: Frames, step: int | None = None) -> Any:
         pl.col("pp_rank").is_in(list(labels)) & pl.col("kind").is_in(["F", "B"])
     )
     if tasks.is_empty():
-        raise RrfpError(f"step {step} of the trace has no tasks; see 'rrfp trace check'")
+        raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
     unit = Unit.of(end_ns - start_ns)
     limit = run_limit(frames)
     counts = (

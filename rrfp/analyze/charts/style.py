@@ -14,6 +14,7 @@ import polars as pl
 from rrfp.analyze.bubbles import CAUSES
 from rrfp.analyze.frames import Frames, windows
 from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.steps import in_order, step_name
 
 INK = "currentColor"
 KIND_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
@@ -119,13 +120,14 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
     if step is None:
         slowest = max(found.values(), key=lambda row: row[2] - row[1])
         of = f", the slowest of {len(found)}" if len(found) > 1 else ""
-        return (*slowest, f"step {slowest[0]}{of}")
+        return (*slowest, f"{step_name(slowest[0])}{of}")
     if step not in found:
+        others = in_order(found)
         raise UsageError(
-            f"step {step} is none that every rank finished; choose one from {min(found)} to "
-            f"{max(found)}"
+            f"{step_name(step)} was not finished by every rank; choose one from "
+            f"{step_name(others[0])} to {step_name(others[-1])}"
         )
-    return (*found[step], f"step {step}")
+    return (*found[step], step_name(step))
 
 
 def lead_tasks(frames: Frames, step: int) -> pl.DataFrame:
