@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import traceback
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 from torch.distributed import TCPStore
 
 T = TypeVar("T")
+
+HOST = "127.0.0.1"
 
 
 class RankFailedError(AssertionError):
@@ -38,12 +41,12 @@ def run_ranks(
 ) -> list[T]:
     """Run `target(*args)` in `num_ranks` spawned processes and give what they return, by rank.
 
-    `target` is a function of a module. Each process has the environment that torch's elastic
-    launcher gives a worker (RANK, WORLD_SIZE, MASTER_ADDR and so on), so that both
+    `target` is a function of a module. Each process has the environment that torchrun gives a
+    worker (RANK, WORLD_SIZE, MASTER_ADDR and so on), so that both
     `init_process_group("gloo")` and `torch.distributed.TCPStore` find the store, which lives here.
     The first rank that fails, or the time-out, ends them all and raises RankFailedError.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     ranks: list[_Rank] = []
     try:
         ranks.extend(
@@ -60,6 +63,15 @@ def run_ranks(
             rank.results.close()
 
 
+def loopback_store() -> TCPStore:
+    """A store that this process serves. By itself torch's listens at every address of the host."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
 def _start(
     index: int,
     num_ranks: int,
@@ -73,13 +85,15 @@ def _start(
         "LOCAL_RANK": index,
         "WORLD_SIZE": num_ranks,
         "LOCAL_WORLD_SIZE": num_ranks,
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": port,
-        # The store is served by the parent, as the elastic launcher's agent does it: no port is
-        # chosen first and bound later, by when another process may have taken it.
+        # The store is served by the parent, as torchrun's agent does it: no port is chosen first
+        # and bound later, by when another process may have taken it.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "OMP_NUM_THREADS": 1,
+        # gloo by itself listens at the address of the host's name.
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     here, there = multiprocessing.Pipe(duplex=False)
     variables = {name: str(value) for name, value in environment.items()}

@@ -1,11 +1,12 @@
 """What a failing rank tells its launcher."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from rrfp.megatron.children import Failure
 from rrfp.megatron.failure import FailureReport, first_line
 from rrfp.megatron.launch import _first_failure
 from rrfp.trace.rundir import RunDir
@@ -23,17 +24,47 @@ def test_a_report_is_read_as_it_was_written(
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-def test_a_stalls_grid_is_told_below_the_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+def test_a_stalls_grid_is_told_below_the_sentence(tmp_path: Path) -> None:
     grid = "rank  waits\n1     2.0 s"
-    FailureReport("rank 1 waited", 1, is_consequence=False, is_silence=False, detail=grid).write()
-    failure = ProcessFailure(local_rank=1, pid=7, exitcode=1, error_file=str(path))
-    run = RunDir(tmp_path)
+    report = FailureReport("rank 1 waited", 1, False, False, detail=grid)
+    failure, run = Failure(7, 1, 0.0, report), RunDir(tmp_path)
     told = str(_first_failure({1: failure}, run, num_hosts=1))
     assert told == f"rank 1 failed: rank 1 waited (see {run.rank_log(1)})\n{grid}"
+
+
+LOST = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False)
+OWN = FailureReport("no memory", 1, is_consequence=False, is_silence=False)
+SILENT = FailureReport("rank 2 was silent", 1, is_consequence=False, is_silence=True)
+REFUSED = FailureReport("--lr is -1", 2, is_consequence=False, is_silence=False)
+
+
+@pytest.mark.parametrize(
+    ("failures", "num_hosts", "told"),
+    [
+        ({0: (1, LOST), 1: (-signal.SIGSEGV, None)}, 1, "rank 1 (pid 7) was killed by SIGSEGV"),
+        ({0: (1, LOST), 1: (1, OWN), 2: (-signal.SIGTERM, None)}, 1, "rank 1 failed: no memory"),
+        ({0: (1, OWN), 1: (1, REFUSED)}, 1, "rank 0 failed: no memory"),
+        ({1: (1, REFUSED)}, 1, "--lr is -1"),
+        ({0: (1, SILENT), 2: (-signal.SIGKILL, None)}, 1, "rank 2 (pid 7) did not answer and was"),
+        ({0: (1, LOST)}, 1, "rank 0 failed: rank 1 was lost (see "),
+        ({0: (1, LOST)}, 2, "rank 0 failed after a rank of another host: rank 1 was lost"),
+        ({3: (9, None)}, 1, "rank 3 ended with exit code 9; see "),
+        ({3: (-40, None)}, 1, "rank 3 (pid 7) was killed by signal 40; "),
+    ],
+)
+def test_the_failure_that_the_others_follow_from_is_told(
+    failures: dict[int, tuple[int, FailureReport | None]],
+    num_hosts: int,
+    told: str,
+    tmp_path: Path,
+) -> None:
+    """Each a second after the one before."""
+    ended = {
+        rank: Failure(7, code, float(rank), report) for rank, (code, report) in failures.items()
+    }
+    error = _first_failure(ended, RunDir(tmp_path), num_hosts)
+    assert str(error).startswith(told)
+    assert error.exit_code == (2 if told == "--lr is -1" else 1)
 
 
 def test_without_a_launcher_nothing_is_written(

@@ -1,5 +1,6 @@
 """A race of many turns: whose turn it is, how it is run, interrupted and gone on with."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,8 +260,13 @@ def test_a_reference_that_fails_is_the_one_that_is_named(
     files.write_entries(entries)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(ranks_of_race, "_Race", FailingRace)
-    monkeypatch.setattr(ranks_of_race, "introduce", lambda _: [SimpleNamespace(clock_offset_ns=0)])
-    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda _: None)
+    monkeypatch.setattr(ranks_of_race, "introduce", lambda _: SimpleNamespace(clock_offset_ns=0))
+    # As on the wire: what rank 0 tells goes through JSON.
+    monkeypatch.setattr(
+        ranks_of_race,
+        "broadcast_json",
+        lambda told, decode: decode(json.loads(json.dumps(told))),
+    )
     layout: Any = SimpleNamespace(rank=0)
     with pytest.raises(RrfpError, match="no memory"):
         ranks_of_race.work(RunDir(tmp_path), TrainSettings(), layout)

@@ -4,11 +4,14 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.decoding import integer
+from rrfp.runtime.introduction import introduced
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import (
     ClockOffset,
@@ -19,6 +22,8 @@ from rrfp.runtime.rendezvous import (
     host_identity,
     reachable_address,
 )
+from rrfp.trace.records import RankInfo
+from tests.ranks import loopback_store
 
 
 def test_a_wait_ends_and_names_the_rank() -> None:
@@ -36,13 +41,91 @@ def test_values_are_bytes_below_their_prefix() -> None:
 
 
 def test_a_store_that_died_is_told_in_one_sentence() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = loopback_store()
     client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     rendezvous = Rendezvous(client, "p", 1, 5)
     del server
     with pytest.raises(RrfpError, match="the rendezvous store failed") as caught:
         rendezvous.wait("thing", 0)
     assert "\n" not in str(caught.value)
+
+
+def test_a_rank_that_fails_ends_every_wait_with_its_reason() -> None:
+    """At once, and not at the deadline; the first one to fail is named."""
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Rendezvous(store, "p", 0, 60).wait, "thing", 1)
+        Rendezvous(store, "other", 3, 60).fail("no part of this meeting")
+        Rendezvous(store, "p", 2, 60).fail("the loss is nan; try a smaller --lr")
+        Rendezvous(store, "p", 3, 60).fail("rank 2 was lost")
+        words = "^rank 2 failed before its links were open: the loss is nan; try a smaller --lr$"
+        with pytest.raises(PeerLostError, match=words):
+            waiting.result(timeout=20)
+    # What is there already is still given.
+    Rendezvous(store, "p", 1, 5).publish("thing", "x")
+    assert Rendezvous(store, "p", 0, 5).wait("thing", 1) == b"x"
+
+
+def test_a_rank_that_fails_says_so_even_without_a_store() -> None:
+    server = loopback_store()
+    client = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    del server
+    Rendezvous(client, "p", 1, 5).fail("no memory")
+
+
+def test_what_a_failed_rank_says_must_be_readable() -> None:
+    store = HashStore()
+    store.set("p/failed", PICKLE)  # type: ignore[arg-type]
+    with pytest.raises(RrfpError, match="what a rank published as 'p/failed' cannot be read"):
+        Rendezvous(store, "p", 0, 5).wait("thing", 1)
+
+
+PICKLE = b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch /tmp/x\x85R."
+
+
+@pytest.mark.parametrize("planted", [PICKLE, b"", b"{", b"[1, 2]", b"true", b"1.5", b"[" * 100_000])
+def test_what_cannot_be_read_is_told_with_its_key_and_rank(planted: bytes) -> None:
+    rendezvous = Rendezvous(HashStore(), "p", 0, 5)
+    rendezvous.publish("thing", planted)
+    words = "what rank 3 published as 'p/thing' cannot be read .*; see whether every rank runs"
+    with pytest.raises(RrfpError, match=words) as caught:
+        rendezvous.wait_json("thing", 3, integer)
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, PeerLostError)
+
+
+def test_text_must_be_text() -> None:
+    rendezvous = Rendezvous(HashStore(), "p", 0, 5)
+    rendezvous.publish("thing", b"\xff")
+    with pytest.raises(RrfpError, match="what rank 3 published as 'p/thing' cannot be read"):
+        rendezvous.wait_text("thing", 3)
+
+
+INFO = RankInfo(1, 1, 0, 0, (1, 3), "host", 77)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        None,
+        [],
+        {},
+        asdict(INFO) | {"stages": "13"},
+        asdict(INFO) | {"stages": [1.0]},
+        asdict(INFO) | {"pid": True},
+        asdict(INFO) | {"host": 7},
+        asdict(INFO) | {"more": 7},
+        asdict(INFO) | {"rank": 2},
+    ],
+)
+def test_only_a_whole_introduction_is_one(values: object) -> None:
+    store = HashStore()
+    store.set("p/info/0", json.dumps(asdict(replace(INFO, rank=0))))
+    store.set("p/info/1", json.dumps(asdict(INFO)))
+    assert introduced(store, "p", 0, 2, timeout_s=5) == [replace(INFO, rank=0), INFO]
+    store.set("p/info/1", json.dumps(values))
+    with pytest.raises(RrfpError, match="what rank 1 published as 'p/info/1' cannot be read"):
+        introduced(store, "p", 0, 2, timeout_s=5)
 
 
 def test_hosts_are_exchanged() -> None:
@@ -91,8 +174,15 @@ def test_a_clock_comparison_without_its_partner_ends(rank: int, missing: int) ->
 def test_the_reachable_address_is_one_of_this_host(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RRFP_ADDRESS", raising=False)
     monkeypatch.setenv("MASTER_ADDR", master)
     address = reachable_address()
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((address, 0), family=family) as server:
         assert server.getsockname()[1] > 0
+
+
+def test_the_address_that_is_named_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
+    monkeypatch.setenv("RRFP_ADDRESS", "127.0.0.3")
+    assert reachable_address() == "127.0.0.3"

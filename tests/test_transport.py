@@ -1,6 +1,5 @@
 """The socket transport: order and bits kept, credits bound, deaths told, nothing left behind."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -24,6 +23,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.connecting import Listener, dial
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.handshake import HandshakeError, accept_handshake, dial_handshake
+from rrfp.runtime.private_socket import connect_private
 from rrfp.runtime.protocols import (
     Arrived,
     Decided,
@@ -38,10 +38,11 @@ from rrfp.runtime.protocols import (
 )
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.socket_transport import SocketTransport
-from rrfp.runtime.wire import Header, Purpose, encode_header
+from rrfp.runtime.whereabouts import Where
+from rrfp.runtime.wire import MAGIC, VERSION, Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, Record, SendRecord
-from tests.ranks import run_ranks
+from tests.ranks import loopback_store, run_ranks
 from tests.test_wire import same_bits, tensors
 
 PREFIX = "rrfp/transport"
@@ -369,6 +370,26 @@ def test_a_rank_that_fails_leaves_without_a_farewell() -> None:
         assert all("rank 1 closed its connection" in str(error) for error in errors)
 
 
+def test_a_forked_process_does_not_keep_a_failed_rank_alive(allow_unix: bool) -> None:
+    """A data loader's worker has the links of its parent open."""
+    with pair(allow_unix=allow_unix, silence_s=3600.0) as made:
+        reader, writer = os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        try:
+            made.transports[0].close(farewell=False)
+            for event in take(made.inboxes[1], 2):
+                assert isinstance(event, Failed)
+                assert "rank 0 closed its connection" in str(event.error)
+        finally:
+            os.close(writer)
+            os.close(reader)
+            os.waitpid(worker, 0)
+
+
 def test_settings_that_cannot_work_are_refused() -> None:
     for complaint, links, options in (
         ("a link to itself", [0], {"num_credits": 1}),
@@ -393,7 +414,6 @@ def lone_rank(
 ) -> None:
     """A rank whose peers say that they are on another host, and nothing else."""
     store = HashStore()
-    store.set(f"{PREFIX}/secret", "s")
     for peer in {*sends_to, *receives_from} - {rank}:
         store.set(f"{PREFIX}/place/{peer}", "elsewhere")
     SocketTransport(
@@ -487,23 +507,21 @@ def bare_peer(
     connected: list[socket.socket] = []
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
-        secret = rendezvous.wait("secret", 0)
         if role == "destination":
             listener = Listener(
                 1,
-                secret,
                 [0],
                 lambda _, connection: connected.append(connection),
                 unix=unix,
                 tcp=not unix,
                 address="127.0.0.1",
             )
-            rendezvous.publish("address/1", listener.where())
+            rendezvous.publish("address/1", listener.where.to_json())
             listener.wait(rendezvous, PATIENCE_S)
             listener.close()
         else:
-            where = rendezvous.wait("address/0", 0)
-            connected.append(dial(1, 0, where, secret, unix=unix, timeout_s=PATIENCE_S))
+            where = rendezvous.wait_json("address/0", 0, Where.decode)
+            connected.append(dial(1, 0, where, unix=unix, timeout_s=PATIENCE_S))
         transport = making.result(PATIENCE_S)
     try:
         yield transport, inbox, connected[0]
@@ -590,28 +608,32 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
         )
 
     def connect() -> socket.socket:
-        if not allow_unix:
-            return socket.create_connection(addresses["tcp"], timeout=PATIENCE_S)
-        stranger = socket.socket(socket.AF_UNIX)
-        stranger.settimeout(PATIENCE_S)
-        stranger.connect(addresses["unix"])
-        return stranger
+        if allow_unix:
+            assert where.directory is not None
+            stranger, _ = connect_private(where.directory)
+            stranger.settimeout(PATIENCE_S)
+            return stranger
+        assert where.tcp is not None
+        return socket.create_connection((where.tcp.host, where.tcp.port), timeout=PATIENCE_S)
+
+    def dial_as(rank: int) -> socket.socket:
+        return dial(rank, 0, where, unix=allow_unix, timeout_s=PATIENCE_S)
 
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
         rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
-        secret, where = rendezvous.wait("secret", 0), rendezvous.wait("address/0", 0)
-        addresses = json.loads(where)
+        where = rendezvous.wait_json("address/0", 0, Where.decode)
         with connect() as garbage, connect() as silent:
             garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
             # The challenge, and then the end: nothing more is said to a stranger.
             assert len(garbage.recv(40, socket.MSG_WAITALL)) == 40
             with suppress(ConnectionResetError):
                 assert not garbage.recv(1)
-            for wrong_secret, wrong_rank in ((bytes(32), 1), (secret, 2)):
-                with pytest.raises(PeerLostError, match="could not prove itself to rank 0"):
-                    dial(wrong_rank, 0, where, wrong_secret, unix=allow_unix, timeout_s=PATIENCE_S)
-            with dial(1, 0, where, secret, unix=allow_unix, timeout_s=PATIENCE_S) as raw:
+            with connect() as guessing, pytest.raises(HandshakeError):
+                dial_handshake(guessing, bytes(32), 1, 0, PATIENCE_S)
+            with pytest.raises(PeerLostError, match="could not prove itself to rank 0"):
+                dial_as(2)
+            with dial_as(1) as raw:
                 transport = making.result(PATIENCE_S)
                 with suppress(ConnectionResetError):
                     silent.recv(100)
@@ -634,7 +656,7 @@ def test_an_impostor_that_listens_is_found_out() -> None:
     here, there = socket.socketpair()
     with here, there, ThreadPoolExecutor(1) as pool:
         dialling = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
-        there.sendall(b"RRFP\x01\0\0\0" + bytes(32))
+        there.sendall(MAGIC + bytes([VERSION, 0, 0, 0]) + bytes(32))
         assert there.recv(200)
         there.sendall(bytes(32))
         with pytest.raises(HandshakeError, match="does not know the secret"):
@@ -665,7 +687,7 @@ def run_rank_1(port: int, options: dict[str, float]) -> None:
 
 @contextmanager
 def peer_process(**options: float) -> Iterator[tuple[SocketTransport, Inbox, SpawnProcess]]:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = loopback_store()
     inbox = Inbox()
     process = multiprocessing.get_context("spawn").Process(
         target=run_rank_1, args=(server.port, options), daemon=True

@@ -1,4 +1,7 @@
-"""How a rank's failure reaches the launcher: a report in elastic's error file."""
+"""How a rank's failure reaches the launcher: a report in the error file that it names.
+
+Variable and form are those of torch's elastic launcher, so that torchrun can read the report too.
+"""
 
 import json
 import os
@@ -9,6 +12,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from rrfp.trace.whole_file import open_whole
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file's path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,8 @@ class FailureReport:
     """What goes below the sentence, on lines of its own: the grid of a stall."""
 
     def write(self) -> None:
-        """Leave the report where the elastic launcher that started this process looks for it."""
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        """Leave the report where the launcher that started this process looks for it."""
+        path = os.environ.get(ERROR_FILE)
         if path is None:
             return
         message = {
@@ -34,14 +40,13 @@ class FailureReport:
             "extraInfo": {"timestamp": int(time.time())},
             "report": asdict(self),
         }
-        # Whole or not at all: the launcher ends this process when another one has failed too, and
-        # stumbles over half a file.
+        # Whole or not at all: the launcher ends this process when another one has failed too.
         with open_whole(Path(path)) as file:
             file.write(json.dumps({"message": message}).encode())
 
     @classmethod
     def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
-        """The report in what elastic read from a rank's error file, if the rank left one."""
+        """The report in what a rank's error file holds, if it is one of ours."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
             return cls(**message["report"])

@@ -1,32 +1,22 @@
-"""Starts the ranks of this node with torch's elastic launcher and says how they ended."""
+"""Starts the ranks of this host and says how they ended."""
 
-import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from pathlib import Path
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
-from rrfp.megatron.failure import FailureReport, first_line
-from rrfp.megatron.meeting import meet
+from rrfp.megatron.children import Failure, SignalledError, run_to_end
 from rrfp.megatron.process import Job
 from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.stores import file_store
 from rrfp.trace.rundir import RunDir
 
-_SHUTDOWN_S = 5
 _MEETING_S = 300.0
 """How long a host waits for the others to come."""
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(settings: TrainSettings, run: RunDir, job: Job = Job.TRAIN) -> None:
@@ -36,98 +26,81 @@ def launch(settings: TrainSettings, run: RunDir, job: Job = Job.TRAIN) -> None:
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. Must run
     on the main thread.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if settings.nnodes == 1:
-        # gloo would ask for the address of the host's name, which not every machine can tell.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Host 0 serves the store for as long as it is kept.
-    _store = meet(settings, _MEETING_S) if settings.nnodes > 1 else None
-    module = "rrfp.megatron.process"
-    command = (sys.executable, "-m", module, job, str(run.path), settings.to_json())
-    with tempfile.TemporaryDirectory(prefix="rrfp-errors-") as error_dir, _elastic_manners():
-        config = LaunchConfig(
-            min_nodes=settings.nnodes,
-            max_nodes=settings.nnodes,
-            nproc_per_node=settings.world_size // settings.nnodes,
-            run_id="rrfp",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=error_dir),
-            shutdown_timeout=_SHUTDOWN_S,
-            **_rendezvous(settings),
-        )
-        try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            raise _first_failure(error.failures, run, settings.nnodes) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise StoppedError(f"the run was stopped by {error.sigval.name}") from None
-        except (DistError, RendezvousError) as error:
-            raise RrfpError(
-                f"the elastic launcher failed ({first_line(str(error))}); see whether the other "
-                "hosts still run"
-            ) from None
+    command = (sys.executable, "-m", "rrfp.megatron.process", job, str(run.path))
+    # Only its owner may enter a directory that tempfile makes.
+    with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
+        directory = Path(name)
+        with _store(settings, directory) as environment:
+            environments = _environments(settings, environment)
+            try:
+                failures = run_to_end((*command, settings.to_json()), environments, directory)
+            except SignalledError as error:
+                if error.number == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                raise StoppedError(f"the run was stopped by {error.number.name}") from None
+            if failures:
+                raise _first_failure(failures, run, settings.nnodes)
 
 
 @contextmanager
-def _elastic_manners() -> Iterator[None]:
-    """Keep the elastic launcher from the terminal, and from this process' signals afterwards."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _rendezvous(settings: TrainSettings) -> dict[str, Any]:
+def _store(settings: TrainSettings, directory: Path) -> Iterator[dict[str, str]]:
+    """What tells the ranks where their store is, which is there inside."""
     if settings.nnodes == 1:
-        return {
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "127.0.0.1:0",
-            "local_addr": "127.0.0.1",
-        }
+        yield file_store(directory)
+        return
+    # The only launcher that needs torch.
+    from rrfp.megatron.meeting import meeting
+
+    with meeting(settings, _MEETING_S) as environment:
+        yield environment
+
+
+def _environments(
+    settings: TrainSettings, environment: Mapping[str, str]
+) -> dict[int, dict[str, str]]:
+    """What the processes of this host's ranks are told, by rank."""
+    num_local = settings.world_size // settings.nnodes
     return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": settings.rdzv_endpoint,
-        "rdzv_configs": {"rank": settings.node_rank, "timeout": round(_MEETING_S)},
+        settings.node_rank * num_local + local_rank: {
+            "RANK": str(settings.node_rank * num_local + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(settings.world_size),
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **environment,
+        }
+        for local_rank in range(num_local)
     }
 
 
-def _first_failure(failures: dict[int, ProcessFailure], run: RunDir, num_hosts: int) -> RrfpError:
+def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
     """The failure that the others follow from, as an error."""
-    reports = {
-        rank: FailureReport.read(failure.error_file_data) for rank, failure in failures.items()
-    }
 
-    def precedence(rank: int) -> tuple[int, int]:
-        report, failure = reports[rank], failures[rank]
+    def precedence(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
         # The launcher itself ends the other ranks with SIGTERM.
-        was_killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-        is_consequence = report is None or report.is_consequence
-        return 0 if was_killed else 2 if is_consequence else 1, failure.timestamp
+        was_killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM
+        is_consequence = failure.report is None or failure.report.is_consequence
+        return 0 if was_killed else 2 if is_consequence else 1, failure.ended_s
 
     rank = min(failures, key=precedence)
-    failure, report, log = failures[rank], reports[rank], run.rank_log(rank)
-    if failure.exitcode == -signal.SIGKILL:
-        for other in filter(None, reports.values()):
-            if other.is_silence:
+    failure, log = failures[rank], run.rank_log(rank)
+    report = failure.report
+    if failure.exit_code == -signal.SIGKILL:
+        for other in failures.values():
+            if other.report is not None and other.report.is_silence:
                 # The launcher kills what a SIGTERM does not end.
                 return RrfpError(
                     f"rank {rank} (pid {failure.pid}) did not answer and was killed: "
-                    f"{other.sentence}"
+                    f"{other.report.sentence}"
                 )
-    if failure.exitcode < 0:
+    if failure.exit_code < 0:
         return RrfpError(
-            f"rank {rank} (pid {failure.pid}) was killed by {failure.signal_name()}; "
+            f"rank {rank} (pid {failure.pid}) was killed by {_signal_name(-failure.exit_code)}; "
             f"what it said last is in {log}"
         )
     if report is None:
-        return RrfpError(f"rank {rank} ended with exit code {failure.exitcode}; see {log}")
+        return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
     if report.is_consequence and num_hosts > 1:
@@ -137,3 +110,10 @@ def _first_failure(failures: dict[int, ProcessFailure], run: RunDir, num_hosts: 
         )
     detail = f"\n{report.detail}" if report.detail else ""
     return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time one has no name

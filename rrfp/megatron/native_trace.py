@@ -5,13 +5,11 @@ Whatever fails here, the training goes on.
 """
 
 import atexit
-import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,9 @@ from rrfp.interchange.ranges import ScheduleRange, schedule_range
 from rrfp.megatron.description import describe_run
 from rrfp.megatron.moments import CudaMoments, HostMoments
 from rrfp.megatron.native import NativeSchedule
+from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import Rendezvous, clock_offset, exchange_hosts
+from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.trace.merge import encode_run
 from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir, create_run_dir
@@ -177,26 +176,18 @@ def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
             rendezvous.publish("run", "")
             raise
         rendezvous.publish("run", str(made))
-    told = rendezvous.wait("run", 0).decode()
+    told = rendezvous.wait_text("run", 0)
     if not told:
         raise RrfpError("rank 0 could not make the directory of the run; see what it says")
-    hosts = exchange_hosts(
-        store, "rrfp/native/hosts", info.rank, dist.get_world_size(), timeout_s=_MEETING_S
-    )
-    offset = clock_offset(store, "rrfp/native/clock", info.rank, hosts, timeout_s=_MEETING_S)
-    info = replace(info, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
-    rendezvous.publish(f"info/{info.rank}", json.dumps(asdict(info)))
+    info = introduce(store, "rrfp/native", info, dist.get_world_size(), timeout_s=_MEETING_S)
     return RunDir(Path(told)), info
 
 
 def _describe(run: RunDir, settings: dict[str, object], own: RankInfo) -> None:
     """Write what the run is, once every rank has told who it is."""
     store = dist.distributed_c10d._get_default_store()
-    rendezvous = Rendezvous(store, "rrfp/native", own.rank, _MEETING_S)
     world_size = dist.get_world_size()
-    infos = [
-        RankInfo(**json.loads(rendezvous.wait(f"info/{rank}", rank))) for rank in range(world_size)
-    ]
+    infos = introduced(store, "rrfp/native", own.rank, world_size, timeout_s=_MEETING_S)
     describe_run(run.run_json, settings, world_size, infos)
 
 

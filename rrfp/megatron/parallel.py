@@ -1,5 +1,6 @@
 """Joins the process groups of a run: torch's gloo world, and Megatron's groups inside it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.gloo import sharing_a_device
+from rrfp.megatron.gloo import one_device_at
 from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.stores import open_store
+from rrfp.runtime import variables
+from rrfp.runtime.rendezvous import reachable_address
 from rrfp.schedule.shape import Placement, Shape
 
 _SEED_STRIDE = 100
@@ -69,12 +73,34 @@ class Layout:
 def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterator[Layout]:
     """Join the groups, seed Megatron's random states, and leave the groups at the end.
 
-    The addresses come from the environment that torch's elastic launcher sets (RANK, WORLD_SIZE,
-    MASTER_ADDR, MASTER_PORT). `timeout_s` bounds every collective. `prepare_host` comes first.
+    RANK and WORLD_SIZE come from the environment, and the store from where our launcher or torchrun
+    (MASTER_ADDR, MASTER_PORT) says that it is. gloo listens at one address: loopback on one host.
+    `timeout_s` bounds every collective. `prepare_host` comes first.
     """
+    with one_device_at(variables.LOOPBACK if settings.nnodes == 1 else reachable_address()):
+        _join_the_world(timeout_s)
+        with _megatrons_groups(settings, timeout_s) as layout:
+            yield layout
+
+
+def _join_the_world(timeout_s: float) -> None:
+    timeout, store = timedelta(seconds=timeout_s), open_store(timeout_s)
+    if store is None:
+        dist.init_process_group("gloo", timeout=timeout)
+        return
+    dist.init_process_group(
+        "gloo",
+        timeout=timeout,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+@contextmanager
+def _megatrons_groups(settings: TrainSettings, timeout_s: float) -> Iterator[Layout]:
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
         if dist.get_world_size() != settings.world_size:
             raise RrfpError(
@@ -82,16 +108,15 @@ def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterat
                 f"(pp {settings.pp} x tp {settings.tp} x cp {settings.cp} x dp "
                 f"{settings.num_replicas}); start as many as ranks"
             )
-        with sharing_a_device():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=settings.tp,
-                pipeline_model_parallel_size=settings.pp,
-                virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
-                context_parallel_size=settings.cp,
-                expert_model_parallel_size=settings.ep,
-                distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-                create_gloo_process_groups=False,
-            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=settings.tp,
+            pipeline_model_parallel_size=settings.pp,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_size(settings),
+            context_parallel_size=settings.cp,
+            expert_model_parallel_size=settings.ep,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=False,
+        )
         layout = Layout(
             pp=settings.pp,
             tp=settings.tp,

@@ -1,6 +1,6 @@
 """The process of one rank: `python -m rrfp.megatron.process JOB RUN_DIR SETTINGS`.
 
-The elastic launcher starts it. What it prints goes to a log of its own, so what is heavy (and
+`rrfp.megatron.launch` starts it. What it prints goes to a log of its own, so what is heavy (and
 talks while it is imported) is imported after that.
 """
 
@@ -40,13 +40,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     try:
+        from rrfp.megatron.exchange import no_objects
         from rrfp.megatron.host import prepare_host
         from rrfp.megatron.parallel import parallel_groups
 
         prepare_host(settings.device)
         work = importlib.import_module(job).work
 
-        with parallel_groups(settings) as layout:
+        with parallel_groups(settings) as layout, no_objects():
             try:
                 work(run, settings, layout)
             except Exception as error:

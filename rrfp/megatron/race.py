@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.megatron.contender import Contender, chunks_of
 from rrfp.megatron.data import Data, open_data
+from rrfp.megatron.exchange import broadcast_json, gather_tensors
 from rrfp.megatron.failure import FailureReport
 from rrfp.megatron.gradient_check import Gradients, relative_difference
 from rrfp.megatron.model import ModelChunks, build_model
@@ -31,6 +31,7 @@ from rrfp.megatron.parallel import Layout
 from rrfp.megatron.rank import introduce
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.turns import Entry, RaceFiles, Turn, rounds
+from rrfp.runtime.decoding import integer, items, text
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.rundir import RunDir
@@ -41,11 +42,10 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = RaceFiles(run.path)
     leads = layout.rank == 0
+    offset_ns = introduce(layout).clock_offset_ns
     # One rank reads: another host may see a shared file as it was a while ago.
-    told: list[Any] = [files.read_entries(), files.ended()] if leads else [None, None]
-    offset_ns = introduce(layout)[layout.rank].clock_offset_ns
-    dist.broadcast_object_list(told)
-    entries, ended = told
+    told = _state(files) if leads else None
+    entries, ended = broadcast_json(told, _decode_state)
     race = _Race(layout, entries, offset_ns)
     gc.freeze()
 
@@ -62,6 +62,21 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         turn = race.turn(entry, number)
         if leads:
             files.append(turn)
+
+
+def _state(files: RaceFiles) -> object:
+    """What is to race and what has ended, for all ranks."""
+    return [[entry.to_json() for entry in files.read_entries()], sorted(files.ended())]
+
+
+def _decode_state(told: object) -> tuple[list[Entry], set[tuple[str, int]]]:
+    entries, ended = map(items, items(told, 2))
+    try:
+        read = [Entry.from_json(text(entry)) for entry in entries]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"an entry of the race lacks {error}") from None
+    turns = (items(turn, 2) for turn in ended)
+    return read, {(text(name), integer(number)) for name, number in turns}
 
 
 class _Race:
@@ -135,21 +150,14 @@ class _Race:
         with _bounded(reference, 0, contender.most_s(0)):
             contender.warm_up(0)
             contender.step(contender.batches(0))
-            gathered = self._gathered(contender.gradients())
+            gathered = gather_tensors(contender.gradients())
             self._references[_reference_key(reference.settings)] = gathered
             contender.forget()
-
-    def _gathered(self, own: Gradients) -> list[Gradients]:
-        """The gradients of all ranks, on rank 0."""
-        leads = self._layout.rank == 0
-        found: list[Any] = [None] * self._layout.world_size
-        dist.gather_object(own, found if leads else None)
-        return found if leads else []
 
     def _compare(self, turn: Turn, contender: Contender) -> Turn:
         """The turn with what its gradients are like."""
         settings = contender.settings
-        found = self._gathered(contender.gradients())
+        found = gather_tensors(contender.gradients())
         if self._layout.rank != 0:
             return turn
         # A parameter may lie on another pipeline rank, but never with another tensor-parallel one.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from rrfp.megatron.data import Batch, open_data
 from rrfp.megatron.description import write_description
@@ -20,25 +21,25 @@ from rrfp.megatron.pacing import pace_of
 from rrfp.megatron.parallel import Layout
 from rrfp.megatron.settings import DispatchMode, TrainSettings
 from rrfp.megatron.training import Trainer
+from rrfp.runtime import introduction
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import clock_offset, exchange_hosts
 from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import RankInfo, Record
 from rrfp.trace.rundir import RunDir
 
 _MEETING_S = 60.0
+_INTRODUCTIONS = "rrfp/ranks"
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     """Train this rank's chunks for all steps. Raises what the training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    infos = introduce(layout)
-    info = infos[layout.rank]
+    info = introduce(layout)
     if layout.rank == 0:
-        write_description(run.run_json, settings, infos)
+        write_description(run.run_json, settings, _introduced(layout))
     recorder = Recorder(None if settings.no_trace else run.rank_records(info.rank), info)
     metrics = Metrics(run.metrics, layout, info, is_traced=not settings.no_trace)
     pace = pace_of(settings, layout)
@@ -91,12 +92,9 @@ def _forget(_: Record) -> None:
     pass
 
 
-def introduce(layout: Layout) -> list[RankInfo]:
-    """Who all ranks are, by rank, each with its clock's offset to rank 0's host."""
-    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    rank, world_size = layout.rank, layout.world_size
-    hosts = exchange_hosts(store, "rrfp/hosts", rank, world_size, timeout_s=_MEETING_S)
-    offset = clock_offset(store, "rrfp/clock", rank, hosts, timeout_s=_MEETING_S)
+def introduce(layout: Layout) -> RankInfo:
+    """Tell all ranks who this one is; all of them call it. Gives that, with the offset of this
+    rank's clock to rank 0's host."""
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -105,12 +103,21 @@ def introduce(layout: Layout) -> list[RankInfo]:
         stages=layout.stages,
         host=socket.gethostname(),
         pid=os.getpid(),
-        clock_offset_ns=offset.offset_ns,
-        clock_error_ns=offset.error_ns,
     )
-    infos: list[RankInfo] = [own] * layout.world_size
-    dist.all_gather_object(infos, own)
-    return infos
+    return introduction.introduce(
+        _store(), _INTRODUCTIONS, own, layout.world_size, timeout_s=_MEETING_S
+    )
+
+
+def _introduced(layout: Layout) -> list[RankInfo]:
+    """Who all ranks are, by rank."""
+    return introduction.introduced(
+        _store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
+    )
+
+
+def _store() -> Store:
+    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
 
 def schedule_of(

@@ -3,9 +3,14 @@
 A destination listens before it publishes where, and accepts on threads of its own while it dials,
 so that ranks may start in any order and none waits for another's accept to dial. It stops
 listening once all its sources are there.
+
+Who may connect is who knows the listener's secret. That of a Unix socket lies in a file beside it,
+in a directory that only its owner may enter, and goes nowhere else. That of a TCP port, where a
+source is on another host, stands in the store with the port's address: whoever can read the store
+can connect.
 """
 
-import json
+import secrets
 import select
 import shutil
 import socket
@@ -13,19 +18,26 @@ import tempfile
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 from threading import Condition, Thread
 
 from rrfp.errors import UsageError
-from rrfp.runtime.handshake import HandshakeError, accept_handshake, dial_handshake
+from rrfp.runtime.handshake import (
+    SECRET_BYTES,
+    HandshakeError,
+    accept_handshake,
+    dial_handshake,
+)
+from rrfp.runtime.private_socket import StrangeFileError, bind_private, connect_private
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, reachable_address
+from rrfp.runtime.whereabouts import Port, Where
 
 _HANDSHAKE_S = 10.0
 _BACKLOG = 1024
 _LOOK_S = 0.02
 _UNIX_BUFFER_BYTES = 4 * 2**20
-_LONGEST_UNIX_PATH = 100
+_FAILURE_LOOK_S = 0.2
+"""How often a rank that waits for its sources looks whether one has failed."""
 
 
 class Listener:
@@ -34,7 +46,6 @@ class Listener:
     def __init__(
         self,
         rank: int,
-        secret: bytes,
         sources: Collection[int],
         on_connected: Callable[[int, socket.socket], None],
         *,
@@ -49,7 +60,6 @@ class Listener:
         that it then owns. Raises UsageError when the address cannot be listened at.
         """
         self._rank = rank
-        self._secret = secret
         self._on_connected = on_connected
         self._condition = Condition()
         # Guarded by the condition.
@@ -57,10 +67,10 @@ class Listener:
         self._pending: set[socket.socket] = set()
         self._handshakes: list[Thread] = []
         self._is_closed = False
-        self._directory = ""
-        self._sockets: list[socket.socket] = []
-        self._unix_path = ""
-        self._tcp_address: tuple[str, int] | None = None
+        self._directory: str | None = None
+        self._port: Port | None = None
+        self._sockets: list[tuple[socket.socket, bytes]] = []
+        """Each with the secret that opens it."""
         try:
             if unix:
                 self._listen_unix()
@@ -75,13 +85,8 @@ class Listener:
     def _listen_unix(self) -> None:
         # Only its owner may enter a directory that mkdtemp makes.
         self._directory = tempfile.mkdtemp(prefix="rrfp-")
-        if len(self._directory) > _LONGEST_UNIX_PATH:
-            Path(self._directory).rmdir()
-            self._directory = tempfile.mkdtemp(prefix="rrfp-", dir="/tmp")
-        self._unix_path = str(Path(self._directory) / "s")
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sockets.append(listening)
-        listening.bind(self._unix_path)
+        listening, secret = bind_private(self._directory)
+        self._sockets.append((listening, secret))
         listening.listen(_BACKLOG)
 
     def _listen_tcp(self, address: str | None) -> None:
@@ -94,24 +99,30 @@ class Listener:
                 f"rank {self._rank} cannot listen at '{host}' ({error}); give an address of this"
                 " host that the others can reach"
             ) from None
-        self._sockets.append(listening)
-        self._tcp_address = (host, listening.getsockname()[1])
+        self._port = Port(host, listening.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
+        self._sockets.append((listening, self._port.secret))
 
-    def where(self) -> str:
+    @property
+    def where(self) -> Where:
         """What a source must know to dial this rank."""
-        return json.dumps({"unix": self._unix_path, "tcp": self._tcp_address})
+        return Where(self._directory, self._port)
 
     def wait(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """Wait until every source is connected; raises PeerLostError naming those that are not."""
-        with self._condition:
-            while self._missing:
-                if rendezvous.remaining_s == 0:
+        """Wait until every source is connected; raises PeerLostError naming those that are not, or
+        the rank that said that it has failed."""
+        while not self._is_complete(min(rendezvous.remaining_s, _FAILURE_LOOK_S)):
+            rendezvous.raise_if_failed()
+            if rendezvous.remaining_s == 0:
+                with self._condition:
                     ranks = ", ".join(str(source) for source in sorted(self._missing))
-                    raise PeerLostError(
-                        f"rank {self._rank} waited {timeout_s:g} s for a connection from rank"
-                        f" {ranks}; see whether it has started and can reach this host"
-                    )
-                self._condition.wait(min(rendezvous.remaining_s, 1.0))
+                raise PeerLostError(
+                    f"rank {self._rank} waited {timeout_s:g} s for a connection from rank"
+                    f" {ranks}; see whether it has started and can reach this host"
+                )
+
+    def _is_complete(self, timeout_s: float) -> bool:
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._missing, timeout_s)
 
     def close(self) -> None:
         """Stop listening, drop whoever has not proved itself, and join every thread."""
@@ -126,15 +137,15 @@ class Listener:
         self._release()
 
     def _release(self) -> None:
-        for listening in self._sockets:
+        for listening, _ in self._sockets:
             listening.close()
-        if self._directory:
+        if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _accept(self) -> None:
         poller = select.poll()
-        by_descriptor = {listening.fileno(): listening for listening in self._sockets}
-        for listening in self._sockets:
+        by_descriptor = {each[0].fileno(): each for each in self._sockets}
+        for listening, _ in self._sockets:
             listening.setblocking(False)
             poller.register(listening, select.POLLIN)
         while True:
@@ -144,19 +155,20 @@ class Listener:
                     return
                 self._handshakes = [thread for thread in self._handshakes if thread.is_alive()]
             for descriptor, _ in ready:
+                listening, secret = by_descriptor[descriptor]
                 try:
-                    connection, _ = by_descriptor[descriptor].accept()
+                    connection, _ = listening.accept()
                 except BlockingIOError:
                     continue
                 except OSError:
                     # Out of file descriptors, or the dialler is gone already: others may do better.
                     time.sleep(_LOOK_S)
                     continue
-                self._begin_handshake(connection)
+                self._begin_handshake(connection, secret)
 
-    def _begin_handshake(self, connection: socket.socket) -> None:
+    def _begin_handshake(self, connection: socket.socket, secret: bytes) -> None:
         handshake = Thread(
-            target=self._prove, args=(connection,), name="rrfp-handshake", daemon=True
+            target=self._prove, args=(connection, secret), name="rrfp-handshake", daemon=True
         )
         with self._condition:
             if self._is_closed:
@@ -166,12 +178,10 @@ class Listener:
             self._handshakes.append(handshake)
             handshake.start()
 
-    def _prove(self, connection: socket.socket) -> None:
+    def _prove(self, connection: socket.socket, secret: bytes) -> None:
         """Have one dialler prove itself; a stranger is dropped without a word."""
         try:
-            source = accept_handshake(
-                connection, self._secret, self._missing, self._rank, _HANDSHAKE_S
-            )
+            source = accept_handshake(connection, secret, self._missing, self._rank, _HANDSHAKE_S)
         except HandshakeError:
             source = None
         with self._condition:
@@ -185,27 +195,19 @@ class Listener:
             self._condition.notify_all()
 
 
-def dial(
-    rank: int, peer: int, where: bytes, secret: bytes, *, unix: bool, timeout_s: float
-) -> socket.socket:
-    """Connect to rank `peer`, which listens at `where`; raises RrfpError naming it otherwise."""
-    addresses = json.loads(where)
+def dial(rank: int, peer: int, where: Where, *, unix: bool, timeout_s: float) -> socket.socket:
+    """Connect to rank `peer`, which listens at `where`. Raises PeerLostError naming it where that
+    fails."""
     try:
-        if unix:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                connection.connect(addresses["unix"])
-            except BaseException:
-                connection.close()
-                raise
+        connection, secret = _connect(where, unix=unix, timeout_s=timeout_s)
+    except (OSError, StrangeFileError) as error:
+        place = f"{where.directory}" if unix else f"{where.tcp and where.tcp.shown}"
+        told = f"rank {rank} cannot connect to rank {peer} at {place} ({error}); "
+        if isinstance(error, StrangeFileError):
+            told += "start all ranks as one user, and see who else can write to the run's store"
         else:
-            connection = socket.create_connection(addresses["tcp"], timeout=timeout_s)
-    except OSError as error:
-        place = addresses["unix"] if unix else addresses["tcp"]
-        raise PeerLostError(
-            f"rank {rank} cannot connect to rank {peer} at {place} ({error}); see whether it still"
-            " runs and whether a firewall lies between"
-        ) from None
+            told += "see whether it still runs and whether a firewall lies between"
+        raise PeerLostError(told) from None
     try:
         dial_handshake(connection, secret, rank, peer, min(timeout_s, _HANDSHAKE_S))
     except HandshakeError as error:
@@ -219,6 +221,15 @@ def dial(
         raise
     _prepare(connection)
     return connection
+
+
+def _connect(where: Where, *, unix: bool, timeout_s: float) -> tuple[socket.socket, bytes]:
+    if unix and where.directory is not None:
+        return connect_private(where.directory)
+    if not unix and where.tcp is not None:
+        address = where.tcp.host, where.tcp.port
+        return socket.create_connection(address, timeout=timeout_s), where.tcp.secret
+    raise OSError(f"it listens at no {'Unix socket' if unix else 'TCP port'}")
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks prove to each other that they know the run's secret, before anything else is read.
+"""Two ranks prove to each other that they know the listener's secret, before anything else is read.
 
 The accepting side speaks first, with a random challenge only, so that a stranger learns nothing:
 
@@ -43,7 +43,7 @@ def dial_handshake(
     answer = _read(connection, _PROOF_BYTES, deadline_s)
     expected = _proof(secret, b"accept", source, destination, challenge, own)
     if not hmac.compare_digest(answer, expected):
-        raise HandshakeError("it does not know the secret of this run")
+        raise HandshakeError("it does not know the secret")
 
 
 def accept_handshake(
@@ -65,7 +65,7 @@ def accept_handshake(
     if claimed != destination:
         raise HandshakeError(f"it wants rank {claimed}")
     if not hmac.compare_digest(proof, _proof(secret, b"dial", source, destination, own, challenge)):
-        raise HandshakeError("it does not know the secret of this run")
+        raise HandshakeError("it does not know the secret")
     if source not in sources:
         raise HandshakeError(f"rank {source} is not expected")
     _write(connection, _proof(secret, b"accept", source, destination, own, challenge), deadline_s)

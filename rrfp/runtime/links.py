@@ -23,6 +23,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 
@@ -188,6 +189,10 @@ class LinkEnd(ABC):
                 os.close(self._wake_reader)
                 os.close(self._wake_writer)
             with self._write_lock:
+                # Closing alone tells the peer nothing while a process that was forked meanwhile,
+                # such as a data loader's worker, has the connection open, too.
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
                 self._connection.close()
 
     def _fail(self, error: RrfpError) -> None:

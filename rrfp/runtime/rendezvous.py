@@ -1,29 +1,39 @@
-"""How ranks find each other: small facts published in torch's store, and every wait bounded."""
+"""How ranks find each other: small facts published in torch's store, and every wait bounded.
+
+Who can write to the store can publish in any rank's name. So what is read is text or JSON of one
+shape, never an object, and what is not of that shape ends the run with a sentence.
+"""
 
 import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError
+from rrfp.runtime import variables
+from rrfp.runtime.decoding import integer, integers, items, member, parsed, text
 from rrfp.runtime.protocols import Clock, PeerLostError, monotonic
+
+T = TypeVar("T")
 
 _EAGER_S = 0.002
 _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
 _NUM_ROUND_TRIPS = 20
+_FAILED = "failed"
 
 
 class Rendezvous:
     """One rank's view of the store, below a key prefix of its own and with one deadline for all.
 
-    A prefix serves one meeting: a second one in the same job takes another prefix.
+    A prefix serves one meeting: a second one in the same job takes another prefix. A rank that
+    fails before it is over tells the others by `fail`, so that none waits for it in vain.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
@@ -42,21 +52,22 @@ class Rendezvous:
         """Make a value known to every rank."""
         try:
             # torch declares str; bytes are taken too and come back unchanged.
-            self._store.set(f"{self._prefix}/{name}", value)  # type: ignore[arg-type]
+            self._store.set(self._key(name), value)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise _store_failed(error) from error
 
     def wait(self, name: str, peer: int) -> bytes:
         """The value that rank `peer` publishes under this name; raises PeerLostError when it has
-        not done so by the deadline.
+        not done so by the deadline, or as soon as a rank says that it has failed.
 
         Asks instead of blocking inside the store, which could not be interrupted by Ctrl-C.
         """
-        key = f"{self._prefix}/{name}"
+        key = self._key(name)
         began_s = time.monotonic()
         sleep_s = _SHORTEST_SLEEP_S
         try:
             while not self._store.check([key]):
+                self.raise_if_failed()
                 now_s = time.monotonic()
                 if now_s >= self._deadline_s:
                     raise PeerLostError(
@@ -69,6 +80,55 @@ class Rendezvous:
             return bytes(self._store.get(key))
         except RuntimeError as error:
             raise _store_failed(error) from error
+
+    def wait_text(self, name: str, peer: int) -> str:
+        """The same, of a value that is text."""
+        return self._read(name, peer, self.wait(name, peer), bytes.decode)
+
+    def wait_json(self, name: str, peer: int, decode: Callable[[object], T]) -> T:
+        """What `decode` makes of the JSON that rank `peer` publishes under this name.
+
+        `decode` raises ValueError for what is not of the shape it should be. Raises as `wait` does,
+        and RrfpError naming the rank when the value cannot be read.
+        """
+        return self._read(name, peer, self.wait(name, peer), lambda data: decode(parsed(data)))
+
+    def fail(self, sentence: str) -> None:
+        """Tell every rank that waits below this prefix that this one has failed, and why. The first
+        to fail is the one that they name. Never raises: a rank that fails says so first of all in
+        its own name."""
+        with suppress(RuntimeError):
+            told = json.dumps({"rank": self._rank, "sentence": sentence})
+            self._store.compare_set(self._key(_FAILED), "", told)
+
+    def raise_if_failed(self) -> None:
+        """Raise PeerLostError with the rank that failed and its reason, if one has said so."""
+        try:
+            if not self._store.check([self._key(_FAILED)]):
+                return
+            data = bytes(self._store.get(self._key(_FAILED)))
+        except RuntimeError as error:
+            raise _store_failed(error) from error
+        rank, sentence = self._read(_FAILED, None, data, _decode_failure)
+        raise PeerLostError(f"rank {rank} failed before its links were open: {sentence}")
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def _read(self, name: str, peer: int | None, data: bytes, read: Callable[[bytes], T]) -> T:
+        try:
+            return read(data)
+        except ValueError as error:
+            whose = "a rank" if peer is None else f"rank {peer}"
+            raise RrfpError(
+                f"what {whose} published as '{self._key(name)}' cannot be read ({error}); see"
+                " whether every rank runs the same rrfp, and who else can write to the run's store"
+            ) from None
+
+
+def _decode_failure(data: bytes) -> tuple[int, str]:
+    told = parsed(data)
+    return integer(member(told, "rank")), text(member(told, "sentence"))
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:
@@ -111,20 +171,24 @@ def exchange_hosts(
     """The host identity of every rank, by rank; all ranks call it."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.publish(f"host/{rank}", host_identity())
-    return tuple(rendezvous.wait(f"host/{peer}", peer).decode() for peer in range(num_ranks))
+    return tuple(rendezvous.wait_text(f"host/{peer}", peer) for peer in range(num_ranks))
 
 
 def reachable_address() -> str:
-    """An address of this host that other hosts can connect to.
+    """The address of this host that other hosts of the run can connect to.
 
-    The first that is not a loopback address of: the one used on the way to MASTER_ADDR, that of
-    the host's name, the one used on the default route; a loopback address when there is no other.
+    RRFP_ADDRESS names it where it is set. Else it is the first that is not a loopback address of:
+    the one used on the way to MASTER_ADDR, that of the host's name, the one used on the default
+    route; a loopback address when there is no other.
     """
+    named = os.environ.get(variables.ADDRESS)
+    if named:
+        return named
     found = [
-        _own_address_towards(os.environ.get("MASTER_ADDR", "")),
+        own_address_towards(os.environ.get("MASTER_ADDR", "")),
         _resolve(socket.gethostname()),
         # TEST-NET-1: never assigned; only the route is looked up, no packet leaves.
-        _own_address_towards("192.0.2.1"),
+        own_address_towards("192.0.2.1"),
     ]
     addresses = [address for address in found if address]
     for address in addresses:
@@ -140,7 +204,7 @@ def _resolve(name: str) -> str:
         return ""
 
 
-def _own_address_towards(name: str) -> str:
+def own_address_towards(name: str) -> str:
     """The address this host would use to reach `name`; empty when there is no way."""
     if not name:
         return ""
@@ -190,7 +254,9 @@ def clock_offset(
         measured = _play_ping_pong(rendezvous, speaker, clock)
         rendezvous.publish(f"offset/{speaker}", json.dumps(measured))
         return measured
-    return ClockOffset(*json.loads(rendezvous.wait(f"offset/{speaker}", speaker)))
+    return rendezvous.wait_json(
+        f"offset/{speaker}", speaker, lambda told: ClockOffset(*integers(items(told, 2)))
+    )
 
 
 def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> ClockOffset:
@@ -198,7 +264,7 @@ def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> Clock
     for index in range(_NUM_ROUND_TRIPS):
         sent_ns = clock()
         rendezvous.publish(f"ping/{speaker}/{index}", "")
-        reference_ns = int(rendezvous.wait(f"pong/{speaker}/{index}", 0))
+        reference_ns = rendezvous.wait_json(f"pong/{speaker}/{index}", 0, integer)
         received_ns = clock()
         # Rounded up, so that an odd round trip does not state too small an error.
         error_ns = (received_ns - sent_ns + 1) // 2

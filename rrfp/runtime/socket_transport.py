@@ -1,11 +1,11 @@
 """The socket transport: CPU tensors between the ranks of a run, without a wait for compute.
 
-Ranks on one host meet at Unix sockets, others at TCP ports; addresses and a secret travel through
-torch's store, and the secret protects the run as far as that store is protected. The wire is
+Ranks on one host meet at Unix sockets, others at TCP ports; the addresses travel through torch's
+store. Each listener has a secret: a Unix socket's lies beside it, for this user alone; a TCP port's
+travels through the store too, and protects the link as far as that store is protected. The wire is
 authenticated when a connection is made, not encrypted: it belongs on a cluster's own network.
 """
 
-import secrets
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -18,11 +18,11 @@ from rrfp.errors import UsageError
 from rrfp.runtime.connecting import Listener, dial
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.destination_end import DestinationEnd
-from rrfp.runtime.handshake import SECRET_BYTES
 from rrfp.runtime.links import LinkEnd, LinkOptions
-from rrfp.runtime.protocols import Inbox, Message
+from rrfp.runtime.protocols import Inbox, Message, PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.source_end import SourceEnd
+from rrfp.runtime.whereabouts import Where
 from rrfp.runtime.wire import Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import Record
@@ -59,15 +59,15 @@ class SocketTransport:
     ) -> None:
         """Connect every link; returns when all are there.
 
-        Every rank of the run makes its transport under the same `prefix`, rank 0 included, which
-        makes the secret. `num_credits` is how many messages each incoming link must be able to hold
-        that were not `consumed` yet: all of a step's in fixed dispatch, or a rank waits for ever
-        behind the wrong microbatch. It holds up to an eighth more. `record` is called by the links'
-        threads and by whoever sends. `allow_unix=False` takes TCP also within a host; `address` is
-        where this rank listens for other hosts.
+        Every rank that has links makes its transport under the same `prefix`. `num_credits` is how
+        many messages each incoming link must be able to hold that were not `consumed` yet: all of a
+        step's in fixed dispatch, or a rank waits for ever behind the wrong microbatch. It holds up
+        to an eighth more. `record` is called by the links' threads and by whoever sends.
+        `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
+        other hosts.
 
-        Raises PeerLostError naming the rank that did not come within `connect_s`, and UsageError
-        for settings that cannot work.
+        Raises PeerLostError naming the rank that did not come within `connect_s`, or that said by
+        `Rendezvous.fail` that it will not, and UsageError for settings that cannot work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -109,16 +109,12 @@ class SocketTransport:
     ) -> None:
         rank = self._rank
         rendezvous.publish(f"place/{rank}", place)
-        if rank == 0:
-            rendezvous.publish("secret", secrets.token_bytes(SECRET_BYTES))
-        secret = rendezvous.wait("secret", 0)
         peers = sorted({*sends_to, *receives_from})
-        is_near = {peer: rendezvous.wait(f"place/{peer}", peer).decode() == place for peer in peers}
+        is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
         listener = Listener(
             rank,
-            secret,
             receives_from,
             self._open_source,
             unix=any(is_near[peer] for peer in receives_from),
@@ -126,13 +122,13 @@ class SocketTransport:
             address=address,
         )
         try:
-            rendezvous.publish(f"address/{rank}", listener.where())
+            rendezvous.publish(f"address/{rank}", listener.where.to_json())
             for peer in sends_to:
+                where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
                 connection = dial(
                     rank,
                     peer,
-                    rendezvous.wait(f"address/{peer}", peer),
-                    secret,
+                    where,
                     unix=is_near[peer],
                     timeout_s=max(rendezvous.remaining_s, 0.001),
                 )
@@ -140,6 +136,10 @@ class SocketTransport:
                     rank, peer, connection, self._inbox, self._options
                 )
             listener.wait(rendezvous, connect_s)
+        except PeerLostError:
+            # It says why, where it could.
+            rendezvous.raise_if_failed()
+            raise
         finally:
             listener.close()
 

@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch.distributed import Store
 
+from rrfp.runtime.decoding import instance, integer, items, parsed
+
 LOOK_S = 0.5
 """A rank that waits looks so often whether another one calls for rows."""
 GATHER_S = 1.5
@@ -90,15 +92,19 @@ class StoreStallBoard:
         with suppress(RuntimeError):
             for rank in self.ranks:
                 key = self._row_key(step, rank)
-                if self._store.check([key]):
-                    answered, cells = json.loads(self._store.get(key))
-                    if answered >= call:
-                        rows.append(StallRow(**cells))
+                if not self._store.check([key]):
+                    continue
+                # A row that cannot be read is no row: whoever stalls tells what it knows.
+                with suppress(ValueError):
+                    answered, cells = items(parsed(self._store.get(key)), 2)
+                    if integer(answered) >= call:
+                        rows.append(instance(StallRow, cells))
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        # Without its store a rank still tells its own row.
-        with suppress(RuntimeError):
+        # Without its store a rank still tells its own row; ValueError: what stands there is no
+        # number.
+        with suppress(RuntimeError, ValueError):
             return self._store.add(f"{self._prefix}/stall/{step}/calls", num_new)
         return 0
 

@@ -1,0 +1,44 @@
+"""How ranks introduce themselves to each other, with their clocks compared, through the store."""
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+
+from torch.distributed import Store
+
+from rrfp.runtime.decoding import instance
+from rrfp.runtime.rendezvous import Rendezvous, clock_offset, exchange_hosts
+from rrfp.trace.records import RankInfo
+
+
+def introduce(
+    store: Store, prefix: str, own: RankInfo, num_ranks: int, *, timeout_s: float
+) -> RankInfo:
+    """Tell every rank who this one is; all ranks call it. Gives `own` with its clock's offset to
+    rank 0's host. Raises PeerLostError naming a rank that does not come."""
+    rank = own.rank
+    hosts = exchange_hosts(store, f"{prefix}/hosts", rank, num_ranks, timeout_s=timeout_s)
+    offset = clock_offset(store, f"{prefix}/clock", rank, hosts, timeout_s=timeout_s)
+    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
+    rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    rendezvous.publish(f"info/{rank}", json.dumps(asdict(own)))
+    return own
+
+
+def introduced(
+    store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float
+) -> list[RankInfo]:
+    """Who all ranks are, by rank, for a rank that must know it. Raises PeerLostError naming a rank
+    that has not introduced itself in time, and RrfpError naming one that cannot be understood."""
+    rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    return [
+        rendezvous.wait_json(f"info/{peer}", peer, partial(_info, peer))
+        for peer in range(num_ranks)
+    ]
+
+
+def _info(rank: int, told: object) -> RankInfo:
+    info = instance(RankInfo, told)
+    if info.rank != rank:
+        raise ValueError(f"it is of rank {info.rank}")
+    return info

@@ -1,0 +1,108 @@
+"""The launcher's processes: all ended when one fails or a signal comes, and how each ended."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rrfp.errors import RrfpError
+from rrfp.megatron import children
+from rrfp.megatron.children import SignalledError, run_to_end
+
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+rank, here = os.environ["RANK"], pathlib.Path(sys.argv[1])
+how = sys.argv[2].split(",")[int(rank)]
+if how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / f"pid-{rank}").write_text(str(os.getpid()))
+while len(list(here.glob("pid-*"))) < len(sys.argv[2].split(",")):
+    time.sleep(0.01)
+if how == "tell":
+    report = dict(sentence="no memory", exit_code=1, is_consequence=False, is_silence=False)
+    told = {"message": {"message": "no memory", "report": report}}
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(told))
+if how == "garbage":
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text("{")
+if how == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how in ("wait", "stubborn"):
+    time.sleep(60)
+sys.exit(0 if how == "end" else 3)
+"""
+
+
+def run(directory: Path, *ways: str) -> dict[int, children.Failure]:
+    command = (sys.executable, "-c", PROGRAM, str(directory), ",".join(ways))
+    return run_to_end(command, {rank: {"RANK": str(rank)} for rank in range(len(ways))}, directory)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(children, "_SHUTDOWN_S", 1.0)
+    before = {each: signal.getsignal(each) for each in children._SIGNALS}
+    yield
+    assert before == {each: signal.getsignal(each) for each in children._SIGNALS}
+    for path in tmp_path.glob("pid-*"):
+        assert not Path("/proc", path.read_text()).exists()
+
+
+def test_all_that_end_well_are_no_failures(tmp_path: Path) -> None:
+    assert run(tmp_path, "end", "end") == {}
+
+
+def test_one_failure_ends_them_all_and_its_report_is_read(tmp_path: Path) -> None:
+    failures = run(tmp_path, "wait", "tell", "stubborn", "garbage")
+    assert {rank: failure.exit_code for rank, failure in failures.items()} == {
+        0: -signal.SIGTERM,
+        1: 3,
+        2: -signal.SIGKILL,
+        3: 3,
+    }
+    assert failures[1].report is not None
+    assert failures[1].report.sentence == "no memory"
+    assert failures[3].report is None
+    assert failures[1].ended_s <= failures[0].ended_s
+
+
+def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:
+    failures = run(tmp_path, "die", "end")
+    assert failures[0].exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
+    def signal_soon() -> None:
+        while len(list(tmp_path.glob("pid-*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=signal_soon)
+    thread.start()
+    with pytest.raises(SignalledError) as told:
+        run(tmp_path, "wait", "stubborn")
+    thread.join()
+    assert told.value.number == number
+
+
+def test_a_process_that_cannot_be_started_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    own = subprocess.Popen
+
+    def start_one(*args: object, **options: object) -> subprocess.Popen[bytes]:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(own(*args, **options))  # type: ignore[call-overload]
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start_one)
+    with pytest.raises(RrfpError, match="a rank's process cannot be started"):
+        run(tmp_path, "wait", "wait")
+    assert started[0].wait(10) == -signal.SIGKILL
