@@ -1,7 +1,6 @@
 """What an item of a step weighs, and what is said of one that has no weight."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import resolve_cost
-from rrfp.megatron.microbatch_data import MicrobatchData
 
 TEXT = {"tokens": torch.zeros(2, 7, dtype=torch.int64)}
 PICTURES = {"tokens": torch.zeros(1, 10, dtype=torch.int64), "patches": torch.zeros(4, 192)}
@@ -109,30 +107,3 @@ def test_a_function_of_a_module_in_the_current_directory(
         with pytest.raises(UsageError, match=re.escape(told)) as error:
             resolve_cost(cost)
         assert "\n" not in str(error.value)
-
-
-def counting(drawn: list[int]) -> Iterator[str]:
-    for number in range(5):
-        drawn.append(number)
-        yield f"item {number}"
-
-
-def test_items_are_drawn_as_far_as_they_are_needed() -> None:
-    drawn: list[int] = []
-    data = MicrobatchData(counting(drawn))
-    assert next(data.of(2)) == "item 2"
-    assert drawn == [0, 1, 2]
-    assert next(data.of(0)) == "item 0"
-    assert drawn == [0, 1, 2]
-
-
-def test_all_items_are_seen_before_any_is_used() -> None:
-    drawn: list[int] = []
-    data = MicrobatchData(counting(drawn))
-    assert data.first(4) == [f"item {number}" for number in range(4)]
-    assert [next(data.of(number)) for number in (3, 0, 1, 2)] == [
-        f"item {number}" for number in (3, 0, 1, 2)
-    ]
-    assert drawn == [0, 1, 2, 3]
-    with pytest.raises(UsageError, match="ended after 5 microbatches, before microbatch 5"):
-        MicrobatchData(counting(drawn)).first(6)

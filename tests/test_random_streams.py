@@ -1,5 +1,6 @@
 """Random streams by task: dropout is the same whatever the order, and states go on as ever."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,13 +45,14 @@ def gradients(chunk: Chunk, streams: Any, order: list[tuple[str, int]]) -> dict[
     streams.start_step()
     before = digest_of_states()
     for kind, microbatch in order:
-        with streams.task(3, microbatch):
+        with streams.task(3, microbatch) as task, task.inside():
             if kind == "F":
                 chunk.forward(microbatch)
             else:
                 with total.adding(microbatch):
                     chunk.backward(microbatch)
         assert digest_of_states() == before
+    streams.finish_step()
     return digests(chunk.model)
 
 
@@ -122,41 +124,128 @@ def check_streams(_layout: Any) -> None:
     tasks = [(0, 0), (0, 1), (1, 0), (0, 0)]
     values = []
     for stage, microbatch in tasks:
-        with streams.task(stage, microbatch):
+        with streams.task(stage, microbatch) as task, task.inside():
             values.append(drawn())
     assert values[0] == values[-1]
-    different = [value for task in values[:-1] for value in task]
+    different = [value for task_values in values[:-1] for value in task_values]
     assert len(set(different)) == len(different)
+    streams.finish_step()
 
     # A checkpoint between two steps: the states alone say how it goes on.
     saved = all_states()
-    following = []
+    following: list[list[float]] = []
     for _ in range(2):
         restore(saved)
         streams = RandomStreams(torch.device("cpu"))
         streams.start_step()
-        with streams.task(0, 0):
+        # What the loop draws in between, its data say, changes nothing.
+        torch.rand(len(following))
+        with streams.task(0, 0) as task, task.inside():
             following.append(drawn())
     assert following[0] == following[1]
     assert following[0] != values[0]
 
-    # The states move on by one draw a step, however many the tasks made.
+    # The tracker's states move on by one draw a step, however many the tasks made; torch's own,
+    # from which loaders draw, stay.
     restore(start)
     streams.start_step()
+    streams.finish_step()
     assert digest_of_states() == {
-        name: state.numpy().tobytes() for name, state in {"": saved[0], **saved[1]}.items()
+        name: state.numpy().tobytes() for name, state in {"": start[0], **saved[1]}.items()
     }
 
     # An evaluation leaves them where they are.
     before = digest_of_states()
     streams.start_step(advances=False)
+    streams.finish_step()
     assert digest_of_states() == before
 
     # A task that fails puts the states back, too.
     before = digest_of_states()
-    with pytest.raises(ZeroDivisionError), streams.task(0, 0):
+    with pytest.raises(ZeroDivisionError), streams.task(0, 0) as task, task.inside():
         torch.rand(1 // 0)
     assert digest_of_states() == before
+    check_inside_and_outside(streams, drawn)
+    check_a_model_that_is_called(streams)
+
+
+def check_inside_and_outside(streams: Any, drawn: Callable[[], list[float]]) -> None:
+    """The task's draws go on where they were left, and so do the caller's."""
+    with streams.task(0, 0) as task, task.inside():
+        of_task = [drawn(), drawn()]
+    start = all_states()
+    of_caller = [drawn(), drawn()]
+    restore(start)
+    with streams.task(0, 0) as task:
+        found = [drawn()]
+        with task.inside():
+            mine = [drawn()]
+            with task.outside():
+                found.append(drawn())
+            with task.inside():
+                mine.append(drawn())
+    assert (found, mine) == (of_caller, of_task)
+
+
+def check_a_model_that_is_called(streams: Any) -> None:
+    """A wrapped model draws from the task's streams, however it is called and ends."""
+
+    class Drawing(torch.nn.Module):
+        def forward(self, fails: bool = False) -> float:
+            return torch.rand(1 // (not fails)).item()
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: bool) -> float:
+            value: float = self.module(*args)
+            return value
+
+    model: Any = Wrapper(Wrapper(Drawing()))
+    with streams.task(0, 0) as task, task.inside():
+        expected = [torch.rand(1).item() for _ in range(4)]
+    with streams.task(0, 0) as task, task.inside_calls_of(model):
+        before = digest_of_states()
+        found = [model(), model.module(), model.module.module()]
+        assert digest_of_states() == before
+        with pytest.raises(ZeroDivisionError):
+            model(True)
+        assert digest_of_states() == before
+        found.append(model())
+    assert found == expected
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_loop_that_never_seeded_megatrons_tracker() -> None:
+    run_ranks(1, in_groups, {}, check_streams_without_named_states, timeout_s=TIMEOUT_S)
+
+
+def check_streams_without_named_states(_layout: Any) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from rrfp.megatron.random_streams import RandomStreams
+
+    get_cuda_rng_tracker().reset()
+    streams = RandomStreams(torch.device("cpu"))
+
+    def step(*, draws: bool, **arguments: bool) -> float:
+        streams.start_step(**arguments)
+        with streams.task(0, 0) as task, task.inside():
+            value = torch.rand(()).item() if draws else 0.0
+        streams.finish_step()
+        return value
+
+    start = torch.get_rng_state()
+    # Nothing moves where no task draws, and no evaluation moves anything.
+    step(draws=False)
+    step(draws=True, advances=False)
+    assert start.equal(torch.get_rng_state())
+    first, second = step(draws=True), step(draws=True)
+    assert first != second
+    torch.set_rng_state(start)
+    assert [step(draws=True), step(draws=True)] == [first, second]
 
 
 def test_a_tracker_of_graph_safe_states_is_refused() -> None:

@@ -8,8 +8,9 @@ Losses, gradients and gradient norms are those of Megatron's own schedule, bit f
 
 import atexit
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -21,18 +22,19 @@ from megatron.core.pipeline_parallel.schedules import (
     finish_embedding_wgrad_compute,
 )
 from megatron.core.utils import get_model_config
+from torch.distributed import Store
 
 from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
 from rrfp.megatron.admission import agreed_order
 from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.megatron.groups import Place, place_in, step_groups
+from rrfp.megatron.groups import Place, device_of, place_in, step_groups
 from rrfp.megatron.item_costs import resolve_cost
-from rrfp.megatron.microbatch_data import MicrobatchData
-from rrfp.megatron.pipeline import Pipeline
+from rrfp.megatron.microbatch_data import DataHabits, MismatchedDataError, StepData
+from rrfp.megatron.pipeline import Pipeline, tell_of_failure
 from rrfp.megatron.plans import Plan, make_plan
 from rrfp.megatron.random_streams import RandomStreams
-from rrfp.megatron.refusals import refuse
+from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.stage import RankStep, StepArguments
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
@@ -42,6 +44,7 @@ from rrfp.schedule.admission import Admit, admission_order
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
+from rrfp.trace.steps import evaluation_step
 
 
 def get_forward_backward_func(
@@ -90,6 +93,35 @@ def _discard(_: Record) -> None:
 _names = itertools.count()
 
 
+@dataclass(slots=True)
+class _Links:
+    """What a layout's calls have in common: the same process groups, and as many chunks a rank."""
+
+    pipeline: Pipeline | None = None
+    """None before the first step, and after a failure or a close."""
+    num_trained: int = 0
+    num_evaluated: int = 0
+    habits: dict[bool, DataHabits] = field(
+        default_factory=lambda: {forward_only: DataHabits() for forward_only in (False, True)}
+    )
+    """Of the data that steps train on, and of those that they only look at."""
+
+    def count_step(self, *, forward_only: bool) -> int:
+        """The number of a step that begins, in the records and on the links. A step that fails
+        counts, too: it may have failed on some ranks only."""
+        if forward_only:
+            self.num_evaluated += 1
+            return evaluation_step(self.num_evaluated - 1)
+        self.num_trained += 1
+        return self.num_trained - 1
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Without a farewell, for a rank that fails, the neighbours take this rank for lost."""
+        if self.pipeline is not None:
+            self.pipeline.close(farewell=farewell)
+            self.pipeline = None
+
+
 class ForwardBackward:
     """Runs the tasks of a step on this rank, by readiness."""
 
@@ -108,11 +140,11 @@ class ForwardBackward:
         self._cost = resolve_cost(settings.admit_cost)
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
-        self._num_openings = 0
-        self._pipeline: Pipeline | None = None
+        self._num_openings: Counter[str] = Counter()
+        self._links: defaultdict[tuple[Place, int], _Links] = defaultdict(_Links)
+        """By the place of this rank and its number of chunks: an actor and a critic in one process
+        may differ in both."""
         self._plans: dict[tuple[Shape, bool], Plan] = {}
-        self._step = 0
-        self._num_trained = 0
         atexit.register(self.close)
         self.last_step: StepSummary | None = None
         """What the last step came to on this rank."""
@@ -121,7 +153,7 @@ class ForwardBackward:
         self,
         *,
         forward_step_func: Callable[..., Any],
-        data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
+        data_iterator: Any,
         model: torch.nn.Module | Sequence[torch.nn.Module],
         num_microbatches: int,
         seq_length: int,
@@ -138,29 +170,46 @@ class ForwardBackward:
         """One step, by Megatron's contract: what the loss function gave for each microbatch, in
         microbatch order (empty but on the rank of the last stage); with `admit`, in the order
         in which they are admitted. `model` and `data_iterator` are
-        lists where a rank has several chunks, by chunk. `seq_length`, `micro_batch_size`,
+        lists where a rank has several chunks, by chunk; `rrfp.megatron.microbatch_data` says which
+        objects will do as a data iterator. `seq_length`, `micro_batch_size`,
         `decoder_seq_length` and `adjust_tensor_shapes_fn` are not needed: messages carry their
         shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
         When anything is raised once a step's tasks have begun, the links close, and the neighbours
-        are told.
+        are told; before the links are open, whoever waits for this rank is told as well.
         """
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
-        data = [
-            None if iterator is None else MicrobatchData(iterator)
-            for iterator in _iterators(data_iterator, len(models))
-        ]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
-        plan = self._plan(place, num_microbatches, len(models), forward_only)
-        refuse(config, models, plan, place.pp_rank)
-        device = next(models[0].parameters()).device
-        streams = RandomStreams(device)
+        links = self._links[place, len(models)]
+        step = links.count_step(forward_only=forward_only)
+        opening = None if links.pipeline is not None else self._next_opening(place, len(models))
+        admits_given = forward_only or self._admission is Admit.GIVEN
+        try:
+            given = _data_of(data_iterator, len(models))
+            plan = self._plan(place, num_microbatches, len(models), forward_only)
+            keeps_order = plan.keeps_microbatch_order and admits_given
+            refuse_data(given, plan, self._settings.admit, keeps_order=keeps_order)
+            refuse(config, models, plan, place.pp_rank)
+            data = StepData(
+                given,
+                num_microbatches,
+                links.habits[forward_only],
+                keeps_order=keeps_order,
+                group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
+                or len(place.pipeline),
+            )
+            streams = RandomStreams(device_of(models, groups))
+            pipeline = self._connected(links, opening, place, plan.shape, forward_only=forward_only)
+        except BaseException as error:
+            if opening is not None:
+                tell_of_failure(_default_store(), opening, place.rank, error)
+            raise
         # Neighbours may still be in the step before: when no order can be told, the links stay as
         # they are.
         order: Sequence[int] = range(num_microbatches)
-        if not forward_only:
-            order = self._admitted(data[0], num_microbatches, groups, device)
+        if not admits_given:
+            order = self._admitted(step, data, num_microbatches, groups, streams.device)
         arguments = StepArguments(
             forward_step_func,
             data,
@@ -171,49 +220,55 @@ class ForwardBackward:
             first_val_step,
         )
         try:
-            pipeline = self._connected(place, plan.shape, forward_only)
             pace = None
             if self._pace is not None and not forward_only:
-                pace = self._pace.start_step(self._num_trained, plan.shape)
-            if not forward_only:
-                self._num_trained += 1
+                pace = self._pace.start_step(step, plan.shape)
             return self._run_step(
-                pipeline, plan, models, config, groups, arguments, streams, pace, force_all_reduce
+                step,
+                pipeline,
+                plan,
+                models,
+                config,
+                groups,
+                arguments,
+                streams,
+                pace,
+                force_all_reduce,
             )
         except BaseException:
-            self.close(farewell=False)
+            links.close(farewell=False)
             raise
 
     def _admitted(
         self,
-        data: MicrobatchData | None,
+        step: int,
+        data: StepData,
         num_microbatches: int,
         groups: Any,
         device: torch.device,
     ) -> Sequence[int]:
         """The order in which the items of a step that trains become its microbatches."""
-        admission, step = self._admission, self._num_trained
-        if admission is Admit.GIVEN:
-            return range(num_microbatches)
 
         def decide() -> Sequence[int]:
-            if data is None:
+            if not data.is_given(0):
                 raise UsageError(
                     f"admit '{self._settings.admit}' orders the step's items and the first rank of "
                     "this replica is given no data iterator; pass one there or leave admit out"
                 )
-            first = data.first
-            return admission_order(
-                admission, step, num_microbatches, lambda: self._cost.weigh(first(num_microbatches))
-            )
+
+            def weigh() -> Sequence[float]:
+                return self._cost.weigh(data.first(0, num_microbatches))
+
+            return admission_order(self._admission, step, num_microbatches, weigh)
 
         start_ns = monotonic()
         order = agreed_order(decide, num_microbatches, groups, device)
-        self._record(PhaseRecord(start_ns, monotonic(), self._step, Phase.DATA))
+        self._record(PhaseRecord(start_ns, monotonic(), step, Phase.DATA))
         return order
 
     def _run_step(
         self,
+        step: int,
         pipeline: Pipeline,
         plan: Plan,
         models: list[Any],
@@ -249,7 +304,7 @@ class ForwardBackward:
             follows_hooks=plan.is_the_same_on_replicas and not shape.splits_backward,
         )
         try:
-            summary = pipeline.run_step(self._step, plan, compute, pace)
+            summary = pipeline.run_step(step, plan, compute, pace)
         except BaseException:
             compute.abandon()
             raise
@@ -259,7 +314,8 @@ class ForwardBackward:
             finish_embedding_wgrad_compute(config, embedding, has_last_stage, groups.tp)
         compute.finish()
         if finalizes:
-            num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
+            per_token = getattr(config, "calculate_per_token_loss", False)
+            num_tokens = compute.num_tokens if per_token else None
             if num_tokens is not None and last_stage_rank != shape.num_ranks - 1:
                 # Megatron takes it from the last rank.
                 source = pipeline.place.pipeline[last_stage_rank]
@@ -270,10 +326,9 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         end_ns = monotonic()
-        self._record(WaitRecord(sync_start_ns, end_ns, self._step, Cause.GRADIENT_SYNC))
-        self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.SCHEDULE))
+        self._record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
+        self._record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
-        self._step += 1
         return compute.forward_data()
 
     def _plan(
@@ -287,54 +342,64 @@ class ForwardBackward:
             self._plans[key] = make_plan(self._settings, shape, forward_only=forward_only)
         return self._plans[key]
 
-    def _connected(self, place: Place, shape: Shape, forward_only: bool) -> Pipeline:
-        """The links, with credit enough for this step."""
+    def _connected(
+        self,
+        links: _Links,
+        opening: str | None,
+        place: Place,
+        shape: Shape,
+        *,
+        forward_only: bool,
+    ) -> Pipeline:
+        """The pipeline of these links, with credit enough for this step; `opening` is its name if
+        it is to be opened."""
         num_credits = self._settings.num_credits(
             shape.num_microbatches, shape.num_chunks, forward_only=forward_only
         )
-        pipeline = self._pipeline
-        if pipeline is None:
-            # A name serves one meeting of the ranks; the next one takes another.
-            name = f"{self._name}/{self._num_openings}"
-            self._num_openings += 1
-            pipeline = Pipeline(
+        if links.pipeline is None:
+            assert opening is not None
+            links.pipeline = Pipeline(
                 self._settings,
                 place,
                 shape,
                 self._record,
-                dist.distributed_c10d._get_default_store(),  # torch has no public name for it
-                name,
+                _default_store(),
+                opening,
                 num_credits=num_credits,
                 delays=self._delays,
             )
-            self._pipeline = pipeline
-        elif pipeline.place != place or pipeline.num_chunks != shape.num_chunks:
-            raise UsageError(
-                f"the process groups and chunks of this step ({place}, {shape.num_chunks} chunks) "
-                f"are not those of the first ({pipeline.place}, {pipeline.num_chunks} chunks); "
-                "pass the same in every call"
-            )
         else:
-            pipeline.grant(num_credits)
-        return pipeline
+            links.pipeline.grant(num_credits)
+        return links.pipeline
 
-    def close(self, *, farewell: bool = True) -> None:
-        """Say farewell to the neighbours and close the links, on all ranks between two steps; a
-        later call opens them anew. Also done at exit. Without a farewell, for a rank that fails,
-        the neighbours take this rank for lost."""
-        if self._pipeline is not None:
-            self._pipeline.close(farewell=farewell)
-            self._pipeline = None
+    def _next_opening(self, place: Place, num_chunks: int) -> str:
+        """The name under which the ranks of a layout meet: one serves one meeting, and all of them
+        open their links in the same sequence."""
+        layout = f"{len(place.pipeline)}x{num_chunks}"
+        self._num_openings[layout] += 1
+        return f"{self._name}/{layout}/{self._num_openings[layout]}"
+
+    def close(self) -> None:
+        """Say farewell to the neighbours and close all links, on all ranks between two steps; a
+        later call opens them anew. Also done at exit."""
+        for links in self._links.values():
+            links.close()
 
 
-def _iterators(given: Any, num_chunks: int) -> list[Iterator[Any] | None]:
-    """One data iterator a chunk, of what Megatron passes bare, in a list, or not at all."""
+def _default_store() -> Store:
+    store: Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    return store
+
+
+def _data_of(given: Any, num_chunks: int) -> list[Any]:
+    """What each chunk draws its data from, of what Megatron passes bare, in a list, or not at
+    all."""
     if given is None:
         return [None] * num_chunks
-    iterators = given if isinstance(given, list) else [given]
-    if len(iterators) != num_chunks:
-        raise UsageError(
-            f"{len(iterators)} data iterators came with {num_chunks} model chunks; "
+    objects = given if isinstance(given, list) else [given]
+    if len(objects) != num_chunks:
+        raise MismatchedDataError(
+            f"{len(objects)} data iterators came with {num_chunks} model chunks; "
             "pass a list of one a chunk"
         )
-    return iterators
+    return objects

@@ -8,14 +8,17 @@ two of them share a collective on one stage, they agree on all of their stages.
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rrfp.errors import UsageError
+from rrfp.runtime.decoding import integers, items
 from rrfp.runtime.rendezvous import Rendezvous
 
 _EXPERT_GROUPS = {
@@ -79,6 +82,18 @@ def place_in(groups: Any, *, has_experts: bool) -> Place:
     return Place(rank, _ranks_of(groups.pp), tuple(sorted(sharers)))
 
 
+def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
+    """The device of this rank's tensors: that of its parameters, or, where its stages have none,
+    the one that its process groups serve."""
+    parameters = itertools.chain.from_iterable(model.parameters() for model in models)
+    parameter = next(parameters, None)
+    if parameter is not None:
+        return parameter.device
+    if dist.get_backend(groups.pp) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def _ranks_of(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
@@ -98,14 +113,19 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
     new = {place.rank}
     while new:
         for peer in sorted(new):
-            pipeline, sharers = json.loads(rendezvous.wait(f"place-in-groups/{peer}", peer))
-            places[peer] = Place(peer, tuple(pipeline), tuple(sharers))
+            pipeline, sharers = rendezvous.wait_json(f"place-in-groups/{peer}", peer, _decode_place)
+            places[peer] = Place(peer, pipeline, sharers)
         coupled = itertools.chain.from_iterable(
             (*places[peer].pipeline, *places[peer].sharers) for peer in new
         )
         new = set(coupled) - places.keys()
     _check_that_stages_match(places)
     return sorted({peer.pipeline for peer in places.values()})
+
+
+def _decode_place(told: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    pipeline, sharers = map(integers, items(told, 2))
+    return pipeline, sharers
 
 
 def _check_that_stages_match(places: dict[int, Place]) -> None:

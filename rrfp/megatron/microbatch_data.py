@@ -1,41 +1,290 @@
-"""The items of a data iterator by microbatch: each microbatch sees its own, in any order."""
+"""What `forward_step_func` draws its data from, task by task, whatever the order of the tasks.
 
-from collections.abc import Iterator
-from typing import Any
+Megatron hands the training loop's own object to one microbatch after the other, of several chunks
+by turns, under the loop's own random states. The data are the same here:
+
+- Where every chunk takes its microbatches in order, the object itself is handed on, whatever it is.
+- Elsewhere (an order that takes them otherwise, an admission order) it must be an iterator, and
+  every microbatch gets a view of its own items. They are drawn in Megatron's order, those that are
+  not due yet put aside, and always under the loop's random states.
+- With several chunks it matters which of them draws first if drawing moves the loop's random
+  states, or if two chunks share an iterator. Then they get views, too, from the draw on that shows
+  it; that is the first one of the step, and so in its place.
+
+Which chunks draw at all, and how many items a microbatch takes, shows only as they run; until then
+all are taken for alike. Where that proves wrong, or two draws have moved the states the wrong way
+round, the step ends with a sentence, for it would train on other data than under Megatron's own
+schedule.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
 
 from rrfp.errors import UsageError
 
+if TYPE_CHECKING:
+    from rrfp.megatron.random_streams import TaskStreams
 
-class MicrobatchData:
-    """One model chunk's data of one step; Megatron's iterators are drawn once a microbatch."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._num_drawn = 0
-        self._drawn: dict[int, Any] = {}
+class MismatchedDataError(UsageError, RuntimeError):
+    """Data iterators that do not go with the model chunks. Megatron raises a RuntimeError."""
 
-    def first(self, num_items: int) -> list[Any]:
-        """The items of the step before any is used, in the order in which they come."""
-        self._draw(num_items)
-        return [self._drawn[number] for number in range(num_items)]
 
-    def of(self, number: int) -> Iterator[Any]:
-        """What `forward_step_func` may pull for the microbatch that the item of that number, as
-        they come, makes: the item, once."""
-        self._draw(number + 1)
-        yield self._drawn.pop(number)
-        raise UsageError(
-            f"forward_step_func asked for a second item for microbatch {number}; "
-            "put all that a microbatch needs into one item"
+@dataclass(slots=True)
+class DataHabits:
+    """What the steps so far have shown of a training loop's data."""
+
+    order_matters: bool = False
+    """Between the chunks of a rank: what one of them draws depends on what others drew before."""
+    silent_chunks: set[int] = field(default_factory=set)
+    """Those that are given an iterator and do not draw from it."""
+    num_items: int = 1
+    """How many a microbatch takes."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What has been drawn for one microbatch of a chunk."""
+
+    items: deque[Any] = field(default_factory=deque)
+    num_taken: int = 0
+    is_ahead: bool = False
+    """Drawn before the microbatch asked, and not asked for yet."""
+
+
+class StepData:
+    """The data of one step on this rank."""
+
+    def __init__(
+        self,
+        given: Sequence[Any],
+        num_microbatches: int,
+        habits: DataHabits,
+        *,
+        keeps_order: bool,
+        group_size: int,
+    ) -> None:
+        """`given` has the loop's object for each chunk, or None. `keeps_order` says that every
+        chunk takes its microbatches in the order in which they come; where it does not, all of
+        them must be iterators. Megatron runs the chunks by turns, `group_size` microbatches of
+        each.
+        """
+        self._given = given
+        self._habits = habits
+        self._keeps_order = keeps_order
+        self._has_several = len(given) > 1
+        self._slots: list[list[_Slot]] = [[] for _ in given]
+        """By chunk, of the microbatches up to the last one drawn, by their numbers as they come."""
+        self._places = _places(num_microbatches, len(given), group_size)
+        self._last_moved = -1
+        """The latest place, in Megatron's order, whose draw moved the caller's states."""
+        self._is_shared = bool(shared(given))
+
+    @property
+    def _must_order(self) -> bool:
+        return self._is_shared or (self._has_several and self._habits.order_matters)
+
+    def is_given(self, chunk: int) -> bool:
+        """Whether the chunk has anything to draw from."""
+        return self._given[chunk] is not None
+
+    def first(self, chunk: int, num_microbatches: int) -> list[Any]:
+        """The items of a chunk before any is used, one a microbatch, in the order in which they
+        come."""
+        for number in range(num_microbatches):
+            self._draw_up_to(chunk, number)
+        return [slot.items[0] for slot in self._slots[chunk]]
+
+    @contextmanager
+    def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
+        """What `forward_step_func` is to draw from for the microbatch that comes at that number;
+        its forward runs inside, and draws at random from `streams`."""
+        given = self._given[chunk]
+        # Where items are there already, what draws is `forward_step_func` itself.
+        draws_nothing = given is None or isinstance(given, Sequence)
+        if self._keeps_order and not (self._must_order and (draws_nothing or is_iterator(given))):
+            with streams.inside_calls_of(model), self._watched(chunk, number):
+                try:
+                    yield given
+                except StopIteration:
+                    _raise_ended(number)
+            self._slots[chunk].append(_Slot())
+        elif draws_nothing:
+            with streams.inside():
+                yield given
+        else:
+            with streams.inside():
+                yield _View(self, chunk, number, streams)
+            self._settle(chunk, number)
+
+    def take(self, chunk: int, number: int) -> Any:
+        """The next item of a microbatch."""
+        slots = self._slots[chunk]
+        if number >= len(slots):
+            self._draw_up_to(chunk, number)
+        elif not slots[number].items:
+            self._check_may_draw_on(chunk, number)
+            self._draw(chunk, number)
+        slot = slots[number]
+        slot.is_ahead = False
+        slot.num_taken += 1
+        return slot.items.popleft()
+
+    def _settle(self, chunk: int, number: int) -> None:
+        """See what the microbatch, which has run, tells of others."""
+        slots = self._slots[chunk]
+        if number >= len(slots):
+            self._habits.silent_chunks.add(chunk)
+            return
+        slot = slots[number]
+        if slot.items:
+            raise UsageError(
+                f"forward_step_func took {slot.num_taken} of the "
+                f"{slot.num_taken + len(slot.items)} items that were drawn for microbatch {number} "
+                f"of chunk {chunk}, because others take as many; let it take as many for each, and "
+                "pass None as the iterator of a chunk that takes no data"
+            )
+        self._habits.num_items = slot.num_taken
+
+    def _draw_up_to(self, chunk: int, number: int) -> None:
+        """Draw what Megatron would have drawn by now, and the first item of this microbatch."""
+        self._habits.silent_chunks.discard(chunk)
+        slots = self._slots[chunk]
+        while number >= len(slots):
+            each = self._next_in_order() if self._must_order else chunk
+            is_asked = each == chunk and number == len(slots)
+            self._slots[each].append(_Slot(is_ahead=True))
+            for _ in range(1 if is_asked else self._habits.num_items):
+                self._draw(each, len(self._slots[each]) - 1)
+
+    def _next_in_order(self) -> int:
+        """The chunk for which Megatron would draw next."""
+        due = (
+            (place, chunk)
+            for chunk, slots in enumerate(self._slots)
+            if chunk not in self._habits.silent_chunks
+            and is_iterator(self._given[chunk])
+            and (place := self._places.get((chunk, len(slots)))) is not None
+        )
+        return min(due)[1]
+
+    def _draw(self, chunk: int, number: int) -> None:
+        with self._watched(chunk, number):
+            try:
+                item = next(self._given[chunk])
+            except StopIteration:
+                _raise_ended(number)
+        self._slots[chunk][number].items.append(item)
+
+    def _check_may_draw_on(self, chunk: int, number: int) -> None:
+        """Whether another item for this microbatch is what Megatron would draw now."""
+        own = self._places[chunk, number]
+        # Those drawn ahead were taken to need as many as others did.
+        is_more = self._slots[chunk][number].num_taken >= self._habits.num_items
+        chunks = range(len(self._slots)) if self._must_order else (chunk,)
+        for each in chunks:
+            for other, slot in enumerate(self._slots[each]):
+                if (slot.is_ahead and is_more) or self._places[each, other] > own:
+                    raise UsageError(
+                        "forward_step_func asked for another item for microbatch "
+                        f"{number}, when others had been given theirs; put all that a microbatch "
+                        "needs into one item, or take microbatches in order, as hint bf does"
+                    )
+
+    @contextmanager
+    def _watched(self, chunk: int, number: int) -> Iterator[None]:
+        """Draw inside; of several chunks, see whether that moves the caller's random states."""
+        if not self._has_several:
+            yield
+            return
+        before = CallersStates()
+        yield
+        if CallersStates() == before:
+            return
+        place = self._places[chunk, number]
+        if place < self._last_moved:
+            raise UsageError(
+                f"the data of chunk {chunk} are drawn from the training loop's own random states, "
+                "and not in Megatron's order, for another chunk drew first; draw them from a "
+                "generator of their own"
+            )
+        self._last_moved = place
+        self._habits.order_matters = True
+
+
+class _View:
+    """One microbatch's items, as an iterator."""
+
+    def __init__(self, data: StepData, chunk: int, number: int, streams: "TaskStreams") -> None:
+        self._data = data
+        self._chunk = chunk
+        self._number = number
+        self._streams = streams
+
+    def __iter__(self) -> "_View":
+        return self
+
+    def __next__(self) -> Any:
+        with self._streams.outside():
+            return self._data.take(self._chunk, self._number)
+
+
+class CallersStates:
+    """The random states that a training loop may draw its data from, as they were at a time."""
+
+    def __init__(self) -> None:
+        self._torchs = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._torchs.append(torch.cuda.get_rng_state())
+        self._pythons = random.getstate()
+        numpys: Any = np.random.get_state()
+        self._numpys = (numpys[1].tobytes(), *numpys[2:])
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, CallersStates)
+        return (
+            self._pythons == other._pythons
+            and self._numpys == other._numpys
+            and all(map(torch.equal, self._torchs, other._torchs))
         )
 
-    def _draw(self, num_items: int) -> None:
-        while self._num_drawn < num_items:
-            try:
-                self._drawn[self._num_drawn] = next(self._iterator)
-            except StopIteration:
-                raise UsageError(
-                    f"the data iterator ended after {self._num_drawn} microbatches, before "
-                    f"microbatch {num_items - 1} of this step; give it one item a microbatch"
-                ) from None
-            self._num_drawn += 1
+    __hash__ = None  # type: ignore[assignment]
+
+
+def shared(given: Sequence[Any]) -> list[Any]:
+    """The objects that several chunks draw from."""
+    drawn_from = [each for each in given if each is not None and not isinstance(each, Sequence)]
+    counts = Counter(map(id, drawn_from))
+    return [each for each in drawn_from if counts[id(each)] > 1]
+
+
+def is_iterator(given: Any) -> bool:
+    """Whether its items can be drawn one by one, so that microbatches can have views of them."""
+    return hasattr(type(given), "__next__")
+
+
+def _raise_ended(number: int) -> NoReturn:
+    raise UsageError(
+        f"the data iterator ended after {number} microbatches, before microbatch {number} of this "
+        "step; give it as many items as the step takes"
+    ) from None
+
+
+@lru_cache(maxsize=16)
+def _places(num_microbatches: int, num_chunks: int, group_size: int) -> dict[tuple[int, int], int]:
+    """The place of each chunk's microbatches in Megatron's order of forwards on a rank."""
+    order = (
+        (chunk, number)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for number in range(start, min(start + group_size, num_microbatches))
+    )
+    return {slot: place for place, slot in enumerate(order)}

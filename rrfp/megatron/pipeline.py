@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from torch.distributed import Store
 
+from rrfp.errors import RrfpError
 from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.failure import first_line
 from rrfp.megatron.groups import Place, coupled_pipelines
 from rrfp.megatron.plans import Plan
 from rrfp.runtime.agreement import StarAgreement
@@ -44,9 +46,9 @@ class Pipeline:
         naming a rank that did not come within `connect_s`.
         """
         self.place = place
-        self.num_chunks = shape.num_chunks
+        self._num_chunks = shape.num_chunks
         self._settings = settings
-        prefix = f"rrfp/{name}"
+        prefix = _prefix(name)
         pipelines = [place.pipeline]
         # A fixed order is one order for everybody already.
         if settings.dispatch is Dispatch.READY:
@@ -94,7 +96,7 @@ class Pipeline:
             plan.hint,
             dispatch=settings.dispatch,
             limit=settings.effective_limit,
-            hold=settings.hold_slots(self.num_chunks),
+            hold=settings.hold_slots(self._num_chunks),
             w=settings.w,
             order=plan.order,
             group=None if group is None else replace(group, rule=settings.agreement),
@@ -105,6 +107,17 @@ class Pipeline:
         """Close the links; without a farewell the neighbours take this rank for lost."""
         self._worker.close()
         self._transport.close(farewell=farewell)
+
+
+def tell_of_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
+    """Tell the ranks that wait for this one in the opening of that name that it has failed."""
+    reason = first_line(str(error))
+    sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
+    Rendezvous(store, _prefix(name), rank, 0.0).fail(sentence)
+
+
+def _prefix(name: str) -> str:
+    return f"rrfp/{name}"
 
 
 def _neighbours(place: Place, shape: Shape) -> set[int]:

@@ -1,12 +1,14 @@
 """What steers a step: its shape, its hint, and what is known of the order in which tasks run."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rrfp.errors import UsageError
 from rrfp.hint_files import resolve_hint
 from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.schedule.dispatcher import Dispatch, check_weight_gradients
-from rrfp.schedule.hints import Hint, kinds_of
+from rrfp.schedule.hints import HINT_NAMES, Hint, hint_named, kinds_of
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import check_binding, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
@@ -51,6 +53,16 @@ def make_plan(settings: DispatchSettings, shape: Shape, *, forward_only: bool) -
         keeps_microbatch_order,
         keeps_microbatch_order or is_fixed,
     )
+
+
+def hints_in_order(shape: Shape) -> list[str]:
+    """The hints under which every stage takes its microbatches in the order in which they come."""
+    found = []
+    for name in HINT_NAMES:
+        with suppress(UsageError):  # it does not go with the shape
+            if _keeps_microbatch_order(order_of(hint_named(name, shape), shape)):
+                found.append(name)
+    return found
 
 
 def _keeps_microbatch_order(order: Order) -> bool:

@@ -6,7 +6,8 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model
 
 from rrfp.errors import UsageError
-from rrfp.megatron.plans import Plan
+from rrfp.megatron.microbatch_data import is_iterator, shared
+from rrfp.megatron.plans import Plan, hints_in_order
 from rrfp.megatron.tracked_state import refuse_stateful
 from rrfp.schedule.tasks import Kind
 
@@ -46,14 +47,42 @@ def refuse(config: Any, models: Sequence[Any], plan: Plan, pp_rank: int) -> None
         _refuse_other_splits(config, plan)
 
 
+def refuse_data(given: Sequence[Any], plan: Plan, admit: str, *, keeps_order: bool) -> None:
+    """Raise UsageError for data objects that must be viewed by microbatch and cannot be: where
+    microbatches do not keep their order, or several chunks draw from one object."""
+    for each in shared(given):
+        if not is_iterator(each):
+            raise UsageError(
+                f"several chunks are given one {type(each).__name__} as their data, and it has no "
+                "__next__ by which it could be drawn from in Megatron's order; give each chunk one "
+                "of its own"
+            )
+    for each in () if keeps_order else given:
+        if each is None or is_iterator(each):
+            continue
+        fact = f"the data iterator, a {type(each).__name__}, has no __next__"
+        if plan.keeps_microbatch_order:
+            raise UsageError(
+                f"{fact}, and admit '{admit}' takes its items in another order; leave "
+                "admit out, or pass an iterator of one item a microbatch"
+            )
+        hints = ", ".join(hints_in_order(plan.shape))
+        raise UsageError(
+            f"{fact}, and {plan.order.name} takes microbatches in another order than they come in; "
+            f"choose a hint that keeps it ({hints}), or pass an iterator of one item a microbatch"
+        )
+
+
 def _refuse_other_splits(config: Any, plan: Plan) -> None:
     name, splits = plan.order.name, plan.shape.splits_backward
-    if config.defer_embedding_wgrad_compute and (splits or not plan.keeps_microbatch_order):
+    if getattr(config, "defer_embedding_wgrad_compute", False) and (
+        splits or not plan.keeps_microbatch_order
+    ):
         raise UsageError(
             f"defer_embedding_wgrad_compute cannot follow {name}: it pairs forwards and backwards "
             "by their sequence and keeps its gradients apart itself; switch it off"
         )
-    if config.delay_wgrad_compute and not splits:
+    if getattr(config, "delay_wgrad_compute", False) and not splits:
         raise UsageError(
             f"delay_wgrad_compute splits the backward, which {name} does not; switch it off, or "
             "choose a hint that does, such as bfw"
@@ -61,12 +90,12 @@ def _refuse_other_splits(config: Any, plan: Plan) -> None:
 
 
 def _refuse_device(model: Any) -> None:
-    device = next(model.parameters()).device
-    if device.type != "cpu":
-        raise UsageError(
-            f"the model is on {device} and messages carry CPU tensors only; there is no transport "
-            "for other devices in this version"
-        )
+    for parameter in model.parameters():
+        if parameter.device.type != "cpu":
+            raise UsageError(
+                f"the model is on {parameter.device} and messages carry CPU tensors only; there is "
+                "no transport for other devices in this version"
+            )
 
 
 def _refuse_misplaced(model: Any, chunk: int, plan: Plan, pp_rank: int) -> None:

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_type, make_viewless_tensor
 
 from rrfp.megatron.dispatching import GradOrder
 from rrfp.megatron.gradients import gradient_sum
-from rrfp.megatron.microbatch_data import MicrobatchData
+from rrfp.megatron.microbatch_data import StepData
 from rrfp.megatron.random_streams import RandomStreams
 from rrfp.megatron.reduction import Reduction, each
 from rrfp.megatron.tracked_state import TrackedLosses
@@ -38,8 +38,7 @@ class StepArguments:
     """What Megatron's training loop passes to its schedule, as far as the tasks need it."""
 
     forward_step_func: Callable[..., Any]
-    data: Sequence[MicrobatchData | None]
-    """One a chunk; None where a chunk is given no data."""
+    data: StepData
     order: Sequence[int]
     """The number of the item, as the data have them, that each microbatch is."""
     num_microbatches: int
@@ -67,6 +66,7 @@ class RankStep:
         """`shape` and `rank` say which stages the chunks are. `follows_hooks` says that replicas
         run their backwards alike (`Reduction`)."""
         self._shape = shape
+        self._arguments = arguments
         self._streams = streams
         self._tracked = TrackedLosses()
         is_training = not arguments.forward_only
@@ -74,10 +74,9 @@ class RankStep:
             ChunkStep(model, config, arguments, chunk, shape, rank, grad_order, cp_size)
             for chunk, model in enumerate(models)
         ]
-        device = next(models[0].parameters()).device
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=device)
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=streams.device)
         """What the loss function counted; 0 but on the last stage."""
-        streams.start_step(advances=is_training)
+        self._streams.start_step(advances=is_training)
         self._reduction = None
         if is_training:
             _gather_parameters(models, config)
@@ -94,8 +93,13 @@ class RankStep:
         index = self._shape.chunk_of(task.stage)
         chunk, microbatch = self._chunks[index], task.microbatch
         if task.kind is Kind.F:
-            with self._streams.task(task.stage, microbatch), self._tracked.task(microbatch):
-                outputs, num_tokens = chunk.forward(microbatch, inputs)
+            number = self._arguments.order[microbatch]
+            with (
+                self._tracked.task(microbatch),
+                self._streams.task(task.stage, microbatch) as streams,
+                self._arguments.data.of(index, number, chunk.model, streams) as data,
+            ):
+                outputs, num_tokens = chunk.forward(microbatch, inputs, data)
             self.num_tokens += num_tokens
             return outputs
         assert self._reduction is not None
@@ -127,6 +131,7 @@ class RankStep:
         """Start the gradient reductions that no task has started, and leave the losses for the
         log where Megatron looks for them."""
         self._tracked.finish()
+        self._streams.finish_step()
         if self._reduction is not None:
             self._reduction.finish()
 
@@ -145,7 +150,7 @@ class ChunkStep:
         grad_order: GradOrder,
         cp_size: int,
     ) -> None:
-        self._model = model
+        self.model = model
         self._config = config
         self._arguments = arguments
         # Megatron passes it where a rank has several chunks, and checks it against the model's.
@@ -154,7 +159,6 @@ class ChunkStep:
         self._is_first_stage = stage == 0
         self._is_last_stage = stage == shape.num_stages - 1
         self._cp_size = cp_size
-        self._data = arguments.data[chunk]
         deferred = deferrable_weights(model) if shape.splits_backward else []
         left_out = set(deferred)
         at_once = [weight for weight in model.parameters() if weight not in left_out]
@@ -171,8 +175,9 @@ class ChunkStep:
         self.reduced: dict[int, list[Any]] = {}
         """By microbatch, what the loss function gave (empty but on the last stage)."""
 
-    def forward(self, microbatch: int, inputs: Tensors) -> tuple[Tensors, torch.Tensor]:
-        """The outputs for the next stage, and the number of tokens that the loss counted."""
+    def forward(self, microbatch: int, inputs: Tensors, data: Any) -> tuple[Tensors, torch.Tensor]:
+        """The outputs for the next stage, and the number of tokens that the loss counted. `data`
+        is what the forward step draws from."""
         arguments, config = self._arguments, self._config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         for tensor in input_tensors:
@@ -184,8 +189,8 @@ class ChunkStep:
         with self._deferring(microbatch):
             outputs, num_tokens = forward_step(
                 arguments.forward_step_func,
-                None if self._data is None else self._data.of(arguments.order[microbatch]),
-                self._model,
+                data,
+                self.model,
                 arguments.num_microbatches,
                 input_tensors,
                 reduced,
@@ -232,7 +237,7 @@ class ChunkStep:
                     input_tensors,
                     outputs,
                     list(gradients) or [None],
-                    get_model_type(self._model),
+                    get_model_type(self.model),
                     self._config,
                 )
         return () if self._is_first_stage else tuple(input_gradients)

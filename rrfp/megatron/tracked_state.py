@@ -74,9 +74,11 @@ def _add(total: dict[str, Any], apart: dict[str, Any]) -> None:
 def refuse_stateful(chunks: Iterable[torch.nn.Module], config: Any) -> None:
     """Raise UsageError, before the first task, for a model in which one microbatch's forward reads
     what another's has left: its result would follow the order of the tasks."""
-    if config.fp8 and config.fp8_recipe in ("delayed", "custom"):
+    # A plain ModelParallelConfig has neither.
+    recipe = getattr(config, "fp8_recipe", None) if getattr(config, "fp8", None) else None
+    if recipe in ("delayed", "custom"):
         raise UsageError(
-            f"fp8_recipe {str.__str__(config.fp8_recipe)} cannot run readiness-first: it scales a "
+            f"fp8_recipe {str.__str__(recipe)} cannot run readiness-first: it scales a "
             "microbatch by what earlier ones held; choose tensorwise, blockwise or mxfp8"
         )
     for chunk in chunks:

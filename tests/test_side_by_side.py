@@ -1,0 +1,218 @@
+"""Several models in one process, an actor and a critic: each has its own groups, its own number of
+chunks and links of its own, and learns what it learns under Megatron's own schedule. Their modules
+and their config are the plainest that Megatron takes; one stage has no parameters at all."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rrfp.megatron.settings import TrainSettings
+from tests.ranks import run_ranks
+from tests.rigs import TIMEOUT_S, native, ours
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
+
+NUM = 8
+WIDTH, BATCH, LENGTH = 8, 2, 3
+
+
+class Stage(torch.nn.Module):
+    """A stage of a few numbers; an empty one hands on what it gets."""
+
+    def __init__(self, config: Any, stage: int, num_stages: int, *, is_empty: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = None
+        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
+        generator = torch.Generator().manual_seed(stage)
+        if not is_empty:
+            self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
+        self._input: Any = None
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        self._input = tensors[0] if isinstance(tensors, list) else tensors
+
+    def forward(self, given: torch.Tensor | None) -> torch.Tensor:
+        value = given if self.pre_process else self._input
+        assert value is not None
+        return torch.tanh(value @ self.weight) if hasattr(self, "weight") else value
+
+
+def forward_step(data_iterator: Iterator[torch.Tensor], model: Stage) -> Any:
+    output = model(next(data_iterator))
+
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        mean = output.square().mean()
+        return mean, {"loss": mean.detach()}
+
+    return output, loss
+
+
+class Model:
+    """A model on the pipelines of this rank's groups."""
+
+    def __init__(self, pipelines: list[list[int]], num_chunks: int, empty: int | None) -> None:
+        from megatron.core.model_parallel_config import ModelParallelConfig
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in pipelines]
+        (index,) = (number for number, ranks in enumerate(pipelines) if rank in ranks)
+        selves = [dist.new_group([each]) for each in range(dist.get_world_size())]
+        config: Any = ModelParallelConfig(
+            pipeline_model_parallel_size=len(pipelines[index]), pipeline_dtype=torch.float32
+        )
+        # Megatron's own schedules ask for these, ours does not.
+        if num_chunks > 1:
+            config.virtual_pipeline_model_parallel_size = num_chunks
+        config.hidden_size, config.fine_grained_activation_offloading = WIDTH, False
+        num_ranks, pp_rank = len(pipelines[index]), pipelines[index].index(rank)
+        num_stages = num_ranks * num_chunks
+        self.chunks = [
+            Stage(config, stage, num_stages, is_empty=stage == empty)
+            for stage in range(pp_rank, num_stages, num_ranks)
+        ]
+        collection = ProcessGroupCollection()
+        collection.tp = collection.cp = selves[rank]
+        collection.pp = groups[index]
+        collection.embd = collection.pos_embd = None
+        collection.dp_cp = selves[rank]
+        self._arguments = {
+            "forward_step_func": forward_step,
+            "model": self.chunks if num_chunks > 1 else self.chunks[0],
+            "num_microbatches": NUM,
+            "seq_length": LENGTH,
+            "micro_batch_size": BATCH,
+            "p2p_communicator": P2PCommunicator(groups[index], config),
+            "pg_collection": collection,
+        }
+
+    def step(self, schedule: Callable[..., Any], seed: int, **arguments: Any) -> list[Any]:
+        """Losses and gradients of a step on data of its own."""
+        generator = torch.Generator().manual_seed(seed)
+        items = list(torch.randn(NUM, LENGTH, BATCH, WIDTH, generator=generator))
+        for chunk in self.chunks:
+            chunk.zero_grad()
+        iterators: Any = [iter(items) for _ in self.chunks]
+        losses = schedule(
+            **self._arguments,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            **arguments,
+        )
+        gradients = [
+            parameter.grad.tolist()
+            for chunk in self.chunks
+            for parameter in chunk.parameters()
+            if parameter.grad is not None
+        ]
+        return [[item["loss"].item() for item in losses], gradients]
+
+
+def in_the_world(work: Callable[[], Any], num_ranks: int) -> Any:
+    """Run `work()` where torch's ranks have met."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from rrfp.megatron.parallel import parallel_groups
+
+    with parallel_groups(TrainSettings(pp=num_ranks), timeout_s=120.0):
+        return work()
+
+
+def test_an_actor_and_a_critic_live_side_by_side() -> None:
+    for found in run_ranks(4, in_the_world, act_and_criticise, 4, timeout_s=TIMEOUT_S):
+        for case, (expected, got) in found.items():
+            assert got == expected, case
+
+
+def act_and_criticise() -> dict[str, Any]:
+    """By step, what Megatron's own schedule gives on this rank, and what ours does."""
+    from megatron.core import parallel_state
+
+    actor = Model([[0, 1, 2, 3]], 1, empty=None)
+    critic = Model([[0, 1], [2, 3]], 1, empty=None)
+    interleaved = Model([[0, 1, 2, 3]], 2, empty=None)
+
+    def alternate(schedule: Callable[[int], Any]) -> dict[str, Any]:
+        found = {}
+        for step in range(3):
+            for name, model in (("actor", actor), ("critic", critic), ("chunks", interleaved)):
+                parallel_state.set_virtual_pipeline_model_parallel_world_size(
+                    2 if model is interleaved else None
+                )
+                run = schedule(len(model.chunks))
+                found[f"{name} trains, step {step}"] = model.step(run, step)
+                with torch.no_grad():
+                    looked = model.step(run, 10 + step, forward_only=True)
+                found[f"{name} is evaluated, step {step}"] = looked
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+        return found
+
+    expected = alternate(natives)
+    schedule = ours(hint="bfw")
+    got = alternate(lambda _: schedule)
+    schedule.close()
+    return {case: (expected[case], got[case]) for case in expected}
+
+
+def natives(num_chunks: int) -> Callable[..., Any]:
+    from megatron.core.pipeline_parallel import schedules
+
+    function: Callable[..., Any] = (
+        schedules.forward_backward_pipelining_without_interleaving
+        if num_chunks == 1
+        else schedules.forward_backward_pipelining_with_interleaving
+    )
+    return function
+
+
+def test_a_stage_without_parameters_trains() -> None:
+    for found in run_ranks(3, in_the_world, train_with_an_empty_stage, 3, timeout_s=TIMEOUT_S):
+        for expected, got in found:
+            assert got == expected
+
+
+def train_with_an_empty_stage() -> list[tuple[Any, Any]]:
+    """What Megatron's own schedule gives on this rank, and what ours does under each hint."""
+    found = []
+    for empty in (1, 2):
+        model = Model([[0, 1, 2]], 1, empty=empty)
+        expected = model.step(native(), 0)
+        for hint in ("bf", "bfw", "f-first"):
+            schedule = ours(hint=hint)
+            found.append((expected, model.step(schedule, 0)))
+            schedule.close()
+    return found
+
+
+def test_a_rank_that_fails_before_its_links_are_open_tells_the_others() -> None:
+    first, *others = run_ranks(3, in_the_world, fail_on_the_first_rank, 3, timeout_s=TIMEOUT_S)
+    assert first == "2 data iterators came with 1 model chunks; pass a list of one a chunk"
+    for told in others:
+        assert told == f"rank 0 failed before its links were open: {first}"
+
+
+def fail_on_the_first_rank() -> str:
+    """What this rank is told; the links would be waited for far longer than the test may take."""
+    from rrfp.errors import RrfpError
+    from rrfp.megatron.dispatching import DispatchSettings
+    from rrfp.megatron.dropin import get_forward_backward_func
+
+    model = Model([[0, 1, 2]], 1, empty=None)
+    schedule = get_forward_backward_func(settings=DispatchSettings(connect_s=3600.0))
+    try:
+        if dist.get_rank() == 0:
+            model.step(lambda **given: schedule(**{**given, "data_iterator": [None, None]}), 0)
+        else:
+            model.step(schedule, 0)
+    except RrfpError as error:
+        told = str(error)
+    dist.barrier()
+    # All can go on.
+    assert model.step(schedule, 0)[1]
+    schedule.close()
+    return told
