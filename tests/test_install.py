@@ -1,11 +1,25 @@
-"""`rrfp.megatron.install()`: the one line that a Megatron training script adds."""
+"""`rrfp.megatron.install()`: the one line that a Megatron training script adds, and what it says
+where somebody else has been there first."""
 
+import gc
+import importlib.util
 import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial, wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
+import pytest
+
+from rrfp.errors import UsageError
+from rrfp.megatron import install, installation, trace_native
 from tests.ranks import run_ranks
 from tests.training import SMALL
+
+NAME = "get_forward_backward_func"
+HOME = "megatron.core.pipeline_parallel.schedules"
 
 
 def test_a_training_loop_finds_ours_and_learns_the_same() -> None:
@@ -54,3 +68,270 @@ def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     batches = data.batches(layout.dp_rank)
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
     return [trainer.train_step(step).loss for step in range(settings.num_steps)]
+
+
+PATCHES = """
+from functools import wraps
+
+def zero_bubble(pp_size=None, vp_size=None):
+    return None
+
+def replacement():
+    return zero_bubble
+
+def decorate(function):
+    @wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+def enclose(function):
+    def enclosed(*args, **kwargs):
+        return function(*args, **kwargs)
+    return enclosed
+
+class Chooser:
+    def __init__(self, function=None):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def choose(self, *args, **kwargs):
+        return self(*args, **kwargs)
+
+shortest = lambda *args: None
+"""
+FILE = "/opt/primus/pipeline.py"
+
+
+@pytest.fixture
+def primus() -> Iterator[Any]:
+    """A module of somebody else's, that patches Megatron."""
+    module = ModuleType("primus.pipeline")
+    module.__file__ = FILE
+    exec(compile(PATCHES, FILE, "exec"), vars(module))
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The modules that have Megatron's function; whatever is put there, it is back in the end."""
+    from rrfp.megatron.host import prepare_host
+
+    prepare_host("cpu")
+    from megatron.core import pipeline_parallel
+    from megatron.core.pipeline_parallel import schedules
+
+    found = {module.__name__: module for module in (schedules, pipeline_parallel)}
+    # In Megatron-LM's loop, and in somebody's own.
+    for name in ("megatron.training.training", "megatron.bridge.training.train"):
+        found[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, found[name])
+    for module in found.values():
+        monkeypatch.setattr(module, NAME, getattr(schedules, NAME), raising=False)
+    return found
+
+
+REPLACES = "has taken the place of"
+WRAPS = "wraps"
+MEGATRONS = rf"{HOME}\.{NAME} \(.*schedules\.py:\d+\)"
+
+FOREIGN: dict[str, tuple[Callable[[Any, Any], Any], str, str]] = {
+    "function": (
+        lambda primus, _: primus.zero_bubble,
+        rf"^primus\.pipeline\.zero_bubble \({FILE}:4\)",
+        REPLACES,
+    ),
+    "lambda": (
+        lambda primus, _: primus.shortest,
+        rf"^primus\.pipeline\.<lambda> \({FILE}:\d+\)",
+        REPLACES,
+    ),
+    "what says that it is Megatron's": (
+        lambda primus, own: primus.decorate(own),
+        rf"^primus\.pipeline\.decorate\.<locals>\.wrapper \({FILE}:\d+\)",
+        WRAPS,
+    ),
+    "a name put on by hand": (
+        lambda primus, own: wraps(own, updated=())(primus.replacement),
+        rf"^primus\.pipeline\.replacement \({FILE}:\d+\)",
+        WRAPS,
+    ),
+    "closure": (
+        lambda primus, own: primus.enclose(own),
+        rf"^primus\.pipeline\.enclose\.<locals>\.enclosed \({FILE}:\d+\)",
+        WRAPS,
+    ),
+    "partial of Megatron's": (
+        lambda _, own: partial(own, pp_size=4),
+        rf"^a functools\.partial of {MEGATRONS}",
+        WRAPS,
+    ),
+    "partial of another": (
+        lambda primus, _: partial(primus.zero_bubble, pp_size=4),
+        rf"^a functools\.partial of primus\.pipeline\.zero_bubble \({FILE}:4\)",
+        REPLACES,
+    ),
+    "cache": (
+        lambda _, own: lru_cache(own),
+        rf"^a functools\._lru_cache_wrapper of {MEGATRONS}",
+        WRAPS,
+    ),
+    "instance": (
+        lambda primus, own: primus.Chooser(own),
+        rf"^an instance of primus\.pipeline\.Chooser \({FILE}\)",
+        WRAPS,
+    ),
+    "class": (
+        lambda primus, _: primus.Chooser,
+        rf"^the class primus\.pipeline\.Chooser \({FILE}\)",
+        REPLACES,
+    ),
+    "bound method": (
+        lambda primus, _: primus.Chooser().choose,
+        rf"^primus\.pipeline\.Chooser\.choose \({FILE}:\d+\)",
+        REPLACES,
+    ),
+    "built in": (lambda *_: print, r"^builtins\.print", REPLACES),
+    "mock": (
+        lambda *_: MagicMock(),
+        r"^an instance of unittest\.mock\.MagicMock \(.*mock\.py\)",
+        REPLACES,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_who_has_replaced_megatrons_schedule_is_named(
+    kind: str, primus: Any, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, who, does = FOREIGN[kind]
+    own = getattr(places[HOME], NAME)
+    patch = make(primus, own)
+    monkeypatch.setattr(places[HOME], NAME, patch)
+    next_step = "switch that patch off, or leave out install()"
+    if does == WRAPS:
+        next_step = "call install() before it does, or switch that patch off"
+    with pytest.raises(UsageError, match=rf"{who} {does} Megatron's {NAME} in {HOME}; ") as told:
+        install()
+    assert str(told.value).endswith(next_step)
+    # Nothing was replaced.
+    assert [getattr(place, NAME) is own for place in places.values()] == [False, True, True, True]
+    assert getattr(places[HOME], NAME) is patch
+
+
+@pytest.mark.parametrize("asker", [install, trace_native])
+@pytest.mark.parametrize(
+    "patched",
+    [
+        ["megatron.core.pipeline_parallel"],
+        ["megatron.training.training"],
+        ["megatron.bridge.training.train"],
+        # As Primus does.
+        ["megatron.core.pipeline_parallel", "megatron.training.training"],
+    ],
+)
+def test_a_patch_in_any_place_is_seen(
+    asker: Callable[[], None],
+    patched: list[str],
+    primus: Any,
+    places: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in patched:
+        monkeypatch.setattr(places[name], NAME, primus.zero_bubble)
+    with pytest.raises(UsageError) as told:
+        asker()
+    assert str(told.value) == (
+        f"primus.pipeline.zero_bubble ({FILE}:4) has taken the place of Megatron's {NAME} in "
+        f"{' and '.join(patched)}; switch that patch off, or leave out {asker.__name__}()"
+    )
+
+
+def test_a_function_of_another_module_is_not_megatrons(
+    places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other: Any = ModuleType("megatron.other")
+    exec(f"def {NAME}(): pass", vars(other))
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    kept = getattr(other, NAME)
+    install()
+    assert getattr(other, NAME) is kept
+    assert all(type(getattr(place, NAME)) is partial for place in places.values())
+
+
+@pytest.mark.usefixtures("places")
+def test_it_is_called_once() -> None:
+    install()
+    for asker in (install, trace_native):
+        with pytest.raises(
+            UsageError, match=r"^install\(\) has replaced Megatron's schedule .* once"
+        ):
+            asker()
+
+
+class SelfLoading(ModuleType):
+    """As some libraries' modules: a look at what they hold loads all that they stand for."""
+
+    loaded = False
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        type(self).loaded = True
+        return {}
+
+
+def test_looking_for_the_name_loads_nothing(
+    places: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lazy_one.py").write_text("raise AssertionError('it was loaded')")
+    spec = importlib.util.spec_from_file_location("lazy_one", tmp_path / "lazy_one.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lazy_one", lazy)
+    spec.loader.exec_module(lazy)
+    for name, strange in {"self_loading": SelfLoading("self_loading"), "slots": object()}.items():
+        monkeypatch.setitem(sys.modules, name, strange)
+    monkeypatch.setitem(sys.modules, "nothing", None)
+
+    installation.put(print)
+    assert [getattr(place, NAME) for place in places.values()] == [print] * 4
+    assert not SelfLoading.loaded
+
+
+def test_modules_may_change_meanwhile(
+    places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    growing = ModuleType("growing")
+    vars(growing).update({f"name_{number}": number for number in range(3000)})
+    monkeypatch.setitem(sys.modules, "growing", growing)
+
+    def grow(*_: object) -> None:
+        # As a finalizer may do that imports something.
+        if len(vars(growing)) < 10_000:
+            setattr(growing, f"more_{len(vars(growing))}", 0)
+
+    gc.callbacks.append(grow)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(5)
+    try:
+        installation.put(print)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(grow)
+    assert [getattr(place, NAME) for place in places.values()] == [print] * 4
+
+
+def test_another_name_for_it_is_replaced_too(
+    places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script: Any = ModuleType("script")
+    script.schedule_of = getattr(places[HOME], NAME)
+    monkeypatch.setitem(sys.modules, "script", script)
+    installation.put(print)
+    assert script.schedule_of is print

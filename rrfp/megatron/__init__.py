@@ -5,14 +5,14 @@ Megatron-Core is imported when a function is called, not before: the launcher an
 read settings from here and have no use for it.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rrfp.errors import UsageError
+from rrfp.megatron.compatibility import check_for_drop_in, check_for_trace
 from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.installation import megatrons_own, put
 from rrfp.trace.records import Record
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ def get_forward_backward_func(
     record: Callable[[Record], None] | None = None,
 ) -> "ForwardBackward":
     """In place of `megatron.core.pipeline_parallel.get_forward_backward_func`: the function that a
-    training loop calls once a step; `rrfp.megatron.dropin` says what it promises."""
+    training loop calls once a step; `rrfp.megatron.dropin` says what it promises. Raises
+    UsageError for a Megatron-Core that it does not know."""
+    check_for_drop_in(settings or DispatchSettings())
+    # Below the check, for it imports names that another Megatron-Core may not have.
     from rrfp.megatron import dropin
 
     return dropin.get_forward_backward_func(pp_size, vp_size, settings=settings, record=record)
@@ -39,9 +42,12 @@ def install(settings: DispatchSettings | None = None) -> None:
     """Put `get_forward_backward_func` where Megatron's training loop looks it up.
 
     Call it once in a training script, before the loop starts. Modules that have imported the name
-    by then get it too. Raises UsageError when the schedule is not Megatron's own any more.
+    by then get it too. Raises UsageError when the schedule is not Megatron's own any more, with who
+    has replaced it, and for a Megatron-Core that rrfp does not know; nothing is replaced then.
     """
-    _put(_megatrons_own(), partial(get_forward_backward_func, settings=settings))
+    megatrons_own("install()")
+    check_for_drop_in(settings or DispatchSettings(), installs=True)
+    put(partial(get_forward_backward_func, settings=settings))
 
 
 def trace_native(out: Path | str | None = None) -> None:
@@ -51,31 +57,10 @@ def trace_native(out: Path | str | None = None) -> None:
     before the training loop starts. From the first step on every rank records its tasks and waits
     into the run's directory: `out`, or `runs/<time>-native/`. A profile that torch.profiler takes
     meanwhile carries them too, as ranges. When no step has passed by it, it says so as the process
-    ends. Raises UsageError when the schedule is not Megatron's own any more.
+    ends. Raises UsageError as `install` does.
     """
-    original = _megatrons_own()
+    original = megatrons_own("trace_native()")
+    check_for_trace()
     from rrfp.megatron.native_trace import NativeTrace
 
-    _put(original, NativeTrace(original, None if out is None else Path(out)).get)
-
-
-def _megatrons_own() -> Callable[..., Any]:
-    """Megatron's `get_forward_backward_func`."""
-    import megatron.core.pipeline_parallel.schedules as schedules
-
-    found: Callable[..., Any] = schedules.get_forward_backward_func
-    if found.__module__ != schedules.__name__:
-        raise UsageError(
-            "rrfp has replaced Megatron's schedule in this process already; call either install() "
-            "or trace_native(), and only once"
-        )
-    return found
-
-
-def _put(original: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Put a function in the place of another in every module that has it, under whatever name: a
-    script may have imported it before it calls us."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is original:
-                setattr(module, name, function)
+    put(NativeTrace(original, None if out is None else Path(out)).get)

@@ -1,0 +1,330 @@
+"""The part of Megatron-Core that rrfp knows, held against the one that is here.
+
+Megatron's schedules have no stable interface, so what counts is what is there and not its version.
+The tables below say what that is; nothing is run before it has been looked at.
+
+An entry is a name in a module of `megatron.core`, and how it is used:
+
+- ``name``: it is there;
+- ``name: dict``: it is a dict;
+- ``name(a, b, *, c)``: it takes `a` and `b` by place and `c` by name, and needs nothing else;
+- ``name(a, b, ...)``: it begins with these, and the rest is passed through.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from inspect import Parameter
+from typing import Any
+
+from rrfp.errors import UsageError
+from rrfp.hint_files import order_file
+from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.provenance import described, foreign_layer, is_ours
+from rrfp.schedule.hints import TURNS
+from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.tasks import Kind
+
+_WORKS = "the released megatron-core 0.16.1"
+_CORE = "megatron.core"
+_NUM_TOLD = 3
+
+Needs = Mapping[str, tuple[str, ...]]
+"""Entries by module."""
+
+DROP_IN: Needs = {
+    "pipeline_parallel.schedules": (
+        "forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
+        "forward_data_store, config, cp_group_size, *, collect_non_loss_data, is_first_microbatch, "
+        "current_microbatch, vp_stage, is_last_stage)",
+        "backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+        "check_first_val_step(first_val_step, forward_only, cond)",
+        "deallocate_output_tensor(out, deallocate_pipeline_outputs)",
+        "clear_embedding_activation_buffer(config, model, is_last_stage)",
+        "finish_embedding_wgrad_compute(config, embedding_module, is_last_stage, tp_group)",
+    ),
+    "utils": (
+        "get_model_config(model)",
+        "get_model_type(model)",
+        "get_attr_wrapped_model(model, attr)",
+        "make_viewless_tensor(inp, *, requires_grad, keep_graph)",
+        "prepare_input_tensors_for_wgrad_compute(grad_output, all_gathered_input)",
+    ),
+    "parallel_state": (
+        "get_virtual_pipeline_model_parallel_world_size()",
+        "get_pipeline_model_parallel_group()",
+        "get_tensor_model_parallel_group()",
+        "get_context_parallel_group()",
+        "get_data_parallel_group(*, with_context_parallel, partial_data_parallel)",
+        "get_embedding_group(*, check_initialized)",
+        "get_position_embedding_group(*, check_initialized)",
+        "get_expert_model_parallel_group(*, check_initialized)",
+        "get_expert_tensor_parallel_group(*, check_initialized)",
+        "get_expert_tensor_and_model_parallel_group(*, check_initialized)",
+    ),
+    "process_groups_config": ("ProcessGroupCollection()",),
+    "tensor_parallel.random": (
+        "get_cuda_rng_tracker()",
+        "get_data_parallel_rng_tracker_name()",
+        "is_graph_safe_cuda_rng_tracker(cuda_rng_tracker)",
+        "CudaRNGStatesTracker.get_states(self)",
+        "CudaRNGStatesTracker.set_states(self, states)",
+    ),
+    "tensor_parallel.layers": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "custom_fwd",
+        "custom_bwd",
+        "get_global_memory_buffer()",
+        "dist_all_gather_func",
+        "dist_reduce_scatter_func",
+    ),
+    "transformer.moe.moe_utils": ("_MOE_LAYER_WISE_LOGGING_TRACKER: dict",),
+    "transformer.multi_token_prediction": ("MTPLossLoggingHelper.tracker: dict",),
+    "transformer.experimental_attention_variant.dsa": (
+        "DSAIndexerLossLoggingHelper.tracker: dict",
+    ),
+}
+"""What the drop-in calls, sets and reads."""
+
+_STEP = (
+    "(forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
+    "decoder_seq_length, forward_only, collect_non_loss_data, first_val_step, "
+    "adjust_tensor_shapes_fn, p2p_communicator, pg_collection, force_all_reduce)"
+)
+
+STOOD_FOR: Needs = {
+    "pipeline_parallel.schedules": (
+        f"forward_backward_no_pipelining{_STEP}",
+        f"forward_backward_pipelining_without_interleaving{_STEP}",
+        f"forward_backward_pipelining_with_interleaving{_STEP}",
+    ),
+}
+"""What the drop-in runs instead of: it has no other parameter, and nobody else has changed it."""
+
+STOOD_FOR_BY_SPLITTING: Needs = {
+    "tensor_parallel.layers": (
+        "LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, bias, "
+        "gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
+        "wgrad_deferral_limit, tp_group)",
+    ),
+}
+"""The same, where weight gradients are tasks of their own."""
+
+INSTALLED_FOR: Needs = {
+    "pipeline_parallel.schedules": ("get_forward_backward_func(pp_size, vp_size)",),
+}
+"""What `install()` puts ours in the place of."""
+
+TRACED: Needs = {
+    "pipeline_parallel.schedules": (
+        "forward_step(forward_step_func, data_iterator, model, ...)",
+        "backward_step(input_tensor, output_tensor, ...)",
+        "forward_backward_no_pipelining",
+        "forward_backward_pipelining_without_interleaving",
+        "forward_backward_pipelining_with_interleaving",
+    ),
+    "pipeline_parallel.p2p_communication": ("P2PCommunicator._communicate",),
+    "utils": ("get_model_config(model)",),
+    "parallel_state": (
+        "get_pipeline_model_parallel_rank()",
+        "get_pipeline_model_parallel_world_size()",
+        "get_tensor_model_parallel_rank()",
+        "get_tensor_model_parallel_world_size()",
+        "get_data_parallel_rank(*, with_context_parallel)",
+        "get_data_parallel_world_size(*, with_context_parallel)",
+        "get_expert_model_parallel_world_size()",
+    ),
+}
+"""What `trace_native()` records, and what it asks Megatron for."""
+
+
+@cache
+def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> None:
+    """Raise UsageError for a Megatron-Core that the drop-in does not know, before anything of the
+    drop-in is imported; `installs` says that `install()` asks. Loops ask for a schedule again and
+    again: what was found good is not looked at twice."""
+    stood_for = [STOOD_FOR]
+    if _may_split(settings.hint):
+        stood_for.append(STOOD_FOR_BY_SPLITTING)
+    if installs:
+        stood_for.append(INSTALLED_FOR)
+    _check([DROP_IN], stood_for)
+
+
+def check_for_trace() -> None:
+    """Raise UsageError for a Megatron-Core that `trace_native()` does not know."""
+    _check([TRACED], [])
+
+
+def schedules() -> Any:
+    """Megatron's module of that name. Raises UsageError where there is no Megatron-Core."""
+    return _imported("pipeline_parallel.schedules")
+
+
+def _may_split(hint: str) -> bool:
+    if hint in TURNS:
+        return TURNS[hint].splits_backward
+    if hint in ORDERS:
+        return Kind.W in ORDERS[hint].kinds
+    # An order file says so only once the shape is known.
+    return order_file(hint) is not None
+
+
+def _check(called: Iterable[Needs], stood_for: Iterable[Needs]) -> None:
+    differences = []
+    for is_stood_for, tables in ((False, called), (True, stood_for)):
+        for module, entry in _entries(tables):
+            difference = _difference(module, _Need.of(entry), is_stood_for=is_stood_for)
+            if difference is not None:
+                differences.append(difference)
+    if differences:
+        told = ", ".join(differences[:_NUM_TOLD])
+        if len(differences) > _NUM_TOLD:
+            told += f" and {len(differences) - _NUM_TOLD} more"
+        raise UsageError(f"{_version()} is not one that rrfp knows: {told}; use {_WORKS}")
+
+
+def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
+    return (
+        (module, entry)
+        for needs in tables
+        for module, entries in needs.items()
+        for entry in entries
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """An entry of a table."""
+
+    name: str
+    is_dict: bool = False
+    is_called: bool = False
+    by_place: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
+    is_open: bool = False
+    """The rest of the parameters is passed through."""
+
+    @staticmethod
+    def of(entry: str) -> "_Need":
+        name, is_called, inside = entry.rstrip(")").partition("(")
+        name, _, kind = name.partition(": ")
+        parameters = inside.split(", ") if inside else []
+        star = parameters.index("*") if "*" in parameters else len(parameters)
+        return _Need(
+            name,
+            kind == "dict",
+            bool(is_called),
+            tuple(name for name in parameters[:star] if name != "..."),
+            tuple(parameters[star + 1 :]),
+            "..." in parameters,
+        )
+
+
+def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
+    """How what is here differs from what is needed; None where it does not. Raises UsageError when
+    that is somebody's patch."""
+    path = f"{module}.{need.name}"
+    found: Any
+    try:
+        found = _imported(module)
+        for name in need.name.split("."):
+            found = getattr(found, name)
+    except _MissingModuleError:
+        return f"the module {module} is missing"
+    except AttributeError:
+        return f"{path} is missing"
+    if need.is_dict:
+        return None if isinstance(found, dict) else f"{path} is no dict"
+    if not need.is_called:
+        return None
+    differs = _parameters_differ(found, need, is_exact=is_stood_for)
+    foreign = foreign_layer(found)
+    if foreign is not None and not is_ours(foreign) and (is_stood_for or differs):
+        why = differs or "would not run under rrfp's schedule"
+        raise UsageError(
+            f"{described(foreign)} has taken the place of {_CORE}.{path} and {why}; switch that "
+            "patch off"
+        )
+    return None if differs is None else f"{path} {differs}"
+
+
+def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:  # built in: nobody can say
+        return None
+    except TypeError:
+        return "cannot be called"
+    kinds = {parameter.kind for parameter in parameters}
+    by_place = [p.name for p in parameters if p.kind in _BY_PLACE]
+    named = [p.name for p in parameters if p.kind in _NAMED]
+    passed = (*need.by_place, *need.by_name)
+    if Parameter.VAR_POSITIONAL not in kinds and Parameter.VAR_KEYWORD not in kinds:
+        lacking = [name for name in passed if name not in named]
+        if lacking:
+            return f"has no parameter {' or '.join(lacking)}"
+    if not need.is_open:
+        new = [
+            p.name
+            for p in parameters
+            if p.kind in _NAMED
+            and p.name not in passed
+            and (is_exact or p.default is Parameter.empty)
+        ]
+        if new:
+            return f"has a parameter {' and '.join(new)}"
+    # What a wrapper passes on by `*args` has whatever names the wrapped one gives it.
+    if any(a != b for a, b in zip(by_place, need.by_place, strict=False)):
+        return f"takes its parameters in the order {', '.join(by_place)}"
+    return None
+
+
+_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (*_BY_PLACE, Parameter.KEYWORD_ONLY)
+
+
+class _MissingModuleError(Exception):
+    """Megatron-Core has no module of that name."""
+
+
+def _imported(module: str) -> Any:
+    name = f"{_CORE}.{module}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing in ("megatron", _CORE):
+            raise UsageError(f"there is no Megatron-Core here; install {_WORKS}") from error
+        if name == missing or name.startswith(f"{missing}."):
+            raise _MissingModuleError from error
+        raise UsageError(_unimportable(name, error)) from error
+    except Exception as error:  # whatever a Megatron-Core does that does not fit what is installed
+        raise UsageError(_unimportable(name, error)) from error
+
+
+def _unimportable(name: str, error: Exception) -> str:
+    return (
+        f"{_version()} cannot be imported here: {name} raises {type(error).__name__} ({error}); "
+        f"use {_WORKS}, or install what it lacks"
+    )
+
+
+def _version() -> str:
+    """The Megatron-Core that is here, as far as it says what it is."""
+    version = place = None
+    try:
+        core = importlib.import_module(_CORE)
+        version, place = getattr(core, "__version__", None), next(iter(core.__path__), None)
+    except Exception:  # it is what could not be imported
+        version = None
+    if version is None:
+        try:
+            version = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            version = "of an unknown version"
+    return f"Megatron-Core {version}" + ("" if place is None else f" in {place}")

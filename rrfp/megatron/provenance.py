@@ -1,0 +1,140 @@
+"""Who made a callable: the code it runs, whatever it says of itself.
+
+`functools.wraps` gives a wrapper the name and the module of what it wraps, so neither is asked.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+_MEGATRONS = ("megatron.core", "torch")
+"""Whose code Megatron's own functions consist of: some of them are decorated by torch."""
+
+_MANY = 100
+_NAMESPACE: Any = vars(ModuleType)["__dict__"]
+
+
+def foreign_layer(value: Any) -> Any | None:
+    """The outermost part of a callable that is not Megatron's own; None where all of it is."""
+    for layer in _layers(value):
+        if type(layer) is not FunctionType or not _is_in(home_of(layer), *_MEGATRONS):
+            return layer
+    return None
+
+
+def is_ours(value: Any) -> bool:
+    """Whether rrfp made it."""
+    return _is_in(home_of(value), "rrfp")
+
+
+def home_of(value: Any) -> str:
+    """The name of the module that the outermost code of a callable was written in."""
+    inner = _inner(value)
+    if type(value) is FunctionType:
+        return str(value.__globals__.get("__name__"))
+    if type(value) is MethodType or (_is_of_functools(value) and inner is not None):
+        return home_of(inner)
+    if isinstance(value, type | BuiltinFunctionType):
+        return str(value.__module__)
+    return type(value).__module__
+
+
+def described(value: Any) -> str:
+    """A callable by module, name and file, for a sentence."""
+    inner = _inner(value)
+    if type(value) is FunctionType:
+        code = value.__code__
+        where = f"{code.co_filename}:{code.co_firstlineno}"
+        return f"{home_of(value)}.{code.co_qualname} ({where})"
+    if type(value) is MethodType:
+        return described(inner)
+    if _is_of_functools(value) and inner is not None:
+        return f"a functools.{type(value).__name__} of {described(inner)}"
+    if isinstance(value, BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    of = value if isinstance(value, type) else type(value)
+    module = sys.modules.get(of.__module__)
+    path = None if module is None else namespace_of(module).get("__file__")
+    what = "the class" if of is value else "an instance of"
+    return f"{what} {of.__module__}.{of.__qualname__}" + ("" if path is None else f" ({path})")
+
+
+def wraps(value: Any, function: str, home: Mapping[str, Any]) -> bool:
+    """Whether a callable keeps, to call it, the function of that name whose module has the
+    namespace `home`."""
+    seen: dict[int, Any] = {}
+    todo = list(_kept(value))
+    while todo and len(seen) < _MANY:
+        kept = todo.pop()
+        if is_function(kept, function, home):
+            return True
+        if id(kept) not in seen:
+            seen[id(kept)] = kept
+            todo += _kept(kept)
+    return False
+
+
+def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
+    """Whether a value is the function that the module with the namespace `home` defines so."""
+    return (
+        type(value) is FunctionType
+        and value.__globals__ is home
+        and value.__code__.co_qualname == name
+    )
+
+
+def namespace_of(module: object) -> dict[Any, Any]:
+    """What a module holds by now. It is read past all that the module's own class does when
+    somebody looks at it: some load themselves then, and all they stand for."""
+    try:
+        if issubclass(type(module), ModuleType):
+            found = _NAMESPACE.__get__(module)
+        else:  # anything may be put into `sys.modules`
+            found = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _layers(value: Any) -> Iterator[Any]:
+    """A callable and what it wraps, as far as it says so, from the outside in."""
+    for _ in range(_MANY):
+        if value is None:
+            return
+        yield value
+        value = _inner(value)
+
+
+def _inner(value: Any) -> Any | None:
+    if isinstance(value, partial):
+        return value.func
+    if type(value) is MethodType:
+        return value.__func__
+    # Not by `getattr`: a mock has every attribute.
+    return namespace_of(value).get("__wrapped__")
+
+
+def _kept(value: Any) -> Iterator[Any]:
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif type(value) is MethodType:
+        yield from (value.__func__, value.__self__)
+    elif type(value) is FunctionType:
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    if not isinstance(value, type | ModuleType):
+        yield from namespace_of(value).values()
+
+
+def _is_of_functools(value: Any) -> bool:
+    return type(value).__module__ == "functools"
+
+
+def _is_in(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
