@@ -1,0 +1,121 @@
+"""Starts the process in which Megatron's tests run, and makes a table of what comes back."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+NUM_RANKS = 8
+
+LIMIT_S = 90.0
+"""For one test; it takes 5 to 30 s on two cores."""
+
+_TOTAL_LIMIT_S = 1500.0
+
+_VERSION = "0.16.1"
+
+_COLUMNS = {"native": "native", "install": "install()", "names": "every name"}
+
+_IN_EVERY_NAME = "test_schedules.py"
+"""The other file calls no schedule by its name, and asserts nothing about which it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a test, or of one's items together, on all of its ranks."""
+
+    test: str
+    num_items: int
+    outcome: str
+    """`passed`, `failed`, `skipped` or `hung`."""
+    reason: str
+    ranks: tuple[int, ...]
+    """The ranks that had this outcome."""
+    seconds: float
+
+    def __str__(self) -> str:
+        return {"passed": "pass", "failed": "fail", "skipped": "skip"}.get(
+            self.outcome, self.outcome
+        )
+
+
+def check_checkout(checkout: Path) -> str | None:
+    """Why the tests of this checkout cannot be run; None if they can."""
+    info = checkout / "megatron" / "core" / "package_info.py"
+    if not info.is_file():
+        return f"{checkout} is no checkout of Megatron-LM: it has no {info.relative_to(checkout)}"
+    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE)
+    version = ".".join(numbers)
+    if version != _VERSION:
+        return f"{checkout} has Megatron-Core {version}; check out core_v{_VERSION}"
+    return None
+
+
+def run(
+    checkout: Path, schedule: str, logs: Path, pytest_args: Sequence[str] = ()
+) -> dict[str, Outcome]:
+    """Run the tests under one schedule (`native`, `install` or `names`); what became of each, by
+    its name. `logs` gets a folder a test, with the output of every rank."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {
+        "checkout": str(checkout.resolve()),
+        "schedule": schedule,
+        "num_ranks": NUM_RANKS,
+        "limit_s": LIMIT_S,
+        "port": store.port,
+        "logs": str(logs.resolve()),
+        "only_file": _IN_EVERY_NAME if schedule == "names" else "",
+        "pytest_args": list(pytest_args),
+    }
+    finished = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("inside.py")), json.dumps(job)],
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            # Nothing is compiled: a compiler may be missing, and eight ranks share two cores.
+            "TORCHDYNAMO_DISABLE": "1",
+        },
+        timeout=_TOTAL_LIMIT_S,
+        check=True,
+        text=True,
+    )
+    lines = map(json.loads, finished.stdout.splitlines())
+    return {line["test"]: Outcome(**{**line, "ranks": tuple(line["ranks"])}) for line in lines}
+
+
+def table(by_schedule: Mapping[str, Mapping[str, Outcome]]) -> str:
+    """The outcomes as a table of Markdown, and below it the reasons of what did not pass."""
+    reasons: list[str] = []
+
+    def cell(outcome: Outcome | None) -> str:
+        if outcome is None:
+            return ""
+        if not outcome.reason:
+            return str(outcome)
+        if outcome.reason not in reasons:
+            reasons.append(outcome.reason)
+        return f"{outcome} ({reasons.index(outcome.reason) + 1})"
+
+    tests: dict[str, int] = {}
+    for outcomes in by_schedule.values():
+        tests.update((name, outcome.num_items) for name, outcome in outcomes.items())
+    rows = [["test", "ranks", *(_COLUMNS[schedule] for schedule in by_schedule)]]
+    for name, num_items in tests.items():
+        of_many = f", {num_items} items" if num_items > 1 else ""
+        cells = [cell(outcomes.get(name)) for outcomes in by_schedule.values()]
+        rows.append([f"`{name}`{of_many}".replace("|", "\\|"), str(NUM_RANKS), *cells])
+    lines = [_row(rows[0]), _row(["---"] * len(rows[0])), *map(_row, rows[1:])]
+    return "\n".join([*lines, "", *(f"{n}. {why}" for n, why in enumerate(reasons, 1))])
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
