@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.groups import Place, coupled_pipelines
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
@@ -131,3 +131,11 @@ def places_in_megatron(settings: dict[str, Any]) -> list[Place]:
             place_in(groups, has_experts=True),
             place_in(passed, has_experts=True),
         ]
+
+
+@pytest.mark.parametrize("told", [b"[[5], [9]]", b"[[0, 1], [0]]", b"\x80\x04N.", b"[[1]]"])
+def test_a_place_that_cannot_be_is_told_with_its_rank(told: bytes) -> None:
+    store = HashStore()
+    store.set("test/place-in-groups/1", told)  # type: ignore[arg-type]
+    with pytest.raises(RrfpError, match=r"what rank 1 published as .* cannot be read"):
+        coupled_pipelines(Place(0, (0, 1), (0,)), Rendezvous(store, "test", 0, 5.0))

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,8 +114,9 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
     new = {place.rank}
     while new:
         for peer in sorted(new):
-            pipeline, sharers = rendezvous.wait_json(f"place-in-groups/{peer}", peer, _decode_place)
-            places[peer] = Place(peer, pipeline, sharers)
+            places[peer] = rendezvous.wait_json(
+                f"place-in-groups/{peer}", peer, partial(_decode_place, peer)
+            )
         coupled = itertools.chain.from_iterable(
             (*places[peer].pipeline, *places[peer].sharers) for peer in new
         )
@@ -123,9 +125,11 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
     return sorted({peer.pipeline for peer in places.values()})
 
 
-def _decode_place(told: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _decode_place(rank: int, told: object) -> Place:
     pipeline, sharers = map(integers, items(told, 2))
-    return pipeline, sharers
+    if rank not in pipeline or rank not in sharers:
+        raise ValueError(f"it is a place without rank {rank} itself")
+    return Place(rank, pipeline, sharers)
 
 
 def _check_that_stages_match(places: dict[int, Place]) -> None:

@@ -119,11 +119,14 @@ class _Rank:
             # Most scripts look at the loss between steps, and leave the GPU idle for a moment.
             self._safely(self._moments.look_at_clock)
         data = self._schedule.run(schedule, **arguments)
-        step = self._schedule.step
-        assert step is not None
         self._safely(self._schedule.settle)
-        self._safely(partial(self._recorder.flush, step))
+        self._safely(self._flush)
         return data
+
+    def _flush(self) -> None:
+        step = self._schedule.step
+        assert step is not None, "a step was run"
+        self._recorder.flush(step)
 
     def _safely(self, record: Callable[[], object]) -> None:
         """Do a part of the recording; whatever fails in it, the training goes on."""

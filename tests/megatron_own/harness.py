@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from tests.ranks import loopback_store
 
 NUM_RANKS = 8
 
@@ -62,7 +62,7 @@ def run(
 ) -> dict[str, Outcome]:
     """Run the tests under one schedule (`native`, `install` or `names`); what became of each, by
     its name. `logs` gets a folder a test, with the output of every rank."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     job = {
         "checkout": str(checkout.resolve()),
         "schedule": schedule,
