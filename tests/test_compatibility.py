@@ -130,7 +130,7 @@ def test_another_tracker_is_refused(
     for part in outer:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, name, object())
-    with pytest.raises(UsageError, match=rf"knows: {module}\.{path} is no dict; "):
+    with pytest.raises(UsageError, match=rf"knows: {module}\.{path} is not a dict; "):
         install()
     monkeypatch.delattr(owner, name)
     with pytest.raises(UsageError, match=rf"knows: {module}\.{path} is missing; "):

@@ -2,6 +2,7 @@
 schedule would have given it, and the loop's random states are moved as there."""
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ LAYOUTS = {
     "pp2-dp2": {"pp": 2, "dp": 2},
 }
 SLOW = {"pp2-tp2", "pp2-dp2"}
+"""Quicker tests cover most of them."""
 
 
 class Trained(NamedTuple):
@@ -285,18 +287,25 @@ def drop_out(layout: Any, settings: dict[str, Any], reverse: str) -> list[list[i
 # What else a loop draws.
 
 
-def test_noise_of_the_forward_step(tmp_path: Path) -> None:
-    settings = {**SMALL, "pp": 2, "microbatches": NUM}
-    reverse = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, NUM))
-    for found in run_ranks(2, on_rigs, add_noise, settings, reverse, timeout_s=TIMEOUT_S):
-        natives, in_order, (ready, fixed) = found
-        assert all(each == natives for each in in_order)
-        # Out of order it belongs to the tasks, whatever their timing.
-        assert ready == fixed != natives
+@pytest.mark.parametrize(
+    "layout", by_layout({"pp2": {"pp": 2}, "pp3-c2": {"pp": 3, "chunks": 2, "layers": 6}})
+)
+def test_noise_of_the_forward_step(layout: dict[str, Any], tmp_path: Path) -> None:
+    settings = {**SMALL, **layout, "microbatches": NUM}
+    num_ranks, num_chunks = settings["pp"], settings.get("chunks", 1)
+    reverse = backwards_in_reverse(tmp_path / "reverse.csv", Shape(num_ranks, NUM, num_chunks))
+    for found in run_ranks(num_ranks, on_rigs, add_noise, settings, reverse, timeout_s=TIMEOUT_S):
+        natives, in_order, out_of_order, resumed = found
+        assert in_order[1:] == in_order[:-1]
+        # Out of order, or with several chunks, it belongs to the tasks, whatever their timing.
+        assert out_of_order[0] == out_of_order[1] != natives
+        assert in_order[0] == (natives if num_chunks == 1 else out_of_order[0])
+        assert resumed == in_order[0][1:]
 
 
 def add_noise(layout: Any, settings: dict[str, Any], reverse: str) -> list[Any]:
-    """What steps with random masks come to: Megatron's own, ours in order, and out of order."""
+    """What steps with random masks come to: Megatron's own, ours in order, ours out of order, and
+    the second step once more, from a checkpoint."""
     rig = Rig(settings, layout)
 
     def noisy_step(data_iterator: Iterator[Any], model: Any) -> Any:
@@ -305,24 +314,36 @@ def add_noise(layout: Any, settings: dict[str, Any], reverse: str) -> list[Any]:
         item = {**item, "loss_mask": kept}
         return three_value_step(iter([item]), model)
 
-    def steps(schedule: Any) -> list[Any]:
-        set_off()
+    def steps(schedule: Any, num_steps: int = 2, *, saves: bool = False) -> list[Any]:
+        # The data move no random state: the noise alone does.
         samples = Samples(rig)
-        iterator = of_generators(samples)
+        iterators = [itertools.cycle(samples[n] for n in range(NUM)) for _ in rig.gpt.chunks]
 
         def with_data(**given: Any) -> Any:
-            return schedule(**{**given, "data_iterator": iterator})
+            return schedule(**{**given, "data_iterator": iterators})
 
-        found = [rig.run(with_data, noisy_step, num_microbatches=NUM) for _ in range(2)]
+        found = []
+        for step in range(num_steps):
+            found.append(rig.run(with_data, noisy_step, num_microbatches=NUM))
+            if saves and step == 0:
+                saved.append(Saved.now())
         if hasattr(schedule, "close"):
             schedule.close()
         return found
 
-    return [
-        steps(native()),
-        [steps(ours(hint=hint)) for hint in ("bf", "bfw", "f-first")],
-        [steps(ours(hint=reverse, dispatch=dispatch)) for dispatch in ("ready", "fixed")],
+    def afresh(schedule: Any, **how: bool) -> list[Any]:
+        set_off()
+        return steps(schedule, **how)
+
+    saved: list[Saved] = []
+    found = [
+        afresh(native()),
+        [afresh(ours(hint="bf"), saves=True), afresh(ours(hint="bfw")), afresh(ours())],
+        [afresh(ours(hint=reverse, dispatch=dispatch)) for dispatch in ("ready", "fixed")],
     ]
+    saved[0].restore()
+    # With settings of its own: it has seen nothing of the loop yet.
+    return [*found, steps(ours(hint="bf", hold=NUM), num_steps=1)]
 
 
 # Objects that are no iterators.

@@ -128,7 +128,7 @@ def test_what_is_no_hosts_settings_is_told(planted: bytes) -> None:
 
     with ThreadPoolExecutor() as hosts:
         planting = hosts.submit(plant)
-        with pytest.raises(RrfpError, match="as 'rrfp/meeting/1' are no settings of host 1; see"):
+        with pytest.raises(RrfpError, match="as 'rrfp/meeting/1' is not the settings of host 1"):
             meet(settings(port, 0))
         planting.result(timeout=20)
 

@@ -193,6 +193,30 @@ def test_a_chunk_that_does_not_draw_leaves_its_iterator_alone(
             check("counting", case, lambda slot: int(slot[0] in speaking), in_order=in_order)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "shared"])
+@given(case=cases(in_order=True))
+def test_some_microbatches_may_draw_nothing(kind: str, case: Any) -> None:
+    if case[1] == 1 or kind == "counting":
+        check(kind, case, lambda slot: slot[1] % 2, in_order=True)
+
+
+def test_a_microbatch_that_ran_without_data_leaves_its_item_to_the_next() -> None:
+    data = StepData([counting(0)], 3, DataHabits(), keeps_order=False, group_size=1)
+    found = run_step(data, [(0, 1), (0, 0), (0, 2)], lambda slot: slot[1] != 1)
+    assert found == {(0, 1): [], (0, 0): [(0, 0)], (0, 2): [(0, 1)]}
+
+
+def test_a_chunk_that_draws_nothing_may_be_given_an_empty_iterator() -> None:
+    given = [from_torch(0), iter(())]
+    data = StepData(given, 4, DataHabits(), keeps_order=True, group_size=2)
+    order = [(0, 0), (0, 1), (0, 2), (1, 0), (0, 3), (1, 1), (1, 2), (1, 3)]
+    seed_all()
+    expected = [torch.rand(()).item() for _ in range(4)]
+    seed_all()
+    found = run_step(data, order, lambda slot: 1 - slot[0])
+    assert [found[0, number] for number in range(4)] == [[value] for value in expected]
+
+
 # What is handed on.
 
 
@@ -207,9 +231,17 @@ class Indexed:
         return dict.fromkeys(keys, self.num_drawn)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_the_loops_own_object_is_handed_on_in_order(num_chunks: int) -> None:
-    objects: list[Any] = [Indexed(), iter(range(4))][:num_chunks]
+@pytest.mark.parametrize("make", [Indexed, lambda: counting(0), lambda: range(4)])
+def test_the_loops_own_object_is_handed_on_in_order(make: Callable[[], Any]) -> None:
+    given = make()
+    data = StepData([given], 2, DataHabits(), keeps_order=True, group_size=1)
+    for number in range(2):
+        with data.of(0, number, None, NoStreams()) as handed:  # type: ignore[arg-type]
+            assert handed is given
+
+
+def test_of_several_chunks_what_is_no_iterator_is_handed_on() -> None:
+    objects: list[Any] = [Indexed(), Indexed(), None]
     data = StepData(objects, 2, DataHabits(), keeps_order=True, group_size=2)
     for number in range(2):
         for chunk, each in enumerate(objects):
@@ -219,17 +251,11 @@ def test_the_loops_own_object_is_handed_on_in_order(num_chunks: int) -> None:
 
 def test_an_object_that_draws_from_the_loops_states_stops_where_chunks_are_not_in_order() -> None:
     data = StepData([Indexed(), Indexed()], 4, DataHabits(), keeps_order=True, group_size=2)
-
-    def draw(chunk: int, number: int) -> None:
-        with data.of(chunk, number, None, NoStreams()):  # type: ignore[arg-type]
-            torch.rand(())
-
-    for number in range(3):
-        draw(0, number)
-    with pytest.raises(
-        UsageError, match=r"the data of chunk 1 are drawn .* generator of their own"
+    with (
+        pytest.raises(UsageError, match=r"chunk 0 draws .* a Indexed, have no __next__"),
+        data.of(0, 0, None, NoStreams()),  # type: ignore[arg-type]
     ):
-        draw(1, 0)
+        torch.rand(())
 
 
 def test_noise_beside_items_that_are_there_already_is_the_tasks() -> None:
@@ -251,7 +277,7 @@ def test_more_than_one_item_a_microbatch_cannot_be_viewed_out_of_order() -> None
         run_step(data, [(0, 3)], lambda _: 2)
 
 
-def test_a_chunk_that_was_taken_to_draw_and_does_not() -> None:
+def test_a_chunk_that_was_assumed_to_draw_and_does_not() -> None:
     data = StepData([from_torch(0), from_torch(1)], 4, DataHabits(), keeps_order=True, group_size=2)
     run_step(data, [(0, 0), (0, 1), (0, 2)], lambda _: 1)
     with pytest.raises(UsageError, match=r"took 0 of the 1 items .* microbatch 0 of chunk 1"):
@@ -261,7 +287,7 @@ def test_a_chunk_that_was_taken_to_draw_and_does_not() -> None:
 @pytest.mark.parametrize("in_order", [True, False])
 def test_an_iterator_that_ends_too_early(in_order: bool) -> None:
     data = StepData([iter(range(2))], 4, DataHabits(), keeps_order=in_order, group_size=1)
-    with pytest.raises(UsageError, match="ended after 2 microbatches, before microbatch 2"):
+    with pytest.raises(UsageError, match="ended after 2 microbatches of this step"):
         run_step(data, [(0, number) for number in range(4)], lambda _: 1)
 
 
@@ -273,7 +299,7 @@ def test_items_are_seen_before_any_is_used() -> None:
     assert data.first(0, 4) == [(0, number) for number in range(4)]
     found = run_step(data, [(0, number) for number in (3, 0, 1, 2)], lambda _: 1)
     assert found == {(0, number): [(0, number)] for number in range(4)}
-    with pytest.raises(UsageError, match="ended after 5 microbatches, before microbatch 5"):
+    with pytest.raises(UsageError, match="ended after 5 microbatches of this step"):
         StepData([iter(range(5))], 6, DataHabits(), keeps_order=False, group_size=1).first(0, 6)
 
 

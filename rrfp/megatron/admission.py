@@ -30,7 +30,7 @@ RunOrder = Callable[[int, Sequence[Any]], Sequence[int]]
 def run_order(settings: TrainSettings, pace: "StepPacer | None" = None) -> RunOrder:
     """The admission order of a run's steps. Where tasks have a model, its costs decide.
 
-    Raises UsageError for an order or a cost that there is not.
+    Raises UsageError for an order or a cost that does not exist.
     """
     if pace is not None and pace.has_costs:
         return lambda step, _: pace.order(step)

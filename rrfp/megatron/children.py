@@ -139,6 +139,7 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
     handlers = {
         each: signal.signal(each, lambda number, _: noted.append(signal.Signals(number)))
         for each in _SIGNALS
+        if signal.getsignal(each) is not signal.SIG_IGN  # as nohup has it
     }
     try:
         yield noted

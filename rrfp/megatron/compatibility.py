@@ -239,7 +239,7 @@ def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
     except AttributeError:
         return f"{path} is missing"
     if need.is_dict:
-        return None if isinstance(found, dict) else f"{path} is no dict"
+        return None if isinstance(found, dict) else f"{path} is not a dict"
     if not need.is_called:
         return None
     differs = _parameters_differ(found, need, is_exact=is_stood_for)
@@ -256,7 +256,7 @@ def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
 def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None:
     try:
         parameters = inspect.signature(found).parameters.values()
-    except ValueError:  # built in: nobody can say
+    except ValueError:  # built in: its parameters are unknown
         return None
     except TypeError:
         return "cannot be called"

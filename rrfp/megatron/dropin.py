@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel.schedules import (
     finish_embedding_wgrad_compute,
 )
 from megatron.core.utils import get_model_config
-from torch.distributed import Store
 
 from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
@@ -39,6 +38,7 @@ from rrfp.megatron.stage import RankStep, StepArguments
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.protocols import monotonic
+from rrfp.runtime.rendezvous import default_store
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.admission import Admit, admission_order
 from rrfp.schedule.causes import Cause
@@ -60,9 +60,10 @@ def get_forward_backward_func(
 
     Megatron's own arguments come first; how many ranks and chunks there are is what each call
     passes, so `vp_size` is only checked against the placement. `record` receives every trace record
-    of this rank, from several threads. `delays` makes tasks and messages late, to show that the
-    result does not depend on them; `pace` gives those of training steps a model's times. Raises
-    UsageError for chunks that the placement has no room for.
+    of this rank's first pipeline (a second model may have other groups), from several threads.
+    `delays` makes tasks and messages late, to show that the result does not depend on them; `pace`
+    gives those of training steps a model's times. Raises UsageError for chunks that the placement
+    has no room for.
     """
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
@@ -97,14 +98,16 @@ _names = itertools.count()
 class _Links:
     """What a layout's calls have in common: the same process groups, and as many chunks a rank."""
 
+    record: Callable[[Record], None]
     pipeline: Pipeline | None = None
     """None before the first step, and after a failure or a close."""
     num_trained: int = 0
     num_evaluated: int = 0
-    habits: dict[bool, DataHabits] = field(
-        default_factory=lambda: {forward_only: DataHabits() for forward_only in (False, True)}
+    habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
+        default_factory=lambda: defaultdict(DataHabits)
     )
-    """Of the data that steps train on, and of those that they only look at."""
+    """By whether a step only looks at its data, and by the identities of the models: several may
+    have the same groups."""
 
     def count_step(self, *, forward_only: bool) -> int:
         """The number of a step that begins, in the records and on the links. A step that fails
@@ -141,7 +144,7 @@ class ForwardBackward:
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
-        self._links: defaultdict[tuple[Place, int], _Links] = defaultdict(_Links)
+        self._links: dict[tuple[Place, int], _Links] = {}
         """By the place of this rank and its number of chunks: an actor and a critic in one process
         may differ in both."""
         self._plans: dict[tuple[Shape, bool], Plan] = {}
@@ -169,19 +172,18 @@ class ForwardBackward:
     ) -> list[Any]:
         """One step, by Megatron's contract: what the loss function gave for each microbatch, in
         microbatch order (empty but on the rank of the last stage); with `admit`, in the order
-        in which they are admitted. `model` and `data_iterator` are
-        lists where a rank has several chunks, by chunk; `rrfp.megatron.microbatch_data` says which
-        objects will do as a data iterator. `seq_length`, `micro_batch_size`,
-        `decoder_seq_length` and `adjust_tensor_shapes_fn` are not needed: messages carry their
-        shapes. Raises UsageError for what cannot run out of order, PeerLostError and StallError.
-        When anything is raised once a step's tasks have begun, the links close, and the neighbours
-        are told; before the links are open, whoever waits for this rank is told as well.
+        in which they are admitted. `model` and `data_iterator` are lists where a rank has several
+        chunks, by chunk; `rrfp.megatron.microbatch_data` says which objects will do as a data
+        iterator. `seq_length`, `micro_batch_size`, `decoder_seq_length` and
+        `adjust_tensor_shapes_fn` are not needed: messages carry their shapes. Raises UsageError for
+        what cannot run out of order, PeerLostError and StallError. When anything is raised, the
+        links close, and the neighbours are told; so is whoever waits for links that are not open.
         """
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
-        links = self._links[place, len(models)]
+        links = self._links_of(place, len(models))
         step = links.count_step(forward_only=forward_only)
         opening = None if links.pipeline is not None else self._next_opening(place, len(models))
         admits_given = forward_only or self._admission is Admit.GIVEN
@@ -194,7 +196,7 @@ class ForwardBackward:
             data = StepData(
                 given,
                 num_microbatches,
-                links.habits[forward_only],
+                links.habits[forward_only, tuple(map(id, models))],
                 keeps_order=keeps_order,
                 group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
                 or len(place.pipeline),
@@ -203,13 +205,14 @@ class ForwardBackward:
             pipeline = self._connected(links, opening, place, plan.shape, forward_only=forward_only)
         except BaseException as error:
             if opening is not None:
-                tell_of_failure(_default_store(), opening, place.rank, error)
+                tell_of_failure(default_store(), opening, place.rank, error)
+            # With a farewell: the neighbours may still be in the step before.
+            links.close()
             raise
-        # Neighbours may still be in the step before: when no order can be told, the links stay as
-        # they are.
+        # The same holds here, but all ranks learn that no order was found, and go on.
         order: Sequence[int] = range(num_microbatches)
         if not admits_given:
-            order = self._admitted(step, data, num_microbatches, groups, streams.device)
+            order = self._admitted(links, step, data, num_microbatches, groups, streams.device)
         arguments = StepArguments(
             forward_step_func,
             data,
@@ -224,6 +227,7 @@ class ForwardBackward:
             if self._pace is not None and not forward_only:
                 pace = self._pace.start_step(step, plan.shape)
             return self._run_step(
+                links.record,
                 step,
                 pipeline,
                 plan,
@@ -239,8 +243,16 @@ class ForwardBackward:
             links.close(farewell=False)
             raise
 
+    def _links_of(self, place: Place, num_chunks: int) -> _Links:
+        """The links of a layout, perhaps not open yet."""
+        if (place, num_chunks) not in self._links:
+            # A record is of one pipeline: the first one that is run.
+            self._links[place, num_chunks] = _Links(_discard if self._links else self._record)
+        return self._links[place, num_chunks]
+
     def _admitted(
         self,
+        links: _Links,
         step: int,
         data: StepData,
         num_microbatches: int,
@@ -250,7 +262,7 @@ class ForwardBackward:
         """The order in which the items of a step that trains become its microbatches."""
 
         def decide() -> Sequence[int]:
-            if not data.is_given(0):
+            if data.given(0) is None:
                 raise UsageError(
                     f"admit '{self._settings.admit}' orders the step's items and the first rank of "
                     "this replica is given no data iterator; pass one there or leave admit out"
@@ -263,11 +275,12 @@ class ForwardBackward:
 
         start_ns = monotonic()
         order = agreed_order(decide, num_microbatches, groups, device)
-        self._record(PhaseRecord(start_ns, monotonic(), step, Phase.DATA))
+        links.record(PhaseRecord(start_ns, monotonic(), step, Phase.DATA))
         return order
 
     def _run_step(
         self,
+        record: Callable[[Record], None],
         step: int,
         pipeline: Pipeline,
         plan: Plan,
@@ -326,8 +339,8 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         end_ns = monotonic()
-        self._record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
-        self._record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
+        record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
+        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 
@@ -362,8 +375,8 @@ class ForwardBackward:
                 self._settings,
                 place,
                 shape,
-                self._record,
-                _default_store(),
+                links.record,
+                default_store(),
                 opening,
                 num_credits=num_credits,
                 delays=self._delays,
@@ -384,11 +397,6 @@ class ForwardBackward:
         later call opens them anew. Also done at exit."""
         for links in self._links.values():
             links.close()
-
-
-def _default_store() -> Store:
-    store: Store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    return store
 
 
 def _data_of(given: Any, num_chunks: int) -> list[Any]:

@@ -93,7 +93,7 @@ def no_objects() -> Iterator[None]:
 
 def _refuse(*_: object) -> NoReturn:
     raise RrfpError(
-        "a collective of torch was to unpickle an object, which could run any command; exchange "
+        "a collective of torch tried to unpickle an object, which could run any command; exchange "
         "tensors or JSON (rrfp.megatron.exchange)"
     )
 
@@ -121,7 +121,7 @@ def _decode_shapes(value: object) -> dict[str, tuple[int, ...]]:
         name, shape = items(entry, 2)
         shapes[text(name)] = integers(shape)
         if any(integer(size) < 0 for size in items(shape)):
-            raise ValueError(f"{shape} is no shape")
+            raise ValueError(f"{shape} is not a shape")
     return shapes
 
 

@@ -44,8 +44,8 @@ def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str
     the store is there. Gives what tells this host's ranks where.
 
     When the block ends well, the hosts wait for each other to end theirs, for a while. Raises
-    RrfpError naming the host that did not come in time, and UsageError when the endpoint is none of
-    host 0's or settings differ.
+    RrfpError naming the host that did not come in time, and UsageError when the endpoint is not an
+    address of host 0 or settings differ.
     """
     part = _Meeting(settings, timeout_s)
     try:
@@ -151,8 +151,8 @@ class _Meeting:
         if isinstance(told, dict):
             return told
         raise RrfpError(
-            f"what stands at {self._endpoint} as '{key}' are no settings of host {node_rank}; see "
-            "whether it runs the same rrfp, and who else can reach that port"
+            f"what stands at {self._endpoint} as '{key}' is not the settings of host {node_rank}; "
+            "see whether it runs the same rrfp, and who else can reach that port"
         )
 
     def _wait_for(self, node_rank: int) -> None:

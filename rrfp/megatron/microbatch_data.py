@@ -3,18 +3,20 @@
 Megatron hands the training loop's own object to one microbatch after the other, of several chunks
 by turns, under the loop's own random states. The data are the same here:
 
-- Where every chunk takes its microbatches in order, the object itself is handed on, whatever it is.
-- Elsewhere (an order that takes them otherwise, an admission order) it must be an iterator, and
-  every microbatch gets a view of its own items. They are drawn in Megatron's order, those that are
-  not due yet put aside, and always under the loop's random states.
-- With several chunks it matters which of them draws first if drawing moves the loop's random
-  states, or if two chunks share an iterator. Then they get views, too, from the draw on that shows
-  it; that is the first one of the step, and so in its place.
+- With one chunk whose microbatches keep their order, the object itself is handed on, whatever it
+  is, and everything outside of the model runs under the loop's random states, as natively.
+- Elsewhere (several chunks, an order that takes microbatches otherwise, an admission order) an
+  iterator is handed on as a view of the microbatch's own items. They are drawn under the loop's
+  random states. What else the forward draws at random belongs to its task.
+- Out of order, items are drawn in the order in which they come, and put aside until their
+  microbatch runs. Between chunks, items are drawn in Megatron's order as soon as it matters: when
+  drawing has moved the loop's random states, or two chunks share an iterator.
+- With several chunks whose microbatches keep their order, an object that is no iterator is handed
+  on itself, and must leave the loop's random states alone.
 
 Which chunks draw at all, and how many items a microbatch takes, shows only as they run; until then
-all are taken for alike. Where that proves wrong, or two draws have moved the states the wrong way
-round, the step ends with a sentence, for it would train on other data than under Megatron's own
-schedule.
+all are assumed to be alike. Where that proves wrong, the step ends with a sentence, for it would
+train on other data than under Megatron's own schedule.
 """
 
 import random
@@ -86,19 +88,22 @@ class StepData:
         self._places = _places(num_microbatches, len(given), group_size)
         self._last_moved = -1
         """The latest place, in Megatron's order, whose draw moved the caller's states."""
+        self._silent: set[tuple[int, int]] = set()
+        """The microbatches of each chunk that have run and drew nothing."""
         self._is_shared = bool(shared(given))
 
     @property
     def _must_order(self) -> bool:
         return self._is_shared or (self._has_several and self._habits.order_matters)
 
-    def is_given(self, chunk: int) -> bool:
-        """Whether the chunk has anything to draw from."""
-        return self._given[chunk] is not None
+    def given(self, chunk: int) -> Any:
+        """The loop's own object for a chunk, or None."""
+        return self._given[chunk]
 
     def first(self, chunk: int, num_microbatches: int) -> list[Any]:
         """The items of a chunk before any is used, one a microbatch, in the order in which they
         come."""
+        self._habits.num_items = 1
         for number in range(num_microbatches):
             self._draw_up_to(chunk, number)
         return [slot.items[0] for slot in self._slots[chunk]]
@@ -108,22 +113,31 @@ class StepData:
         """What `forward_step_func` is to draw from for the microbatch that comes at that number;
         its forward runs inside, and draws at random from `streams`."""
         given = self._given[chunk]
-        # Where items are there already, what draws is `forward_step_func` itself.
-        draws_nothing = given is None or isinstance(given, Sequence)
-        if self._keeps_order and not (self._must_order and (draws_nothing or is_iterator(given))):
-            with streams.inside_calls_of(model), self._watched(chunk, number):
+        if self._keeps_order and not self._has_several:
+            with streams.inside_calls_of(model):
                 try:
                     yield given
                 except StopIteration:
                     _raise_ended(number)
-            self._slots[chunk].append(_Slot())
-        elif draws_nothing:
+        elif given is None or isinstance(given, Sequence):
+            # A sequence's items are there already: drawing them moves nothing.
             with streams.inside():
                 yield given
-        else:
+        elif is_iterator(given):
             with streams.inside():
                 yield _View(self, chunk, number, streams)
             self._settle(chunk, number)
+        else:
+            before = CallersStates()
+            with streams.inside_calls_of(model):
+                yield given
+            if CallersStates() != before:
+                raise UsageError(
+                    f"the forward of chunk {chunk} draws from the training loop's random states, "
+                    f"and its data, a {type(given).__name__}, have no __next__ by which they could "
+                    "be drawn in Megatron's order; pass an iterator, or draw from generators of "
+                    "their own, one a chunk"
+                )
 
     def take(self, chunk: int, number: int) -> Any:
         """The next item of a microbatch."""
@@ -132,16 +146,18 @@ class StepData:
             self._draw_up_to(chunk, number)
         elif not slots[number].items:
             self._check_may_draw_on(chunk, number)
-            self._draw(chunk, number)
+            if not self._draw(chunk, number):
+                _raise_ended(number)
         slot = slots[number]
         slot.is_ahead = False
         slot.num_taken += 1
         return slot.items.popleft()
 
     def _settle(self, chunk: int, number: int) -> None:
-        """See what the microbatch, which has run, tells of others."""
+        """See what the microbatch, which has run, tells about the others."""
         slots = self._slots[chunk]
         if number >= len(slots):
+            self._silent.add((chunk, number))
             self._habits.silent_chunks.add(chunk)
             return
         slot = slots[number]
@@ -157,13 +173,24 @@ class StepData:
     def _draw_up_to(self, chunk: int, number: int) -> None:
         """Draw what Megatron would have drawn by now, and the first item of this microbatch."""
         self._habits.silent_chunks.discard(chunk)
-        slots = self._slots[chunk]
-        while number >= len(slots):
+        while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk
-            is_asked = each == chunk and number == len(slots)
-            self._slots[each].append(_Slot(is_ahead=True))
-            for _ in range(1 if is_asked else self._habits.num_items):
-                self._draw(each, len(self._slots[each]) - 1)
+            slots = self._slots[each]
+            slots.append(_Slot(is_ahead=True))
+            this = each, len(slots) - 1
+            if this in self._silent:
+                slots[-1].is_ahead = False
+                continue
+            num_items = 1 if this == (chunk, number) else self._habits.num_items
+            for _ in range(num_items):
+                if self._draw(*this):
+                    continue
+                if each == chunk or slots[-1].items:
+                    _raise_ended(this[1])
+                # It may be a stand-in for data, of a chunk that never draws.
+                slots.pop()
+                self._habits.silent_chunks.add(each)
+                break
 
     def _next_in_order(self) -> int:
         """The chunk for which Megatron would draw next."""
@@ -176,18 +203,20 @@ class StepData:
         )
         return min(due)[1]
 
-    def _draw(self, chunk: int, number: int) -> None:
+    def _draw(self, chunk: int, number: int) -> bool:
+        """Draw an item for a microbatch; False: there is no more."""
         with self._watched(chunk, number):
             try:
                 item = next(self._given[chunk])
             except StopIteration:
-                _raise_ended(number)
+                return False
         self._slots[chunk][number].items.append(item)
+        return True
 
     def _check_may_draw_on(self, chunk: int, number: int) -> None:
         """Whether another item for this microbatch is what Megatron would draw now."""
         own = self._places[chunk, number]
-        # Those drawn ahead were taken to need as many as others did.
+        # Those drawn ahead were assumed to need as many as others did.
         is_more = self._slots[chunk][number].num_taken >= self._habits.num_items
         chunks = range(len(self._slots)) if self._must_order else (chunk,)
         for each in chunks:
@@ -213,8 +242,8 @@ class StepData:
         if place < self._last_moved:
             raise UsageError(
                 f"the data of chunk {chunk} are drawn from the training loop's own random states, "
-                "and not in Megatron's order, for another chunk drew first; draw them from a "
-                "generator of their own"
+                "and not in Megatron's order, for another chunk drew first; draw them from "
+                "generators of their own, one a chunk"
             )
         self._last_moved = place
         self._habits.order_matters = True
@@ -273,8 +302,8 @@ def is_iterator(given: Any) -> bool:
 
 def _raise_ended(number: int) -> NoReturn:
     raise UsageError(
-        f"the data iterator ended after {number} microbatches, before microbatch {number} of this "
-        "step; give it as many items as the step takes"
+        f"the data iterator ended after {number} microbatches of this step; give it as many items "
+        "as the step takes"
     ) from None
 
 

@@ -27,7 +27,7 @@ from rrfp.megatron.moments import CudaMoments, HostMoments
 from rrfp.megatron.native import NativeSchedule
 from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.recorder import Recorder
-from rrfp.runtime.rendezvous import Rendezvous
+from rrfp.runtime.rendezvous import Rendezvous, default_store
 from rrfp.trace.merge import encode_run
 from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir, create_run_dir
@@ -170,7 +170,7 @@ def _info(num_chunks: int) -> RankInfo:
 def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
     """The run's directory, which rank 0 makes, and this rank with its clock's offset. All ranks
     call it. Raises RrfpError when they do not come, or rank 0 cannot make the directory."""
-    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    store = default_store()
     rendezvous = Rendezvous(store, "rrfp/native", info.rank, _MEETING_S)
     if info.rank == 0:
         try:
@@ -188,7 +188,7 @@ def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
 
 def _describe(run: RunDir, settings: dict[str, object], own: RankInfo) -> None:
     """Write what the run is, once every rank has told who it is."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     world_size = dist.get_world_size()
     infos = introduced(store, "rrfp/native", own.rank, world_size, timeout_s=_MEETING_S)
     describe_run(run.run_json, settings, world_size, infos)

@@ -33,7 +33,7 @@ def make_plan(settings: DispatchSettings, shape: Shape, *, forward_only: bool) -
     """Work out the hint and the order that it gives, checked where it binds.
 
     The kinds of `shape` are the hint's to say, but for a step without backward. Raises UsageError
-    for a hint that is none, or does not go with the shape or the bounds.
+    for an unknown hint, or one that does not go with the shape or the bounds.
     """
     hint = resolve_hint(settings.hint, shape)
     check_weight_gradients(settings.w, hint)

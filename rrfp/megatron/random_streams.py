@@ -2,8 +2,8 @@
 
 Every forward has **streams** of its own for torch's default generators and for the named states of
 Megatron's tracker, seeded by the step, the stage and the microbatch. They are in force while the
-model runs. What else the training loop's `forward_step_func` does, above all drawing its data, sees
-the **caller's** random states, and moves them as it does under Megatron's own schedule.
+model runs. Data are always drawn under the **caller's** random states, which then move as under
+Megatron's own schedule; `rrfp.megatron.microbatch_data` says what else sees those.
 
 A step's seeds come from the tracker's named states, which belong to the model alone; each moves on
 by one draw a training step, so that a checkpoint that saves them resumes with the same masks. The

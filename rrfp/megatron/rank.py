@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch.distributed import Store
 
 from rrfp.megatron.data import Batch, open_data
 from rrfp.megatron.description import write_description
@@ -25,6 +23,7 @@ from rrfp.runtime import introduction
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace
 from rrfp.runtime.recorder import Recorder
+from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import RankInfo, Record
@@ -105,19 +104,15 @@ def introduce(layout: Layout) -> RankInfo:
         pid=os.getpid(),
     )
     return introduction.introduce(
-        _store(), _INTRODUCTIONS, own, layout.world_size, timeout_s=_MEETING_S
+        default_store(), _INTRODUCTIONS, own, layout.world_size, timeout_s=_MEETING_S
     )
 
 
 def _introduced(layout: Layout) -> list[RankInfo]:
     """Who all ranks are, by rank."""
     return introduction.introduced(
-        _store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
+        default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
     )
-
-
-def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
 
 def schedule_of(

@@ -1,9 +1,9 @@
 """A rank's part of one step on a Megatron model: what F, B and W do on each of its chunks.
 
 Megatron's own `forward_step` and `backward_step` do the work, so that loss scaling, gradient
-scaling and deallocation are theirs; around them stands what running out of order needs: a view of
-its own over the data and random streams of its own for every microbatch, weight gradients kept
-apart, and gradients and losses in microbatch order.
+scaling and deallocation are theirs; around them stands what running out of order needs: data and
+random streams of its own for every microbatch, weight gradients kept apart, and gradients and
+losses in microbatch order.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def parsed(data: bytes | str) -> object:
-    """The JSON in some bytes. Raises ValueError when it is none."""
+    """The JSON in some bytes. Raises ValueError for anything else."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -22,7 +22,7 @@ def parsed(data: bytes | str) -> object:
 def integer(value: object) -> int:
     # JSON's true and false are integers in Python.
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{_short(value)} is no integer")
+        raise ValueError(f"{_short(value)} is not an integer")
     return value
 
 
@@ -35,7 +35,7 @@ def number(value: object) -> float:
 
 def text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{_short(value)} is no text")
+        raise ValueError(f"{_short(value)} is not text")
     return value
 
 
@@ -46,7 +46,7 @@ def integers(value: object) -> tuple[int, ...]:
 def items(value: object, num_items: int | None = None) -> list[object]:
     """A list, of so many items if that is given."""
     if not isinstance(value, list) or num_items not in (None, len(value)):
-        raise ValueError(f"{_short(value)} is no list of {num_items or 'items'}")
+        raise ValueError(f"{_short(value)} is not a list of {num_items or 'items'}")
     return value
 
 

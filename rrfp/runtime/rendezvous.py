@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError
@@ -33,7 +34,7 @@ class Rendezvous:
     """One rank's view of the store, below a key prefix of its own and with one deadline for all.
 
     A prefix serves one meeting: a second one in the same job takes another prefix. A rank that
-    fails before it is over tells the others by `fail`, so that none waits for it in vain.
+    fails before it is over tells the others by `fail`, so that nobody waits for it.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
@@ -129,6 +130,11 @@ class Rendezvous:
 def _decode_failure(data: bytes) -> tuple[int, str]:
     told = parsed(data)
     return integer(member(told, "rank")), text(member(told, "sentence"))
+
+
+def default_store() -> Store:
+    """The store in which the ranks of this job have met."""
+    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:

@@ -47,7 +47,7 @@ class Where:
 
 def _plain_path(path: str) -> str:
     if not path.startswith("/") or "\0" in path:
-        raise ValueError("its directory is no whole path")
+        raise ValueError("its directory is not an absolute path")
     return path
 
 
@@ -55,5 +55,5 @@ def _port(value: object) -> Port:
     port = integer(member(value, "port"))
     secret = bytes.fromhex(text(member(value, "secret")))
     if not 0 < port < 2**16 or len(secret) != SECRET_BYTES:
-        raise ValueError("its port or its secret is none")
+        raise ValueError("its port or its secret is invalid")
     return Port(text(member(value, "host")), port, secret)
