@@ -187,6 +187,9 @@ def number_the_steps(rig: Rig) -> None:
 
     records: list[Record] = []
     schedule = get_forward_backward_func(settings=DispatchSettings(), record=records.append)
+    # A layout that is refused leaves the records to the one that runs.
+    with pytest.raises(UsageError, match="came with 2 model chunks"):
+        rig.run(lambda **given: schedule(**{**given, "model": [rig.gpt.chunks[0]] * 2}))
     for forward_only in (False, True, True, False):
         with torch.set_grad_enabled(not forward_only):
             rig.run(schedule, forward_only=forward_only)

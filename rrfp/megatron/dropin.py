@@ -98,7 +98,7 @@ _names = itertools.count()
 class _Links:
     """What a layout's calls have in common: the same process groups, and as many chunks a rank."""
 
-    record: Callable[[Record], None]
+    record: Callable[[Record], None] = _discard
     pipeline: Pipeline | None = None
     """None before the first step, and after a failure or a close."""
     num_trained: int = 0
@@ -144,9 +144,11 @@ class ForwardBackward:
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
-        self._links: dict[tuple[Place, int], _Links] = {}
+        self._links: defaultdict[tuple[Place, int], _Links] = defaultdict(_Links)
         """By the place of this rank and its number of chunks: an actor and a critic in one process
         may differ in both."""
+        self._recorded: _Links | None = None
+        """Whose records are taken: a record is of one pipeline, the first one that is opened."""
         self._plans: dict[tuple[Shape, bool], Plan] = {}
         atexit.register(self.close)
         self.last_step: StepSummary | None = None
@@ -183,7 +185,7 @@ class ForwardBackward:
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
         place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
-        links = self._links_of(place, len(models))
+        links = self._links[place, len(models)]
         step = links.count_step(forward_only=forward_only)
         opening = None if links.pipeline is not None else self._next_opening(place, len(models))
         admits_given = forward_only or self._admission is Admit.GIVEN
@@ -209,7 +211,7 @@ class ForwardBackward:
             # With a farewell: the neighbours may still be in the step before.
             links.close()
             raise
-        # The same holds here, but all ranks learn that no order was found, and go on.
+        # Where no order is found all ranks of the replica learn it, and their links stay open.
         order: Sequence[int] = range(num_microbatches)
         if not admits_given:
             order = self._admitted(links, step, data, num_microbatches, groups, streams.device)
@@ -242,13 +244,6 @@ class ForwardBackward:
         except BaseException:
             links.close(farewell=False)
             raise
-
-    def _links_of(self, place: Place, num_chunks: int) -> _Links:
-        """The links of a layout, perhaps not open yet."""
-        if (place, num_chunks) not in self._links:
-            # A record is of one pipeline: the first one that is run.
-            self._links[place, num_chunks] = _Links(_discard if self._links else self._record)
-        return self._links[place, num_chunks]
 
     def _admitted(
         self,
@@ -371,6 +366,8 @@ class ForwardBackward:
         )
         if links.pipeline is None:
             assert opening is not None
+            if self._recorded is None:
+                self._recorded, links.record = links, self._record
             links.pipeline = Pipeline(
                 self._settings,
                 place,
