@@ -8,7 +8,7 @@ PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format bench screenshots lock clean
+.PHONY: help setup train test test-all lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,12 +56,20 @@ format: setup  ## Format, and fix what ruff can fix
 bench: setup  ## The benchmarks
 	$(VENV)/bin/pytest -q --benchmark-only benchmarks $(ARGS)
 
+# mkdocs-material's advertisement against mkdocs 2, which pyproject.toml rules out, is left out; every
+# warning about these pages is shown, and is an error.
+docs: setup  ## Build the documentation as a site, with an API reference, in build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+pictures: setup  ## Draw the README's picture anew, from two paced runs
+	$(VENV)/bin/python -m docs.pictures
+
 screenshots: setup  ## Take the pictures in docs/images anew; needs chromium
 	$(VENV)/bin/python -m docs.screenshots
 
 lock:  ## Resolve requirements.lock again from pyproject.toml
 	python3.11 -m venv --clear $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip install -qq setuptools --upgrade ".[test,report,ui]"
+	$(LOCK_VENV)/bin/pip install -qq setuptools --upgrade ".[test,report,ui,docs]"
 	{ grep '^#' requirements.lock; $(LOCK_VENV)/bin/pip freeze --all \
 	    | grep -vE '^(pip==|rrfp @)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; } > requirements.new
 	mv requirements.new requirements.lock

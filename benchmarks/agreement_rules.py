@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
-from rrfp.schedule.dispatcher import AgreementRule, Group
-from rrfp.schedule.hints import TURNS
+from rrfp.schedule.dispatcher import Group
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import AgreementRule, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from tests.naive_dispatcher import NaiveDispatcher
@@ -64,9 +65,10 @@ def measure(
 
 
 def _step(rule: AgreementRule, num_members: int, skew: float, seed: int) -> Rounds:
+    policy = Policy(HINTS["bf"], agreement=rule)
     deciders = [
         [
-            _CountsRounds(SHAPE, rank, TURNS["bf"], group=Group(num_members, member == 0, rule))
+            _CountsRounds(SHAPE, rank, policy, Group(num_members, leads=member == 0))
             for member in range(num_members)
         ]
         for rank in range(SHAPE.num_ranks)

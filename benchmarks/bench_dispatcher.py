@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.schedule.dispatcher import ComputeIdle, Dispatcher, Group, InputArrived
-from rrfp.schedule.hints import HINT_NAMES, hint_named, kinds_of
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Kind, Task
 
 NUM_READY = 256
@@ -22,7 +25,7 @@ NUM_TASKS = 4000
 SHAPE = Shape(num_ranks=4, num_microbatches=NUM_READY + NUM_TASKS)
 RANK = 1
 IDLE = ComputeIdle()
-HINTS = [name for name in HINT_NAMES if name not in ORDERS or ORDERS[name].fits(SHAPE)]
+NAMES = [name for name in HINTS if name not in ORDERS or ORDERS[name].fits(SHAPE)]
 
 
 def forward_input(microbatch: int) -> InputArrived:
@@ -35,9 +38,9 @@ def backward_input(microbatch: int) -> InputArrived:
 
 def loaded_dispatcher(name: str, group: Group | None = None) -> Dispatcher:
     """A dispatcher under that hint, its order given, with 256 forwards ready."""
-    hint = hint_named(name, SHAPE)
+    hint = hint_named(name).on(SHAPE)
     shape = replace(SHAPE, kinds=kinds_of(hint))
-    dispatcher = Dispatcher(shape, RANK, hint, order=order_of(hint, shape), group=group)
+    dispatcher = Dispatcher(shape, RANK, Policy(hint, order=order_of(hint, shape)), group=group)
     for microbatch in range(NUM_READY):
         for member in range(1 if group is None else group.num_members):
             dispatcher.handle(0, forward_input(microbatch)._replace(member=member))
@@ -65,7 +68,7 @@ def measure(
     assert len(dispatcher.unfinished()) == num_tasks - NUM_TASKS
 
 
-@pytest.mark.parametrize("name", HINTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_whole_work_for_one_task(benchmark: BenchmarkFixture, name: str) -> None:
     dispatcher = loaded_dispatcher(name)
     stimuli = arrivals()
@@ -78,7 +81,7 @@ def test_whole_work_for_one_task(benchmark: BenchmarkFixture, name: str) -> None
     measure(benchmark, dispatcher, one_task, lambda: [next(stimuli)])
 
 
-@pytest.mark.parametrize("name", HINTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_decision_alone(benchmark: BenchmarkFixture, name: str) -> None:
     dispatcher = loaded_dispatcher(name)
     stimuli = arrivals()

@@ -160,7 +160,7 @@ def paced_steps(folder: Path) -> list[int]:
 @pytest.mark.benchmark(timer=PLAYBACK)
 def test_steps_with_and_without(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     # The first stage is the first one to begin a step and the last one to end it.
-    steps_ns = run_ranks(SHAPE.num_ranks, paced_steps, tmp_path, timeout_s=TIMEOUT_S)[0]
+    steps_ns = run_ranks(SHAPE.num_ranks, paced_steps, tmp_path, timeout_s=TIMEOUT_S, fresh=True)[0]
     bare_ns, recorded_ns = (
         [steps_ns[step] for step in range(NUM_WARM_STEPS, NUM_STEPS) if is_recorded(step) is on]
         for on in (False, True)

@@ -22,7 +22,7 @@ from itertools import pairwise
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.runtime.protocols import Message, Transport
+from rrfp.runtime.protocols import Links, Message
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Task
@@ -92,18 +92,18 @@ class CpuMeter:
 
 
 class SendApart:
-    """A transport whose `send` does not count."""
+    """Links whose `send` does not count."""
 
-    def __init__(self, transport: Transport, meter: CpuMeter) -> None:
-        self._transport = transport
+    def __init__(self, links: Links, meter: CpuMeter) -> None:
+        self._links = links
         self._meter = meter
-        self.consumed = transport.consumed
-        self.report = transport.report
-        self.decide = transport.decide
+        self.consumed = links.consumed
+        self.report = links.report
+        self.decide = links.decide
 
     def send(self, peer: int, message: Message) -> None:
         start_ns = time.thread_time_ns()
-        self._transport.send(peer, message)
+        self._links.send(peer, message)
         self._meter.leave_out(time.thread_time_ns() - start_ns)
 
 
@@ -112,8 +112,8 @@ def own_costs(num_ranks: int, num_microbatches: int) -> list[int]:
     meter = CpuMeter()
     samples_ns: list[int] = []
 
-    def wrap(transport: Transport) -> Transport:
-        return SendApart(transport, meter)
+    def wrap(links: Links) -> Links:
+        return SendApart(links, meter)
 
     with open_rig(num_ranks, wrap=wrap) as rig:
         for step in range(NUM_STEPS):
@@ -126,7 +126,7 @@ def own_costs(num_ranks: int, num_microbatches: int) -> list[int]:
 
 @pytest.mark.benchmark(timer=PLAYBACK)
 def test_own_cost_of_a_task_at_pp8(benchmark: BenchmarkFixture) -> None:
-    ranks = run_ranks(8, own_costs, 8, 32, timeout_s=TIMEOUT_S)
+    ranks = run_ranks(8, own_costs, 8, 32, timeout_s=TIMEOUT_S, fresh=True)
     report(benchmark, [sample for samples in ranks for sample in samples])
 
 
@@ -204,7 +204,9 @@ def agreed_runs(num_members: int, case: Case) -> MemberReport:
 @pytest.mark.parametrize("num_members", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_agreement(benchmark: BenchmarkFixture, name: str, num_members: int) -> None:
-    reports = run_ranks(2 * num_members, agreed_runs, num_members, CASES[name], timeout_s=TIMEOUT_S)
+    reports = run_ranks(
+        2 * num_members, agreed_runs, num_members, CASES[name], timeout_s=TIMEOUT_S, fresh=True
+    )
     second_stage = reports[num_members:]
     samples_ns = []
     for runs in zip(*(member.runs for member in second_stage), strict=True):

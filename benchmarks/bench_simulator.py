@@ -9,11 +9,12 @@ import resource
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.schedule.dispatcher import DEFAULT_LIMIT
-from rrfp.schedule.hints import hint_named
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import DEFAULT_LIMIT, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.engine import PipelineRun, play
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.engine import PipelineRun
+from rrfp.simulate.play import play
+from rrfp.simulate.world import TaskTimes, World
 
 MS = 1_000_000
 
@@ -27,7 +28,7 @@ def test_bf(
     benchmark: BenchmarkFixture, num_ranks: int, num_microbatches: int, rounds: int
 ) -> None:
     shape = Shape(num_ranks, num_microbatches)
-    policy = Policy(hint_named("bf", shape), limit=DEFAULT_LIMIT)
+    policy = Policy(hint_named("bf").on(shape), limit=DEFAULT_LIMIT)
     times = [[20 * MS] * num_microbatches] * num_ranks
     world = World(TaskTimes(times, times, times))
 

@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed import Store, TCPStore
 
 from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
-from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 
 TASK = Task(1, Kind.F, 0)
@@ -27,9 +27,11 @@ def make(
 ) -> SocketTransport:
     """A star around rank 0."""
     peers = [peer for peer in range(num_ranks) if peer != rank] if rank == 0 else [0]
-    return SocketTransport(
+    transport = SocketTransport(
         rank, store, peers, peers, inbox, num_credits=NUM_STREAMED, allow_unix=allow_unix
     )
+    transport.open()
+    return transport
 
 
 def wait_for(inbox: Inbox, num_events: int) -> list[Event]:

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.schedule.dispatcher import DEFAULT_LIMIT
-from rrfp.schedule.hints import hint_named
+from rrfp.replay.cost_files import resolve_costs
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import DEFAULT_LIMIT, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, World
-from rrfp.trace.perfetto import write_trace
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto.writer import write_trace
 
 NUM_EVENTS = 1_000_000
 SHAPE = Shape(8, 32)
@@ -34,7 +34,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run with so many records, and as one that can be replayed."""
     settings = {"hint": "bf", "dispatch": "ready", "limit": DEFAULT_LIMIT}
     recording = new_recording(SHAPE, 1, 1, {"simulated": True, "settings": settings})
-    policy = Policy(hint_named("bf", SHAPE), limit=DEFAULT_LIMIT)
+    policy = Policy(hint_named("bf").on(SHAPE), limit=DEFAULT_LIMIT)
     costs, jitter = resolve_costs("language"), parse_jitter("lognormal:0.5")
     step = num_events = 0
     while num_events < NUM_EVENTS:

@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rrfp.analyze.first_look import find_look
+from rrfp.analyze.initial_view import find_initial_view
 from rrfp.cli import main as cli
-from rrfp.trace.first_look import Preset
+from rrfp.trace.initial_view import Preset
 from rrfp.trace.view import TraceServer, find_local_ui
 from tests.browser import MISSING, Browser, Page, browser
 
@@ -51,8 +51,8 @@ def main() -> None:
 def _show_trace(
     chromium: Browser, ui: Path, preset: Preset | None, name: str, *, height: int
 ) -> None:
-    found = find_look(TRACE, preset)
-    with TraceServer(TRACE, ui=ui, port=0, look=found.look) as server:
+    found = find_initial_view(TRACE, preset)
+    with TraceServer(TRACE, ui=ui, port=0, initial_view=found.view) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = chromium.open(server.address, height=height)
         page.wait_for("document.querySelector('.pf-track__canvas') !== null")

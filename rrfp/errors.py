@@ -15,3 +15,8 @@ class UsageError(RrfpError):
     """Wrong arguments, configuration, data or order file; the command line exits with 2."""
 
     exit_code = 2
+
+
+def first_line(text: str) -> str:
+    """What a long message says first; torch's go on with where in its sources that was."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")

@@ -4,21 +4,19 @@ that they are asked in."""
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from math import exp, log
 from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from rrfp.schedule.dispatcher import (
-    AgreementRule,
-    Dispatch,
-    Dispatcher,
-    Group,
-    WeightGradients,
-)
-from rrfp.schedule.hints import TURNS, Hint, hint_named, kinds_of
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hints.alternation import ALTERNATIONS
+from rrfp.schedule.hints.hint import Hint, WeightGradients, kinds_of
+from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -30,6 +28,8 @@ MAX_RANKS, MAX_CHUNKS, MAX_MICROBATCHES, MAX_MEMBERS = 8, 4, 32, 4
 SEEDS = st.integers(0, 2**32 - 1)
 
 D = TypeVar("D", bound=Decider)
+
+VALIDATED = partial(Dispatcher, validate=True)
 
 
 @dataclass(frozen=True)
@@ -76,32 +76,38 @@ class Case:
     def deciders(self, make: Callable[..., D], order: Order | None = None) -> list[list[D]]:
         """By rank and member. `make` takes what `Dispatcher` takes."""
         group_of = {
-            member: Group(len(group), leads=member == group[0], rule=self.rule)
+            member: Group(len(group), leads=member == group[0])
             for group in self.groups
             for member in group
             if len(group) > 1
         }
+        policy = self.policy(order)
         return [
             [
-                make(
-                    self.shape,
-                    rank,
-                    self.hint,
-                    dispatch=self.dispatch,
-                    limit=self.limit,
-                    hold=self.hold,
-                    w=self.w,
-                    order=order,
-                    group=group_of.get(member),
-                )
+                make(self.shape, rank, policy, group_of.get(member))
                 for member in range(self.num_members)
             ]
             for rank in range(self.shape.num_ranks)
         ]
 
+    def policy(self, order: Order | None = None) -> Policy:
+        """What steers the step, its places counted in that order; `w` and the rule are left out
+        where they do not count."""
+        policy = Policy(
+            self.hint,
+            order,
+            self.dispatch,
+            self.limit,
+            self.hold and Fraction(self.hold, self.shape.num_chunks),
+        )
+        if self.dispatch is Dispatch.FIXED:
+            return policy
+        w = self.w if self.hint.ranks_weight_gradients else WeightGradients.IDLE
+        return replace(policy, w=w, agreement=self.rule)
+
     def dispatchers(self) -> list[list[Dispatcher]]:
         """Without an order to count positions in, unless it is what binds."""
-        return self.deciders(Dispatcher, self.order if self.dispatch is Dispatch.FIXED else None)
+        return self.deciders(VALIDATED, self.order if self.dispatch is Dispatch.FIXED else None)
 
     def checked_dispatchers(self) -> list[list[Checked]]:
         """Dispatchers that are held against their specification as they go."""
@@ -109,7 +115,7 @@ class Case:
         return [
             [Checked(*pair) for pair in zip(*of_rank, strict=True)]
             for of_rank in zip(
-                self.deciders(Dispatcher, order),
+                self.deciders(VALIDATED, order),
                 self.deciders(NaiveDispatcher, order),
                 strict=True,
             )
@@ -204,7 +210,7 @@ def _log_uniform(rng: random.Random, largest: int) -> int:
 
 
 def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[Hint, Shape]:
-    names = [*TURNS, "gpipe", "random", "random", "random"]
+    names = [*ALTERNATIONS, "gpipe", "random", "random", "random"]
     if shape.num_chunks == 1:
         names += ["1f1b", "zb-h1"]
     elif shape.placement is Placement.V:
@@ -217,7 +223,7 @@ def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[
         shape = replace(shape, kinds=rng.choice([WHOLE_BACKWARD, SPLIT_BACKWARD]))
         hint = random_order(shape, rng.randrange(2**32), valid=dispatch is Dispatch.FIXED)
     else:
-        hint = hint_named(name, shape)
+        hint = hint_named(name).on(shape)
         shape = replace(shape, kinds=kinds_of(hint))
     if rng.random() < 0.1:
         hint = hint.forwards() if isinstance(hint, Order) else hint

@@ -1,24 +1,19 @@
 """Single decisions, written as text: what arrives, and what the rank answers."""
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
+from rrfp.replay.redispatch import decisions
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    DecideAhead,
-    Dispatcher,
-    InputArrived,
-    Instruction,
-    RunTask,
-    StepDone,
-    Wait,
-)
-from rrfp.schedule.hints import TURNS
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived
 from rrfp.schedule.tasks import Task, parse_task
-from rrfp.simulate.recorded import decisions
 from rrfp.trace.records import StimulusRecord
 
 
@@ -33,10 +28,12 @@ def an_order(shape: Shape, *rows: str) -> Order:
 def turns(
     name: str, shape: Shape, rank: int, *, limit: int | None = None, hold: int | None = None
 ) -> Dispatcher:
-    hint = TURNS[name]
+    """A dispatcher under a named hint; `hold` in slots of one chunk and one microbatch."""
+    hint = HINTS[name]
     order = order_of(hint, shape)
     order = order if order.shape == shape else order.forwards()
-    return Dispatcher(shape, rank, hint, limit=limit, hold=hold, order=order)
+    slots = None if hold is None else Fraction(hold, shape.num_chunks)
+    return Dispatcher(shape, rank, Policy(hint, order, limit=limit, hold=slots), validate=True)
 
 
 def arrive(dispatcher: Dispatcher, texts: str, *, now_ns: int = 0, member: int = 0) -> None:

@@ -1,12 +1,16 @@
-"""Batches of images and text made by hand, for tests of the multimodal model."""
+"""Batches of images and text made by hand, and a small multimodal model that runs on them."""
 
+import hashlib
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from rrfp.megatron.image_batches import ImageBatch
+from rrfp.train.checks import check_settings
+from rrfp.train.data.image_batches import ImageBatch
+from rrfp.train.settings import TrainSettings
 
 PATCH_SIZE = 4
 VOCABULARY = SimpleNamespace(vocab_size=61)
@@ -83,3 +87,72 @@ def some_batches(num: int, *, multiple: int = 1) -> list[ImageBatch]:
         documents.append((None, generator.randint(2, 9)))
         batches.append(batch_of(documents, seed=index, multiple=multiple))
     return batches
+
+
+Gradients = dict[str, str]
+"""Digests by the parameters' names in the whole model."""
+
+
+class Rig:
+    """One rank's chunks of a small model."""
+
+    def __init__(self, settings: dict[str, Any], layout: Any) -> None:
+        from rrfp.train.models.model import build_model
+
+        self.settings = TrainSettings(**settings)
+        check_settings(self.settings)
+        self.layout = layout
+        self.model = build_model(self.settings, layout, VOCABULARY)
+        self.batches = some_batches(
+            self.settings.data.microbatches, multiple=self.settings.layout.tp
+        )
+
+    def losses(self, batch: Any) -> torch.Tensor:
+        """Of all labels, by the stages one after the other, which this rank has all of."""
+        output: Any = None
+        for chunk in self.model.chunks:
+            chunk.module.set_input_tensor([output])
+            output = chunk(batch)
+        return output  # type: ignore[no-any-return]
+
+    def by_hand(self) -> tuple[list[float], Gradients]:
+        """A step without any schedule."""
+        self._clear()
+        losses = []
+        for batch in self.batches:
+            loss = (self.losses(batch) * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+            losses.append(loss.item())
+            (loss / len(self.batches)).backward()  # type: ignore[no-untyped-call]
+        return losses, self.gradients()
+
+    def step(self, schedule: Callable[..., Any]) -> tuple[list[float], Gradients]:
+        """A step of a schedule."""
+        self._clear()
+        reduced = schedule(
+            forward_step_func=self.model.forward_step,
+            data_iterator=[iter(self.batches) for _ in self.model.chunks],
+            model=self.model.chunks,
+            num_microbatches=len(self.batches),
+            seq_length=self.settings.data.seq_length,
+            micro_batch_size=1,
+        )
+        return [item["loss"].item() for item in reduced], self.gradients()
+
+    def _clear(self) -> None:
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+
+    def gradients(self) -> Gradients:
+        return {
+            name: hashlib.sha256(parameter.main_grad.numpy().tobytes()).hexdigest()
+            for name, parameter in self.parameters().items()
+        }
+
+    def parameters(self) -> dict[str, Any]:
+        from rrfp.train.models.parameters import whole_name
+
+        return {
+            whole_name(name, chunk.module, self.settings, self.layout): parameter
+            for chunk in self.model.chunks
+            for name, parameter in chunk.module.named_parameters()
+        }

@@ -9,25 +9,13 @@ from collections import Counter
 from collections.abc import Iterable
 
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    AgreementRule,
-    ComputeIdle,
-    DecideAhead,
-    Dispatch,
-    Group,
-    InputArrived,
-    Instruction,
-    RunTask,
-    StepDone,
-    Stimulus,
-    TaskAgreed,
-    Wait,
-    Waited,
-    WeightGradients,
-)
-from rrfp.schedule.hints import Hint, Turns
-from rrfp.schedule.order import Order
+from rrfp.schedule.dispatcher import Group
+from rrfp.schedule.hints.alternation import Alternation
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import Decider
 
@@ -41,25 +29,21 @@ class NaiveDispatcher:
         self,
         shape: Shape,
         rank: int,
-        hint: Hint,
-        *,
-        dispatch: Dispatch = Dispatch.READY,
-        limit: int | None = None,
-        hold: int | None = None,
-        w: WeightGradients = WeightGradients.IDLE,
-        order: Order | None = None,
+        policy: Policy,
         group: Group | None = None,
     ) -> None:
-        order = hint if isinstance(hint, Order) else order
-        binds = dispatch is Dispatch.READY and B in shape.kinds
+        order = policy.order
+        binds = policy.dispatch is Dispatch.READY and B in shape.kinds
         self.shape = shape
-        self.hint = hint
-        self.limit = limit if binds else None
-        self.hold = hold if binds else None
-        self.w = w
+        self.hint = policy.hint
+        self.limit = policy.limit if binds else None
+        hold = policy.hold
+        self.hold = int(hold * shape.num_chunks) if binds and hold is not None else None
+        self.w = policy.w
+        self.rule = policy.agreement
         self.group = group if group is not None else Group(1, leads=True)
         self.row = [] if order is None else list(order.rows[rank])
-        self.is_fixed = dispatch is Dispatch.FIXED
+        self.is_fixed = policy.dispatch is Dispatch.FIXED
         self.unfinished = list(shape.tasks_of(rank))
         self.done: set[Task] = set()
         self.num_done: Counter[Kind] = Counter()
@@ -150,7 +134,7 @@ class NaiveDispatcher:
     def choice(self) -> Task | None:
         if not self.group.leads:
             return None
-        if self.group.rule is AgreementRule.INTERSECTION:
+        if self.rule is AgreementRule.INTERSECTION:
             return self.first_pick(set.intersection(*self.arrived))
         first_picks = {self.first_pick(arrived) for arrived in self.arrived}
         return first_picks.pop() if len(first_picks) == 1 else None
@@ -159,21 +143,21 @@ class NaiveDispatcher:
         candidates = self.permitted(arrived)
         if self.is_fixed:
             return self.best_unfinished() if self.best_unfinished() in candidates else None
-        if isinstance(self.hint, Turns):
-            for kind in self.kinds_by_turn(self.hint):
+        if isinstance(self.hint, Alternation):
+            for kind in self.kinds_in_sequence(self.hint):
                 of_kind = [task for task in candidates if task.kind is kind]
                 if of_kind:
                     return min(of_kind, key=self.preference)
             return None
         return min(candidates, key=self.place, default=None)
 
-    def kinds_by_turn(self, turns: Turns) -> Iterable[Kind]:
-        first, second = (F, B) if turns.first is F else (B, F)
+    def kinds_in_sequence(self, hint: Alternation) -> Iterable[Kind]:
+        first, second = (F, B) if hint.first is F else (B, F)
         return (second, first, W) if self.round_is_half_done else (first, second, W)
 
     def preference(self, task: Task) -> tuple[int, int]:
         """Within a kind: forwards the shallowest chunk, unless deep; the others the deepest."""
-        assert isinstance(self.hint, Turns)
+        assert isinstance(self.hint, Alternation)
         chunk = self.shape.chunk_of(task.stage)
         shallow = task.kind is F and not self.hint.deep
         return (chunk if shallow else -chunk, task.microbatch)
@@ -194,9 +178,9 @@ class NaiveDispatcher:
         self.unfinished.remove(task)
         self.done.add(task)
         self.num_done[task.kind] += 1
-        turns = self.hint
+        hint = self.hint
         self.round_is_half_done = (
-            isinstance(turns, Turns) and turns.in_rounds and task.kind is turns.first
+            isinstance(hint, Alternation) and hint.in_rounds and task.kind is hint.first
         )
         return RunTask(
             task,

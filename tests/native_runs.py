@@ -31,12 +31,12 @@ def train(
 ) -> NativeRun:
     """Train on this rank; runs in a process of its own. `out`: under trace_native; `export`: and
     under torch.profiler, whose profile it turns into JSON. `evaluates`: after each step."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from rrfp.megatron import trace_native
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
 
     chosen = TrainSettings(**{**SMALL, **settings})
     if out is not None:
@@ -55,10 +55,10 @@ def run_steps(
     """The steps of a run, by whatever Megatron's function is at its usual place."""
     from megatron.core.pipeline_parallel import schedules
 
-    from rrfp.megatron.data import open_data
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.parallel import seed_random_states
-    from rrfp.megatron.training import Trainer, run_schedule
+    from rrfp.train.data.open import open_data
+    from rrfp.train.models.model import build_model
+    from rrfp.train.ranks.parallel import seed_random_states
+    from rrfp.train.training import Trainer, run_schedule
 
     seed_random_states(settings, layout)
     data = open_data(settings)
@@ -66,7 +66,7 @@ def run_steps(
     batches = data.batches(layout.dp_rank)
     schedule = schedules.get_forward_backward_func()
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
-    looked_at = [batches.batch(0, index) for index in range(settings.microbatches)]
+    looked_at = [batches.batch(0, index) for index in range(settings.data.microbatches)]
     run = NativeRun()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     for step in range(settings.num_steps):

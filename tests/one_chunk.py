@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.settings import TrainSettings
 
 MICROBATCHES = 4
 TIMEOUT_S = 230.0
@@ -32,10 +32,10 @@ Task = tuple[str, int]
 
 def in_groups(layout: dict[str, Any], work: Callable[..., Any], *args: object) -> Any:
     """Run `work(layout, *args)` on this rank, in Megatron's groups; in a process of its own."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     with parallel_groups(TrainSettings(**{**SMALL, **layout}), timeout_s=100.0) as joined:
         return work(joined, *args)
@@ -51,7 +51,7 @@ class Chunk:
             DistributedDataParallelConfig,
         )
 
-        from rrfp.megatron.model import build_model
+        from rrfp.train.models.model import build_model
 
         chosen = TrainSettings(**{**SMALL, **settings})
         built = build_model(chosen, layout, SimpleNamespace(vocab_size=VOCABULARY))
@@ -64,9 +64,9 @@ class Chunk:
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
                 self.model.module,
             )
-        shape = (MICROBATCHES, 2, chosen.micro_batch_size, chosen.seq_length)
+        shape = (MICROBATCHES, 2, chosen.data.micro_batch_size, chosen.data.seq_length)
         self._data = torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(7))
-        self._positions = torch.arange(chosen.seq_length).expand(shape[2:])
+        self._positions = torch.arange(chosen.data.seq_length).expand(shape[2:])
         self._losses: dict[int, torch.Tensor] = {}
 
     def forward(self, microbatch: int) -> None:

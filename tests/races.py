@@ -1,29 +1,29 @@
-"""Races without ranks, for tests: plans, turns as they might have gone, and a launch that makes
+"""Races without ranks, for tests: lineups, turns as they might have gone, and a launch that makes
 them up."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp.bench.modelled import Modelled
-from rrfp.bench.plan import Asked, Plan, make_plan
-from rrfp.bench.presets import SCALES, preset_named
-from rrfp.bench.results import ResultRow, results
-from rrfp.bench.systems import system_named
 from rrfp.errors import RrfpError
-from rrfp.megatron.settings import TrainSettings
-from rrfp.megatron.turns import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.race.lineup import Asked, Lineup, line_up
+from rrfp.race.modelled import Modelled
+from rrfp.race.presets import SCALES, preset_named
+from rrfp.race.results import ResultRow, results
+from rrfp.race.systems import system_named
 from rrfp.trace.rundir import RunDir
+from rrfp.train.settings import TrainSettings
 
 
-def tiny_plan(
+def tiny_lineup(
     *names: str,
     systems: Sequence[str] = (),
     profiles: tuple[str, ...] = (),
     holds: tuple[str, ...] = ("hold 1x",),
     steps: int = 2,
     **others: Any,
-) -> Plan:
+) -> Lineup:
     scale = SCALES["tiny"]
     asked = Asked(
         holds=holds,
@@ -32,7 +32,7 @@ def tiny_plan(
         steps=steps,
         **others,
     )
-    return make_plan([preset_named(name, scale) for name in names], scale, asked)
+    return line_up([preset_named(name, scale) for name in names], scale, asked)
 
 
 def turn(
@@ -67,7 +67,7 @@ class MadeUp:
     """Every turn that ended, in order."""
 
     def __call__(self, settings: TrainSettings, run: RunDir) -> None:
-        self.launched.append((settings.pp, settings.tp))
+        self.launched.append((settings.layout.pp, settings.layout.tp))
         files = RaceFiles(run.path)
         for number, entry in rounds(files.read_entries(), files.ended()):
             files.begin(entry, number)
@@ -78,7 +78,7 @@ class MadeUp:
             self.taken.append((entry.name, number))
 
 
-def rows_of(plan: Plan, ended: list[Turn | Failure]) -> list[ResultRow]:
-    """The rows of a plan whose models are made up: floor 0.5 s, load 0.25 s, simulated 0.8 s."""
-    models = dict.fromkeys(plan.entries, Modelled((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
-    return results(plan, ended, models)
+def rows_of(lineup: Lineup, ended: list[Turn | Failure]) -> list[ResultRow]:
+    """The rows of a lineup whose models are made up: floor 0.5 s, load 0.25 s, simulated 0.8 s."""
+    models = dict.fromkeys(lineup.entries, Modelled((0.5,) * 4, (0.25,) * 4, (0.8,) * 4))
+    return results(lineup, ended, models)

@@ -1,27 +1,34 @@
-"""One rank of a pipeline of groups on real links, without Megatron: for tests of the runtime."""
+"""Ranks of a pipeline of groups, on sockets or in memory: for tests of the runtime, no Megatron."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Self, TypeVar
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.protocols import Compute, Inbox, Transport
-from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.runtime.protocols import Clock, Compute, Inbox, Links, Transport, monotonic
 from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.transport.memory import MemoryNetwork, MemoryTransport
+from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.worker import StepSummary, Worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints import hint_named
+from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace.records import Record
+from rrfp.trace.records import NS_PER_S, Record
+from tests.memory_ranks import MemoryRanks
+
+T = TypeVar("T")
 
 PAYLOAD = (torch.zeros(1024),)
 """4 KiB: what every task hands on."""
@@ -76,13 +83,16 @@ class Place:
 
 @dataclass(slots=True)
 class RankRig:
-    """A rank whose links are open."""
+    """A rank and its links."""
 
     place: Place
-    transport: SocketTransport
+    transport: Transport
     agreement: StarAgreement
     worker: Worker
-    records: list[Record] = field(default_factory=list)
+    records: list[Record]
+    clock: Clock
+    sleep: Callable[[float], None]
+    """Lets so many seconds pass on the compute thread."""
 
     def run_step(
         self, step: int, shape: Shape, compute: Compute, hint_name: str = "bf"
@@ -93,16 +103,29 @@ class RankRig:
         return Dispatcher(
             shape,
             self.place.pp_rank,
-            hint_named(hint_name, shape),
-            order=_order(hint_name, shape),
+            Policy(hint_named(hint_name).on(shape), order=_order(hint_name, shape)),
             group=self.agreement.group,
         )
+
+    @contextmanager
+    def life(self) -> Iterator[Self]:
+        """The rig with its links open."""
+        self.transport.open()
+        self.worker.open()
+        try:
+            yield self
+        except BaseException:
+            self.worker.close()
+            self.transport.close(farewell=False)
+            raise
+        self.worker.close()
+        self.transport.close()
 
 
 @cache
 def _order(hint_name: str, shape: Shape) -> Order:
     whole = replace(shape, kinds=WHOLE_BACKWARD)
-    order = order_of(hint_named(hint_name, whole), whole)
+    order = order_of(hint_named(hint_name).on(whole), whole)
     return order if Kind.B in shape.kinds else order.forwards()
 
 
@@ -116,7 +139,7 @@ def open_rig(
     decides_ahead: bool = True,
     delays_s: float | None = None,
     record: Callable[[Record], None] | None = None,
-    wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    wrap: Callable[[Links], Links] = lambda links: links,
 ) -> Iterator[RankRig]:
     """This process' rank among `num_pp_ranks` times `num_members`, in the environment of
     `run_ranks`. What the worker and the agreement send goes through `wrap`. Records go to `record`,
@@ -139,12 +162,12 @@ def open_rig(
         record=record,
         delays=delays,
     )
-    wrapped = wrap(transport)
-    agreement = StarAgreement(place.rank, place.members, wrapped, record)
+    links = wrap(transport)
+    agreement = StarAgreement(place.rank, place.members, links, record)
     worker = Worker(
         place.pp_ranks,
         inbox,
-        wrapped,
+        links,
         agreement,
         record,
         StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
@@ -152,11 +175,61 @@ def open_rig(
         decides_ahead=decides_ahead,
         delays=delays,
     )
-    try:
-        yield RankRig(place, transport, agreement, worker, records)
-    except BaseException:
-        worker.close()
-        transport.close(farewell=False)
-        raise
-    worker.close()
-    transport.close()
+    rig = RankRig(place, transport, agreement, worker, records, monotonic, time.sleep)
+    with rig.life():
+        yield rig
+
+
+def run_in_memory(
+    target: Callable[[RankRig], T],
+    num_pp_ranks: int,
+    num_members: int = 1,
+    *,
+    seed: int = 0,
+    longest_delay_ns: int = 0,
+    stall_s: float = 20.0,
+    num_credits: int = 64,
+    wrap: Callable[[int, Links], Links] = lambda _, links: links,
+    network: MemoryNetwork | None = None,
+) -> list[T]:
+    """What `target` gives on each of so many ranks of this process, in virtual time; their leaders
+    do not decide ahead. Bytes are up to `longest_delay_ns` on their way."""
+    network = network or MemoryNetwork(seed, longest_delay_ns=longest_delay_ns)
+    ranks: MemoryRanks[T] = MemoryRanks(network, num_pp_ranks * num_members, seed)
+    store = HashStore()
+
+    def run(rank: int) -> T:
+        place = Place(rank, num_pp_ranks, num_members)
+        records: list[Record] = []
+        inbox = ranks.inboxes[rank]
+        transport = MemoryTransport(
+            network,
+            rank,
+            place.peers,
+            place.peers,
+            inbox,
+            num_credits=num_credits,
+            record=records.append,
+        )
+        links = wrap(rank, transport)
+        agreement = StarAgreement(rank, place.members, links, records.append, network.clock)
+        worker = Worker(
+            place.pp_ranks,
+            inbox,
+            links,
+            agreement,
+            records.append,
+            StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
+            stall_s=stall_s,
+            decides_ahead=False,
+            clock=network.clock,
+        )
+
+        def sleep(duration_s: float) -> None:
+            ranks.sleep(rank, round(duration_s * NS_PER_S))
+
+        rig = RankRig(place, transport, agreement, worker, records, network.clock, sleep)
+        with rig.life():
+            return target(rig)
+
+    return ranks.run(run)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rrfp.megatron.data import Batch
-from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.shape import Shape
+from rrfp.train.data.batches import Batch
+from rrfp.train.settings import TrainSettings
 from tests.training import SMALL
 
 MICROBATCHES = 4
@@ -45,8 +45,8 @@ class Rig:
     """One rank's chunks of a small GPT, their data, and their place."""
 
     def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.megatron.data import open_data
-        from rrfp.megatron.model import build_model
+        from rrfp.train.data.open import open_data
+        from rrfp.train.models.model import build_model
 
         chosen = TrainSettings(**settings)
         data = open_data(chosen)
@@ -64,7 +64,7 @@ class Rig:
         **arguments: Any,
     ) -> Outcome:
         """One step from empty gradients; the parameters stay as they are."""
-        from rrfp.megatron.gpt import forward_step as mean_loss_step
+        from rrfp.train.models.gpt import forward_step as mean_loss_step
 
         chunks = self.gpt.chunks
         for chunk in chunks:
@@ -107,10 +107,10 @@ class Rig:
 
 def on_rigs(work: Callable[..., Any], settings: dict[str, Any], *args: object) -> Any:
     """Run `work(layout, *args)` on this rank, in Megatron's groups."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:
         return work(layout, settings, *args)

@@ -6,13 +6,14 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import Hint, hint_named, kinds_of
+from rrfp.schedule.hints.hint import Hint, kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.steps import evaluation_step
 from tests.cases import Case
@@ -31,7 +32,7 @@ def simulated(
 ) -> Recording:
     """A run whose tasks take 10 ns each unless other times are given. A step without backward keeps
     its kinds, another one gets those of the hint."""
-    chosen = hint_named(hint, shape) if isinstance(hint, str) else hint
+    chosen = hint_named(hint).on(shape) if isinstance(hint, str) else hint
     order = order_of(chosen, shape)
     if shape.kinds == FORWARD_ONLY:
         order = order.forwards()
@@ -48,7 +49,7 @@ def simulated(
 def simulated_loop(calls: str, shape: Shape, *, told: bool = True) -> Recording:
     """A run of 1F1B whose loop trains (T) and evaluates (E) in that sequence. Not `told`: all its
     steps are numbered as one, as earlier versions did."""
-    order = order_of(hint_named("1f1b", shape), shape)
+    order = order_of(hint_named("1f1b").on(shape), shape)
     forwards = replace(shape, kinds=FORWARD_ONLY)
     settings = {"simulated": True, "settings": {"hint": "1f1b", "dispatch": "ready"}}
     recording = new_recording(shape, 1, 1, {"world": shape.num_ranks, **settings})

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import Recording
 
 TRACES = Path(__file__).parent.parent / "traces"
@@ -61,9 +62,9 @@ def simulated(
         "dispatch": str(policy.dispatch),
         "links": links,
         "limit": policy.limit,
-        "hold": policy.hold and policy.hold // shape.num_chunks,
+        "hold": policy.hold,
         "w": str(policy.w),
-        "agreement": str(policy.rule),
+        "agreement": str(policy.agreement),
     }
     described = {"simulated": True, "settings": settings}
     recording = new_recording(shape, worlds[0].num_members, len(worlds), described)
@@ -77,6 +78,6 @@ def simulated(
 
 def policy_of(hint: str, shape: Shape, **bounds: int | Dispatch) -> tuple[Policy, Shape]:
     """A policy, and the shape split as its hint says."""
-    named = hint_named(hint, shape)
+    named = hint_named(hint).on(shape)
     shape = replace(shape, kinds=kinds_of(named))
     return Policy(named, order_of(named, shape), **bounds), shape  # type: ignore[arg-type]

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import UsageError
+from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit, ListedOrders
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.admission import admitted, order_by_costs, weights_ns
-from rrfp.simulate.cost_files import resolve_costs
-from rrfp.simulate.costs import StepCosts
+from rrfp.simulate.costs.model import StepCosts
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.trial import Setting, run_settings
-from rrfp.simulate.world import Policy, TaskTimes
+from rrfp.simulate.world import TaskTimes
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,10 +58,10 @@ COLUMNS = (
 )
 FIGURES = re.findall(
     r"^\| `(\S+)`.* \| (\d+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \| ([0-9.]+) \|$",
-    (ROOT / "docs" / "costs.md").read_text(encoding="utf-8"),
+    (ROOT / "docs" / "reference" / "costs.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
-"""Of docs/costs.md, "Presets": the hint, what is held, and a figure for each of `COLUMNS`."""
+"""Of docs/reference/costs.md: the hint, what is held, and a figure for each of `COLUMNS`."""
 
 
 def test_the_table_of_the_presets_is_found() -> None:
@@ -79,7 +81,7 @@ def test_the_presets_come_to_what_the_documentation_says(
     hint: str, hold: int, figures: list[str]
 ) -> None:
     num_chunks, placement = (2, Placement.V) if hint == "bfw-deep" else (1, Placement.LOOP)
-    ranking = hint_named(hint, Shape(8, 32, num_chunks, placement))
+    ranking = hint_named(hint).on(Shape(8, 32, num_chunks, placement))
     shape = Shape(8, 32, num_chunks, placement, kinds_of(ranking))
     settings = [
         Setting(

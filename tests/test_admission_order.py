@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp import text_files
-from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
+from rrfp.inputs import text_files
+from rrfp.inputs.admission_files import resolve_admission
 from rrfp.schedule.admission import (
     Admit,
     ListedOrders,

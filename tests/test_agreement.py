@@ -1,30 +1,26 @@
 """The star agreement: one sequence for a group, on what all of its members have."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.protocols import Decided, Message, Reported
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    Dispatcher,
-    Group,
-    InputArrived,
-    RunTask,
-    StepDone,
-    TaskAgreed,
-)
-from rrfp.schedule.hints import TURNS
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.instructions import RunTask, StepDone
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord
 from tests.decisions import replayed
-from tests.rank_rig import Place, Work, open_rig
+from tests.rank_rig import Place, RankRig, Work, open_rig, run_in_memory
 from tests.ranks import run_ranks
 
 F0, F1 = Task(1, Kind.F, 0), Task(1, Kind.F, 1)
@@ -136,7 +132,9 @@ class Member:
         self.rank = rank
         self.agreement, self.links = agreement(rank, members)
         self.agreement.start_step()
-        self.dispatcher = Dispatcher(shape, 1, TURNS["bf"], limit=limit, group=self.agreement.group)
+        self.dispatcher = Dispatcher(
+            shape, 1, Policy(HINTS["bf"], limit=limit), group=self.agreement.group
+        )
         self.run: list[Task] = []
         self.is_done = False
 
@@ -201,24 +199,25 @@ def test_a_group_runs_one_sequence_whatever_arrives_when(
     assert sorted(sequences[0]) == sorted(shape.tasks_of(1))
 
 
-# On real ranks, with decisions ahead and random delays.
+# On whole ranks, which run steps.
 
 SHAPE = Shape(2, 6)
 NUM_STEPS = 3
 
+Ran = tuple[list[TaskRecord], list[StimulusRecord]]
 
-def run_steps() -> tuple[list[TaskRecord], list[StimulusRecord]]:
-    with open_rig(2, 2, delays_s=0.004) as rig:
-        for step in range(NUM_STEPS):
-            rig.run_step(step, SHAPE, Work())
+
+def run_steps(rig: RankRig, work: Work) -> Ran:
+    for step in range(NUM_STEPS):
+        rig.run_step(step, SHAPE, work)
     return (
         [record for record in rig.records if isinstance(record, TaskRecord)],
         [record for record in rig.records if isinstance(record, StimulusRecord)],
     )
 
 
-def test_members_run_one_sequence_and_each_can_be_replayed() -> None:
-    ranks = run_ranks(4, run_steps, timeout_s=110)
+def check_that_members_ran_one_sequence(ranks: list[Ran], num_members: int) -> None:
+    """Each rank's sequence is that of its group, and what its dispatcher says to its stimuli."""
     sequences = [
         [
             [Task(run.stage, Kind(run.kind), run.microbatch) for run in tasks if run.step == step]
@@ -226,15 +225,37 @@ def test_members_run_one_sequence_and_each_can_be_replayed() -> None:
         ]
         for tasks, _ in ranks
     ]
-    assert sequences[0] == sequences[1]
-    assert sequences[2] == sequences[3]
     for rank, (_, stimuli) in enumerate(ranks):
-        place = Place(rank, 2, 2)
-        is_leader = place.member == 0
-        assert any(stimulus.name == "DecideAhead" for stimulus in stimuli) is is_leader
+        place = Place(rank, 2, num_members)
+        assert sequences[rank] == sequences[place.members[0]]
+        group = Group(num_members, leads=place.member == 0)
         for step in range(NUM_STEPS):
-            dispatcher = Dispatcher(
-                SHAPE, place.pp_rank, TURNS["bf"], group=Group(2, leads=is_leader)
-            )
+            dispatcher = Dispatcher(SHAPE, place.pp_rank, Policy(HINTS["bf"]), group=group)
             of_step = [stimulus for stimulus in stimuli if stimulus.step == step]
             assert replayed(of_step, dispatcher) == sequences[rank][step]
+
+
+@given(seed=st.integers(0, 2**32), num_members=st.integers(2, 4))
+@settings(max_examples=25)
+def test_members_run_one_sequence_however_their_links_lag(seed: int, num_members: int) -> None:
+    draws = random.Random(seed)
+
+    def run(rig: RankRig) -> Ran:
+        return run_steps(rig, Work(lambda _: rig.sleep(draws.uniform(0, 1e-3))))
+
+    ranks = run_in_memory(run, 2, num_members, seed=seed, longest_delay_ns=2_000_000)
+    check_that_members_ran_one_sequence(ranks, num_members)
+
+
+def run_steps_with_delays() -> Ran:
+    with open_rig(2, 2, delays_s=0.004) as rig:
+        return run_steps(rig, Work())
+
+
+def test_members_that_decide_ahead_run_one_sequence_on_real_ranks() -> None:
+    """With the leader's own thread, random delays, and sockets between processes."""
+    ranks = run_ranks(4, run_steps_with_delays, timeout_s=110)
+    check_that_members_ran_one_sequence(ranks, 2)
+    for rank, (_, stimuli) in enumerate(ranks):
+        is_leader = Place(rank, 2, 2).member == 0
+        assert any(stimulus.name == "DecideAhead" for stimulus in stimuli) is is_leader

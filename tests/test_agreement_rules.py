@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.agreement_rules import measure
-from rrfp.schedule.dispatcher import AgreementRule
+from rrfp.schedule.policy import AgreementRule
 from rrfp.schedule.tasks import Task
 from tests.cases import random_case
 from tests.naive_dispatcher import NaiveDispatcher

@@ -1,7 +1,8 @@
-"""The floors: imports go down only. This table is the one place that says what may import what."""
+"""The rooms: imports go down only. This table is the one place that says what may import what."""
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,49 +12,56 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ANYWHERE = {"rrfp", "rrfp.errors"}
-"""What every floor may use: the version and the errors."""
+"""What every room may use: the version and the errors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class Room:
     """What the modules of one package may import besides their own package and the stdlib."""
 
     below: frozenset[str]
     third_parties: frozenset[str]
 
 
-def floor(below: str = "", third_parties: str = "") -> Floor:
-    return Floor(
+def room(below: str = "", third_parties: str = "") -> Room:
+    return Room(
         frozenset(f"rrfp.{name}" for name in below.split()), frozenset(third_parties.split())
     )
 
 
-FLOORS = {
-    "rrfp": floor(),
-    "rrfp.errors": floor(),
-    "rrfp.__main__": floor("cli"),
-    "rrfp.schedule": floor(),
-    "rrfp.text_files": floor(),
-    "rrfp.hint_files": floor("schedule text_files"),
-    "rrfp.admission_files": floor("schedule text_files"),
-    "rrfp.trace": floor("schedule", "perfetto google numpy viztracer"),
-    "rrfp.interchange": floor("schedule trace", "polars"),
-    "rrfp.runtime": floor("schedule trace", "torch"),
-    "rrfp.simulate": floor("schedule trace", "numpy"),
-    "rrfp.megatron": floor(
-        "schedule text_files hint_files admission_files trace interchange runtime simulate",
-        "torch numpy megatron PIL",
+ROOMS = {
+    "rrfp": room(),
+    "rrfp.errors": room(),
+    "rrfp.__main__": room("cli"),
+    "rrfp.schedule": room(),
+    "rrfp.inputs": room("schedule"),
+    "rrfp.trace": room("schedule", "perfetto google numpy viztracer"),
+    "rrfp.interchange": room("schedule trace", "polars"),
+    "rrfp.runtime": room("schedule trace", "torch"),
+    "rrfp.simulate": room("schedule trace", "numpy"),
+    "rrfp.replay": room("schedule trace simulate"),
+    "rrfp.megatron": room("schedule inputs trace interchange runtime", "torch numpy megatron"),
+    "rrfp.train": room(
+        "schedule inputs trace runtime simulate replay megatron", "torch numpy megatron PIL"
     ),
-    "rrfp.analyze": floor("schedule trace simulate", "polars numpy altair vl_convert"),
-    "rrfp.bench": floor(
-        "schedule text_files hint_files trace simulate megatron analyze", "numpy polars altair"
+    "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
+    "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
+    "rrfp.race": room(
+        "schedule inputs trace runtime simulate replay megatron train analyze",
+        "torch numpy megatron polars altair",
     ),
-    "rrfp.cli": floor(
-        "schedule hint_files admission_files trace interchange runtime simulate megatron analyze "
-        "bench",
+    "rrfp.cli": room(
+        "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
+        "race",
         "typer rich polars torch",
     ),
 }
+
+MOST_FILES = 20
+"""Of a package, so that its directory can be taken in at a glance."""
+
+MOST_LINES = 400
+"""Of a file."""
 
 
 def module_name(path: Path) -> str:
@@ -64,8 +72,8 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted((ROOT / "rrfp").rglob("*.py"))}
 
 
-def floor_of(module: str) -> str:
-    """The floor that a module stands on: its package, or itself where it is in none."""
+def room_of(module: str) -> str:
+    """The room that a module is in: its package, or itself outside of all."""
     return ".".join(module.split(".")[:2])
 
 
@@ -84,14 +92,14 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def forbidden_imports(module: str, source: str) -> list[str]:
-    here = floor_of(module)
-    allowed = FLOORS[here]
+    here = room_of(module)
+    allowed = ROOMS[here]
     return [
         name
         for name in imports(ast.parse(source))
         if not (
-            floor_of(name) == here
-            or floor_of(name) in ANYWHERE | allowed.below
+            room_of(name) == here
+            or room_of(name) in ANYWHERE | allowed.below
             or name == "rrfp.__version__"
             or name.partition(".")[0] in sys.stdlib_module_names | allowed.third_parties
         )
@@ -113,7 +121,7 @@ def test_imports_go_down_only(module: str) -> None:
     assert forbidden_imports(module, MODULES[module].read_text()) == []
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if floor_of(name) != "rrfp.cli"])
+@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) != "rrfp.cli"])
 def test_only_the_command_line_prints(module: str) -> None:
     assert prints(MODULES[module].read_text()) == []
 
@@ -139,20 +147,83 @@ def test_only_the_command_line_prints(module: str) -> None:
         ("rrfp.analyze.bubbles", "import perfetto.protos", ["perfetto.protos"]),
         ("rrfp.runtime.worker", "from megatron import core", ["megatron"]),
         ("rrfp.runtime.worker", "import rrfp.cli.main", ["rrfp.cli.main"]),
-        ("rrfp.megatron.host", "from rich.console import Console", ["rich.console"]),
+        ("rrfp.megatron.cpu.patches", "from rich.console import Console", ["rich.console"]),
         ("rrfp.cli.train", "import megatron.core", ["megatron.core"]),
-        ("rrfp.megatron.host", "import megatron.core, os\nfrom rrfp.errors import UsageError", []),
+        (
+            "rrfp.megatron.cpu.patches",
+            "import megatron.core, os\nfrom rrfp.errors import UsageError",
+            [],
+        ),
         ("rrfp.cli.main", "from rrfp import __version__\nfrom rrfp.cli import errors", []),
     ],
 )
-def test_the_walk_finds_what_is_forbidden(module: str, source: str, forbidden: list[str]) -> None:
+def test_the_check_finds_what_is_forbidden(module: str, source: str, forbidden: list[str]) -> None:
     assert forbidden_imports(module, source) == forbidden
 
 
-def test_the_walk_finds_what_prints() -> None:
+def test_the_check_finds_what_prints() -> None:
     source = "import sys\nprint(1)\nsys.stderr.write('x')\nprinter = 2\n"
     assert prints(source) == [2, 3]
 
 
-def test_every_package_has_a_floor() -> None:
-    assert {floor_of(module) for module in MODULES} <= FLOORS.keys()
+def test_every_package_is_a_room() -> None:
+    assert {room_of(module) for module in MODULES} == ROOMS.keys()
+
+
+def graph() -> dict[str, set[str]]:
+    """Every module of ours with those that it imports, wherever in the file."""
+    edges: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        edges[module] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                # What is imported from a package may be a module of it.
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in MODULES else str(node.module) for name in names]
+            else:
+                continue
+            edges[module] |= MODULES.keys() & set(names)
+    return edges
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """Some modules that import each other in a circle; none where there is no such circle."""
+    left = dict(edges)
+    while left:
+        leaves = {module for module, needed in left.items() if not needed & left.keys()}
+        if not leaves:
+            return sorted(left)
+        left = {module: needed for module, needed in left.items() if module not in leaves}
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(graph()) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_the_drop_in_needs_neither_the_recorder_of_native_schedules_nor_the_cpu() -> None:
+    inner = ("rrfp.megatron.native", "rrfp.megatron.cpu")
+    # `rrfp.megatron` itself offers both doors: `install` and `trace_native`.
+    drop_in = {
+        module: needed
+        for module, needed in graph().items()
+        if module.startswith("rrfp.megatron.") and not module.startswith(inner)
+    }
+    assert len(drop_in) > 15
+    assert [name for needed in drop_in.values() for name in needed if name.startswith(inner)] == []
+
+
+def test_no_package_has_too_many_files() -> None:
+    counts = Counter(path.parent for path in MODULES.values())
+    assert {path: count for path, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}

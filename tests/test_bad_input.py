@@ -12,7 +12,7 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
-from rrfp.trace.perfetto import write_trace
+from rrfp.trace.perfetto.writer import write_trace
 from tests.recordings import make_recording
 
 ROOT = Path(__file__).parent.parent
@@ -67,8 +67,8 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--layers 6", "6 layers do not divide by 4 pipeline ranks; change --layers, --pp or "),
         ("--hidden 96 --heads 6 --tp 4", "6 heads do not divide by 4 tensor-parallel ranks"),
         ("--hidden 100 --heads 6", "a hidden size of 100 does not divide by 6 heads"),
-        ("--limit 0", "--limit is 0; it must be at least 1"),
-        ("--limit -1", "--limit is -1; it must be at least 1"),
+        ("--limit 0", "the limit is 0; it must be a whole number from 1 on"),
+        ("--limit -1", "the limit is -1; it must be a whole number from 1 on"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
         ("--steps 1.5", "Invalid value for '--steps'"),
         ("--pp four", "Invalid value for '--pp'"),
@@ -101,7 +101,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--hint 1f1b --chunks 2", "order 1f1b needs --chunks 1"),
         ("--hint zb-h1 --chunks 2", "order zb-h1 needs --chunks 1"),
         ("--placement v", "--placement v takes 2 chunks a rank, not 1; add --chunks 2"),
-        ("--limit 4 --hold 3", "--limit and --hold exclude each other"),
+        ("--limit 4 --hold 3", "a limit of 4 and a hold of 3 exclude each other"),
         ("--ep 2", "--ep 2 shares out experts and the layers are dense; add --experts"),
         ("--cp 2", "--cp 2 needs the attention of Transformer Engine"),
         ("--sequence-parallel", "--sequence-parallel divides sequences among tensor-parallel"),
@@ -340,7 +340,7 @@ SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
         ),
         ("--chunks none", "--chunks is 'none'; it must be a whole number from 1 to 9"),
         ("--tp 1000000", "4000000 processes with --chunks 1 and --microbatches 8 run 32000000 "),
-        ("--limit 4 --hold 3", "--limit and --hold exclude each other; keep --hold 3"),
+        ("--limit 4 --hold 3", "a limit of 4 and a hold of 3 exclude each other"),
         ("--hint fancy", "neither a hint (bf, fb, b-first, f-first, bfw, "),
         ("--hint no.csv", "cannot read the order file no.csv: No such file or directory"),
         ("--hint zb-v", "order zb-v needs --placement v --chunks 2"),

@@ -1,11 +1,16 @@
 """What withholds tasks that are here: the limit on D with its drain mode, and the hold."""
 
+from fractions import Fraction
+
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import ComputeIdle, Dispatch, Dispatcher, RunTask
-from rrfp.schedule.hints import TURNS, hint_named
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
+from rrfp.schedule.stimuli import ComputeIdle
 from tests.decisions import arrive, ask, run_on, task, turns
 
 LOOP = Shape(2, 4, num_chunks=2)  # rank 0 holds stages 0 and 2, rank 1 stages 1 and 3
@@ -174,9 +179,9 @@ def test_at_the_hold_without_a_forward_here_the_cause_is_the_missing_input() -> 
 
 def test_fixed_dispatch_ignores_both_bounds() -> None:
     shape = Shape(1, 3)
-    gpipe = hint_named("gpipe", shape)
-    limited = Dispatcher(shape, 0, gpipe, dispatch=Dispatch.FIXED, limit=1)
-    held = Dispatcher(shape, 0, gpipe, dispatch=Dispatch.FIXED, hold=1)
+    gpipe = hint_named("gpipe").on(shape)
+    limited = Dispatcher(shape, 0, Policy(gpipe, dispatch=Dispatch.FIXED, limit=1))
+    held = Dispatcher(shape, 0, Policy(gpipe, dispatch=Dispatch.FIXED, hold=1))
     assert run_on(limited) == run_on(held) == "0F0 0F1 0F2 0B0 0B1 0B2"
 
 
@@ -190,14 +195,14 @@ def test_a_forward_only_step_has_no_hold() -> None:
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_limit_below_1_is_refused(limit: int) -> None:
-    with pytest.raises(UsageError, match=f"the limit is {limit}; it must be at least 1"):
+    with pytest.raises(UsageError, match=f"the limit is {limit}; it must be a whole number from 1 on"):
         turns("bf", Shape(2, 2), 0, limit=limit)
 
 
 @pytest.mark.parametrize(("hold", "num_chunks"), [(0, 1), (1, 2), (3, 4)])
 def test_a_hold_below_one_slot_a_chunk_is_refused(hold: int, num_chunks: int) -> None:
-    with pytest.raises(UsageError, match=f"a hold of {hold} slots"):
-        Dispatcher(Shape(2, 2, num_chunks), 0, TURNS["bf"], hold=hold)
+    with pytest.raises(UsageError, match=r"the hold is .*; it must be a whole number from 1 on"):
+        Dispatcher(Shape(2, 2, num_chunks), 0, Policy(HINTS["bf"], hold=Fraction(hold, num_chunks)))
 
 
 def test_a_limit_and_a_hold_exclude_each_other() -> None:

@@ -23,7 +23,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.schedule.causes import Cause
-from rrfp.trace.perfetto import read_trace
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording, TaskRecord, WaitRecord
 from rrfp.trace.steps import Window, step_windows
 from tests.cases import SEEDS, Case, cases
@@ -154,7 +154,7 @@ def test_so_do_the_owners_on_the_critical_path(seed: int) -> None:
             # Of tasks that wait for each other in a ring there is no path, and a sentence says so.
             with suppress(RrfpError):
                 path = critical_path(frames, step)
-                spans = [(each.start_ns, each.end_ns) for each in path.stretches]
+                spans = [(each.start_ns, each.end_ns) for each in path.segments]
                 assert all(before[1] == after[0] for before, after in pairwise(spans))
                 assert (spans[0][0], spans[-1][1]) == (start_ns, end_ns)
                 assert sum(owner.time_ns for owner in path.owners) == end_ns - start_ns

@@ -20,14 +20,14 @@ from rrfp.analyze.charts.kinds import ChartKind
 from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.charts.style import CAUSE_COLOURS, KIND_COLOURS
-from rrfp.analyze.frames import Frames, frames_of, windows
+from rrfp.analyze.frames import Frames, frames_of
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.settings import run_limit
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.dispatcher import DEFAULT_LIMIT
+from rrfp.schedule.policy import DEFAULT_LIMIT
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.world import World
-from rrfp.trace.perfetto import read_trace
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording
 from tests.simulated import simulated
 from tests.step_times import MEGATRONS, OURS, equal_times, policy_of
@@ -166,7 +166,7 @@ def test_a_gantt_of_too_many_bars_joins_them_and_says_so(most: int) -> None:
     )
     assert (bars["end"] >= bars["start"]).all()
     sums = bars.group_by("row").agg((pl.col("end") - pl.col("start")).sum().alias("sum"))["sum"]
-    (length,) = (windows(frames)["end_ns"] - windows(frames)["start_ns"]).to_list()
+    (length,) = (frames.windows["end_ns"] - frames.windows["start_ns"]).to_list()
     assert sums.max() <= length * 1.0001
     assert not bars.sort("row", "start").select(
         (pl.col("start").shift(-1).over("row") < pl.col("end") - 1e-6).any()

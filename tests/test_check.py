@@ -8,8 +8,8 @@ import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.trace.check import check_contents
-from rrfp.trace.perfetto import write_trace
-from rrfp.trace.perfetto_reader import read_contents
+from rrfp.trace.perfetto.reader import read_contents
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import LossRecord, Recording
 from tests.recordings import make_recording
 

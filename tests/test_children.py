@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.megatron import children
-from rrfp.megatron.children import SignalledError, run_to_end
+from rrfp.train.ranks import children
+from rrfp.train.ranks.children import SignalledError, run_to_end
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rrfp.bench.presets import PRESETS
 from rrfp.cli import main as cli
 from rrfp.errors import StoppedError
+from rrfp.race.presets import PRESETS
 from tests.races import MadeUp, turn
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,7 +43,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
 
 @pytest.fixture
 def no_chart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.cli.bench._draw", lambda *_: None)
+    monkeypatch.setattr("rrfp.cli.bench.draw_charts", lambda *_: None)
 
 
 NARROW = ("--scale=tiny", "--steps=2", "--out=o", "--system=bfw")

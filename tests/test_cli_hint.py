@@ -9,7 +9,7 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.schedule.grid import format_grid
-from rrfp.schedule.hints import HINT_NAMES, hint_named
+from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import parse_order
 from rrfp.schedule.rehearsal import order_of, rehearse
 from rrfp.schedule.shape import Placement, Shape
@@ -51,7 +51,7 @@ def test_show_gives_the_order_on_stdout_and_the_grid_on_stderr(
     assert max(map(len, err.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("name", HINT_NAMES)
+@pytest.mark.parametrize("name", HINTS)
 def test_what_show_prints_is_an_order_file_that_can_bind(run: Run, name: str) -> None:
     flags = {"zb-v": V, "interleaved": ["--chunks", "2"]}.get(name, [])
     code, out, _ = run("show", name, *sizes(3, 6), *flags)
@@ -160,7 +160,7 @@ def test_a_grid_folds_where_the_width_ends() -> None:
 
 def test_a_grid_has_every_task_in_the_column_of_its_time() -> None:
     shape = Shape(4, 9, 2, Placement.V)
-    rehearsal = rehearse(order_of(hint_named("zb-v", shape), shape))
+    rehearsal = rehearse(order_of(hint_named("zb-v").on(shape), shape))
     lines = format_grid(rehearsal, 80).split("\n")
     assert max(map(len, lines)) <= 80
     cells: dict[str, list[str]] = {}

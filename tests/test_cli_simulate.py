@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rrfp.cli import main as cli
+from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import order_by_costs
-from rrfp.simulate.cost_files import resolve_costs
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -7,12 +7,12 @@ rank's forward, input gradient and weight gradient; where the backward is whole,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.bounds import floor
-from rrfp.simulate.engine import play
-from rrfp.simulate.world import Policy, World
+from rrfp.simulate.play import play
+from rrfp.simulate.world import World
 from tests.effort import examples
 from tests.step_times import equal_times
 
@@ -24,7 +24,7 @@ def makespan_and_floor(
     name: str, shape: Shape, forward: int, input_gradient: int, weight_gradient: int = 0
 ) -> tuple[int, int]:
     """With the times of one chunk."""
-    order = ORDERS[name](shape)
+    order = ORDERS[name].on(shape)
     times = equal_times(order.shape, forward, input_gradient, weight_gradient)
     run = play(order.shape, Policy(order, order, Dispatch.FIXED), World(times))
     return run.makespan_ns, floor(order.shape, times).ns

@@ -14,13 +14,14 @@ from rrfp.analyze.compare import compare as compare_frames
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.schedule.hints import TURNS
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, World
-from rrfp.trace.perfetto import write_trace
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from tests.step_times import equal_times
 
@@ -33,7 +34,7 @@ def run_of(task_ns: tuple[int, ...], transfer_ns: int = 0) -> Recording:
     recording = new_recording(SHAPE, 1, 1, {"world": 2})
     for step, each in enumerate(task_ns):
         world = World(equal_times(SHAPE, each, 0, 0), transfer=lambda *_: transfer_ns)
-        simulate_step(SHAPE, Policy(TURNS["bf"]), [world], recording=recording, step=step)
+        simulate_step(SHAPE, Policy(HINTS["bf"]), [world], recording=recording, step=step)
     return recording
 
 

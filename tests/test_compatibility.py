@@ -34,9 +34,9 @@ def look_anew() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def schedules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     found = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     # Back in the end, should an install() succeed that must not.
     for place in (found, sys.modules["megatron.core.pipeline_parallel"]):
@@ -161,16 +161,20 @@ def test_a_loop_may_ask_for_more(schedules: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_linear_function_counts_where_the_backward_is_split(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     layers = importlib.import_module("megatron.core.tensor_parallel.layers")
 
     def forward(ctx: Any, input: Any, weight: Any, bias: Any) -> None:  # noqa: A002 - Megatron's
         pass
 
+    whole, split = tmp_path / "whole.csv", tmp_path / "split.csv"
+    whole.write_text("0F0,0B0\n")
+    split.write_text("0F0,0I0,0W0\n")
     monkeypatch.setattr(getattr(layers, LINEAR), "forward", written_in(layers, forward))
     check_for_drop_in(DispatchSettings(), installs=True)
-    for hint in ("bfw", "bfw-deep", "zb-h1", "zb-v", "my-order.csv"):
+    check_for_drop_in(DispatchSettings(hint=str(whole)), installs=True)
+    for hint in ("bfw", "bfw-deep", "zb-h1", "zb-v", str(split)):
         with pytest.raises(UsageError, match=rf"{LINEAR}\.forward has no parameter gradient_"):
             install(DispatchSettings(hint=hint))
 
@@ -324,12 +328,12 @@ def trees_below(root: str) -> Iterator[ast.Module]:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
-            tree = ast.parse((MEGATRON / f"{name}.py").read_text())
+            tree = ast.parse((MEGATRON / f"{name.replace('.', '/')}.py").read_text())
             yield tree
             for node in tree.body:
                 if isinstance(node, ast.ImportFrom) and node.module:
-                    package, _, name = node.module.rpartition(".")
-                    todo += [name] if package == "rrfp.megatron" else []
+                    found = node.module.removeprefix("rrfp.megatron.")
+                    todo += [found] if found != node.module else []
 
 
 def used_below(root: str) -> Iterator[str]:
@@ -360,7 +364,7 @@ OPTIONAL = {
 
 @pytest.mark.parametrize(
     ("root", "tables"),
-    [("dropin", (compatibility.DROP_IN,)), ("native_trace", (compatibility.TRACED,))],
+    [("dropin", (compatibility.DROP_IN,)), ("native.trace", (compatibility.TRACED,))],
 )
 def test_the_tables_have_all_that_is_used(root: str, tables: tuple[Needs, ...]) -> None:
     used = set(used_below(root)) - OPTIONAL
@@ -374,7 +378,7 @@ def test_the_tables_have_all_that_is_used(root: str, tables: tuple[Needs, ...]) 
 
 
 def test_the_tables_have_the_trackers() -> None:
-    from rrfp.megatron.tracked_state import _TRACKERS
+    from rrfp.megatron.step.tracked_state import _TRACKERS
 
     # A module is known by its name, a class by its own and its module's.
     paths = {

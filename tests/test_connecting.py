@@ -5,21 +5,52 @@ import os
 import secrets
 import socket
 import stat
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.connecting import Listener, dial
-from rrfp.runtime.protocols import Inbox, PeerLostError
+from rrfp.runtime.protocols import (
+    Arrived,
+    Inbox,
+    Message,
+    PeerLostError,
+)
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
-from rrfp.runtime.socket_transport import SocketTransport
-from rrfp.runtime.whereabouts import Where
-from tests.test_transport import PREFIX, pair
+from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.handshake import HandshakeError, accept_handshake, dial_handshake
+from rrfp.runtime.transport.private_socket import connect_private
+from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.runtime.transport.whereabouts import Where
+from rrfp.runtime.transport.wire import MAGIC, VERSION
+from tests.link_pairs import (
+    PATIENCE_S,
+    PREFIX,
+    lone_rank,
+    message_bytes,
+    nothing_left,
+    opened,
+    pair,
+    take,
+    task,
+    unix_and_tcp,
+)
 
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    tmp_path_factory.getbasetemp()  # made before the test has a directory of its own for the rest
+    with nothing_left(monkeypatch):
+        yield
 
 
 class KeptStore(HashStore):
@@ -43,7 +74,7 @@ def test_the_store_knows_no_secret_of_a_unix_socket(monkeypatch: pytest.MonkeyPa
         return made[-1]
 
     monkeypatch.setattr(secrets, "token_bytes", token_bytes)
-    monkeypatch.setattr("tests.test_transport.HashStore", KeptStore)
+    monkeypatch.setattr("tests.link_pairs.HashStore", KeptStore)
     with pair() as near:
         assert isinstance(near.store, KeptStore)
         said = b"".join(near.store.kept.values())
@@ -62,6 +93,7 @@ def test_the_store_knows_no_secret_of_a_unix_socket(monkeypatch: pytest.MonkeyPa
 
 def test_each_way_in_has_a_secret_of_its_own() -> None:
     listener = Listener(0, [1], lambda *_: None, unix=True, tcp=True, address="127.0.0.1")
+    listener.open()
     try:
         where = listener.where
         assert where.directory is not None
@@ -150,7 +182,7 @@ def test_an_address_that_cannot_be_read_is_told(planted: bytes) -> None:
     store.set(f"{PREFIX}/address/1", planted)  # type: ignore[arg-type]
     words = f"what rank 1 published as '{PREFIX}/address/1' cannot be read"
     with pytest.raises(RrfpError, match=words):
-        SocketTransport(0, store, [1], [], Inbox(), num_credits=1, connect_s=5)
+        opened(SocketTransport(0, store, [1], [], Inbox(), num_credits=1, connect_s=5))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +194,120 @@ def test_a_peer_that_fails_before_its_links_are_open_is_told_at_once(
     store = HashStore()
     store.set(f"{PREFIX}/place/2", files_identity())
     with ThreadPoolExecutor(1) as pool:
-        making = pool.submit(
-            SocketTransport, 1, store, sends_to, receives_from, Inbox(), num_credits=1
-        )
+        transport = SocketTransport(1, store, sends_to, receives_from, Inbox(), num_credits=1)
+        making = pool.submit(transport.open)
         Rendezvous(store, PREFIX, 1, 20).wait("place/1", 1)
         Rendezvous(store, PREFIX, 2, 0).fail("no memory")
         with pytest.raises(PeerLostError, match=r"rank 2 failed before its links .*: no memory"):
             making.result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("sends_to", "receives_from"), [([2], []), ([], [2])], ids=["source", "destination"]
+)
+def test_a_peer_that_never_comes_is_named(sends_to: list[int], receives_from: list[int]) -> None:
+    with pytest.raises(PeerLostError, match=r"rank 1 waited 0\.2 s for .*rank 2"):
+        lone_rank(1, sends_to=sends_to, receives_from=receives_from)
+
+
+def test_several_ranks_connect_in_any_order() -> None:
+    store = HashStore()
+    inboxes = [Inbox() for _ in range(5)]
+
+    def make(rank: int) -> SocketTransport:
+        time.sleep(0.03 * (rank * 2 % 5))
+        others = [peer for peer in range(5) if peer != rank]
+        return opened(
+            SocketTransport(
+                rank,
+                store,
+                others,
+                others[::-1],
+                inboxes[rank],
+                num_credits=2,
+                connect_s=PATIENCE_S,
+            )
+        )
+
+    with ThreadPoolExecutor(5) as pool:
+        transports = list(pool.map(make, range(5)))
+        for rank, transport in enumerate(transports):
+            for peer in range(5):
+                if peer != rank:
+                    transport.send(peer, Message(rank, task(peer), ()))
+        for rank, inbox in enumerate(inboxes):
+            events = [event for event in take(inbox, 4) if isinstance(event, Arrived)]
+            assert {(event.peer, event.message.step) for event in events} == {
+                (peer, peer) for peer in range(5) if peer != rank
+            }
+            assert all(event.message.task == task(rank) for event in events)
+        list(pool.map(SocketTransport.close, transports))
+
+
+@unix_and_tcp
+def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
+    store, inbox = HashStore(), Inbox()
+    place = files_identity() if allow_unix else "elsewhere"
+    store.set(f"{PREFIX}/place/1", place)
+
+    def make() -> SocketTransport:
+        return opened(
+            SocketTransport(
+                0, store, [], [1], inbox, num_credits=1, connect_s=PATIENCE_S, address="127.0.0.1"
+            )
+        )
+
+    def connect() -> socket.socket:
+        if allow_unix:
+            assert where.directory is not None
+            stranger, _ = connect_private(where.directory)
+            stranger.settimeout(PATIENCE_S)
+            return stranger
+        assert where.tcp is not None
+        return socket.create_connection((where.tcp.host, where.tcp.port), timeout=PATIENCE_S)
+
+    def dial_as(rank: int) -> socket.socket:
+        return dial(rank, 0, where, unix=allow_unix, timeout_s=PATIENCE_S)
+
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(make)
+        rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
+        where = rendezvous.wait_json("address/0", 0, Where.decode)
+        with connect() as garbage, connect() as silent:
+            garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+            # The challenge, and then the end: nothing more is said to a stranger.
+            assert len(garbage.recv(40, socket.MSG_WAITALL)) == 40
+            with suppress(ConnectionResetError):
+                assert not garbage.recv(1)
+            with connect() as guessing, pytest.raises(HandshakeError):
+                dial_handshake(guessing, bytes(32), 1, 0, PATIENCE_S)
+            with pytest.raises(PeerLostError, match="could not prove itself to rank 0"):
+                dial_as(2)
+            with dial_as(1) as raw:
+                transport = making.result(PATIENCE_S)
+                with suppress(ConnectionResetError):
+                    silent.recv(100)
+                    assert not silent.recv(1)
+                assert raw.recv(48, socket.MSG_WAITALL)
+                raw.sendall(message_bytes(0))
+                assert take(inbox, 1) == [Arrived(1, Message(0, task(0), ()))]
+                transport.close(farewell=False)
+    assert not inbox.take()
+
+
+def test_an_impostor_that_listens_is_found_out() -> None:
+    here, there = socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(accept_handshake, there, b"other", [0], 1, PATIENCE_S)
+        with pytest.raises(HandshakeError, match=r"closed the connection|did not answer"):
+            dial_handshake(here, b"secret", 0, 1, 0.2)
+        with pytest.raises(HandshakeError, match="does not know the secret"):
+            accepting.result(PATIENCE_S)
+    here, there = socket.socketpair()
+    with here, there, ThreadPoolExecutor(1) as pool:
+        dialling = pool.submit(dial_handshake, here, b"secret", 0, 1, PATIENCE_S)
+        there.sendall(MAGIC + bytes([VERSION, 0, 0, 0]) + bytes(32))
+        assert there.recv(200)
+        there.sendall(bytes(32))
+        with pytest.raises(HandshakeError, match="does not know the secret"):
+            dialling.result(PATIENCE_S)

@@ -1,12 +1,16 @@
-"""docs/contract.md is whole: every row has its number and tests that exist, and nothing that is
-passed or refused is missing."""
+"""docs/contract.md is whole: every row has its number and tests that exist, one of which continuous
+integration runs, and nothing that is passed or refused is missing."""
 
 import ast
 import re
+from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "contract.md").read_text()
@@ -36,26 +40,99 @@ def test_rows_are_numbered_and_judged() -> None:
     assert len(ROWS) == len(re.findall(r"^\|(?! \| item|---)", PAGE, re.M)) > 50
 
 
-def functions(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+class Named(NamedTuple):
+    """A test that a row names, or one case of it."""
+
+    module: ModuleType
+    function: Any
+    case: str | None
+
+    @property
+    def cases(self) -> dict[str, list[pytest.Mark]]:
+        """By name the cases with marks of their own; a case that has none may lack a name."""
+        return {
+            str(values.id): [mark_of(each) for each in values.marks]
+            for mark in marks_of(self.function)
+            if mark.name == "parametrize"
+            for values in mark.args[1]
+            if isinstance(values, ParameterSet)
+        }
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether `make test` runs it: it, or one of its cases, is not marked slow."""
+        if is_slow([*marks_of(self.module), *marks_of(self.function)]):
+            return False
+        if self.case is not None:
+            return not is_slow(self.cases[self.case])
+        return all(
+            any(
+                not isinstance(values, ParameterSet) or not is_slow(values.marks)
+                for values in mark.args[1]
+            )
+            for mark in marks_of(self.function)
+            if mark.name == "parametrize"
+        )
+
+
+def mark_of(mark: Any) -> pytest.Mark:
+    found: pytest.Mark = getattr(mark, "mark", mark)
+    return found
+
+
+def marks_of(marked: Any) -> list[pytest.Mark]:
+    marks = getattr(marked, "pytestmark", [])
+    return [mark_of(each) for each in (marks if isinstance(marks, list) else [marks])]
+
+
+def is_slow(marks: Iterable[Any]) -> bool:
+    return any(mark_of(mark).name == "slow" for mark in marks)
+
+
+def named_by(row: Row) -> list[Named]:
+    tests = []
+    for test in row.tests.split(", "):
+        named = re.fullmatch(r"`(test_\w+)\.py::(test_\w+)(?:\[(.+)\])?`", test)
+        assert named, f"{test} names no test"
+        module = import_module(f"tests.{named[1]}")
+        assert hasattr(module, named[2]), f"there is no {test}"
+        tests.append(Named(module, getattr(module, named[2]), named[3]))
+    return tests
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.number)
-def test_every_row_names_tests_that_exist(row: Row) -> None:
-    tests = row.tests.split(", ")
+def test_every_row_names_tests_that_exist_and_one_that_make_test_runs(row: Row) -> None:
+    tests = named_by(row)
     for test in tests:
-        named = re.fullmatch(r"`(test_\w+\.py)::(test_\w+)`", test)
-        assert named, f"{test} names no test"
-        path = ROOT / "tests" / named[1]
-        assert path.exists(), f"there is no {path.name}"
-        assert named[2] in functions(path), f"there is no {test}"
+        assert test.case is None or test.case in test.cases, f"there is no case {test.case}"
+    assert any(test.is_quick for test in tests), "all its tests are slow"
+
+
+def test_what_is_slow_is_seen() -> None:
+    """In every way in which a test or a case is marked."""
+
+    @pytest.mark.parametrize("n", [pytest.param(1, id="one", marks=pytest.mark.slow), 2])
+    def some() -> None: ...
+
+    @pytest.mark.parametrize("n", [pytest.param(1, id="one", marks=pytest.mark.slow)])
+    def none() -> None: ...
+
+    @pytest.mark.slow
+    def marked() -> None: ...
+
+    quick, slow = ModuleType("quick"), ModuleType("slow")
+    slow.pytestmark = [pytest.mark.slow]  # type: ignore[attr-defined]
+    assert Named(quick, some, None).is_quick
+    assert not Named(quick, some, "one").is_quick
+    assert not Named(quick, none, None).is_quick
+    assert not Named(quick, marked, None).is_quick
+    assert not Named(slow, some, None).is_quick
 
 
 def refused_names() -> set[str]:
     """The settings and attributes by which the code refuses a model."""
     found = set()
-    for file, table in (("refusals.py", "_REFUSED"), ("tracked_state.py", "_STATEFUL")):
+    for file, table in (("refusals.py", "_REFUSED"), ("step/tracked_state.py", "_STATEFUL")):
         for node in ast.parse((MEGATRON / file).read_text()).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == table:
                 found |= set(ast.literal_eval(node.value))

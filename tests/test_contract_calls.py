@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rrfp.megatron.data import Batch
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
+from rrfp.train.data.batches import Batch
 from tests.ranks import run_ranks
 from tests.rigs import (
     MICROBATCHES,
@@ -206,7 +206,7 @@ def group(rig: Rig, schedules: list[Any]) -> ByCase:
 
 
 def a_view_step(data_iterator: Iterator[Batch], model: Any) -> Any:
-    from rrfp.megatron.gpt import forward_step
+    from rrfp.train.models.gpt import forward_step
 
     output, loss = forward_step(data_iterator, model)
     return output[:], loss

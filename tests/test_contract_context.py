@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rrfp.megatron.data import Batch
-from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.delays import Delays
-from rrfp.schedule.dispatcher import AgreementRule
+from rrfp.schedule.policy import AgreementRule
+from rrfp.train.data.batches import Batch
 from tests.ranks import run_ranks
 from tests.rigs import Outcome, Rig, native, three_value_step
 from tests.training import SMALL
@@ -31,7 +31,6 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_that_share_a_sequence_agree() -> None:
     by_rank = run_ranks(2 * CP, compare_with_native, timeout_s=300)
@@ -47,9 +46,9 @@ def test_ranks_that_share_a_sequence_agree() -> None:
 
 def compare_with_native() -> list[list[Outcome]]:
     """Megatron's outcomes and then ours, with every task and message made late by chance."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core import parallel_state
 
     from rrfp.megatron.dropin import get_forward_backward_func

@@ -16,8 +16,8 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from rrfp.cli import main as cli
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import World
-from rrfp.trace.perfetto import write_trace
-from rrfp.trace.perfetto_format import VERSION
+from rrfp.trace.perfetto.format import VERSION
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import (
     LossRecord,
     PhaseRecord,

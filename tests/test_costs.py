@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.cost_files import resolve_costs, settled
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.cost_files import resolve_costs, settled
-from rrfp.simulate.costs import Links, StepCosts, part_of
-from rrfp.simulate.table import PRESETS
+from rrfp.simulate.costs.model import Links, StepCosts, part_of
+from rrfp.simulate.costs.table import PRESETS
 from rrfp.simulate.world import TaskTimes
 from tests.effort import examples
 
@@ -435,7 +435,9 @@ def test_the_costs_of_a_recorded_run(drawn: str) -> None:
 
 
 EXAMPLES = re.findall(
-    r"```(toml|csv)\n(.*?)```", (ROOT / "docs" / "costs.md").read_text(encoding="utf-8"), re.DOTALL
+    r"```(toml|csv)\n(.*?)```",
+    (ROOT / "docs" / "reference" / "costs.md").read_text(encoding="utf-8"),
+    re.DOTALL,
 )
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.corpus import DOCUMENT_END, ByteCorpus, Corpus, document_lengths, open_corpus
-from rrfp.megatron.settings import TrainSettings
-from rrfp.megatron.text_batches import TextBatches
+from rrfp.train.data.corpus import DOCUMENT_END, ByteCorpus, Corpus, document_lengths, open_corpus
+from rrfp.train.data.text_batches import TextBatches
+from rrfp.train.settings import TrainSettings
 
 
 def documents(corpus: Corpus) -> list[list[int]]:
@@ -81,9 +81,9 @@ def write_pair(
     prefix: Path, texts: list[list[int]], lengths: list[list[int]] | None = None
 ) -> None:
     """Documents of these tokens, each cut into sequences of these lengths."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     with warnings.catch_warnings():
@@ -294,7 +294,7 @@ def test_variable_lengths_follow_the_documents(
             for start in range(len(document))
         )
         assert inside
-        assert count == settings.seq_length or tokens in whole
+        assert count == settings.data.seq_length or tokens in whole
 
 
 def test_a_batch_does_not_depend_on_what_was_asked_before() -> None:

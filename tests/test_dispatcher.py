@@ -1,23 +1,18 @@
 """Single decisions of a lone rank: rounds and priorities, orders, waits, counts, and errors."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    Dispatch,
-    Dispatcher,
-    DispatchError,
-    InputArrived,
-    RunTask,
-    StepDone,
-    Stimulus,
-    Wait,
-    Waited,
-)
-from rrfp.schedule.hints import TURNS, hint_named
+from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived, Stimulus
 from tests.decisions import an_order, arrive, ask, run_on, task, turns
 
 # Rounds and strict priorities. Rank 1 of 3; four forwards are here, and three gradients once
@@ -116,7 +111,7 @@ def test_a_step_that_is_done_stays_done() -> None:
 def test_an_order_as_a_hint_runs_its_first_ready_entry() -> None:
     shape = Shape(2, 3)
     order = an_order(shape, "0F2 0F0 0F1 0B2 0B0 0B1", "1F2 1B2 1F0 1B0 1F1 1B1")
-    dispatcher = Dispatcher(shape, 1, order)
+    dispatcher = Dispatcher(shape, 1, Policy(order))
     arrive(dispatcher, "1F0 1F1")
     assert ask(dispatcher) == "1F0"
     arrive(dispatcher, "1F2")
@@ -127,14 +122,14 @@ def test_an_order_as_a_hint_runs_its_first_ready_entry() -> None:
 def test_an_order_under_fixed_dispatch_waits_for_its_next_entry() -> None:
     shape = Shape(2, 2)
     order = an_order(shape, "0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0")
-    last = Dispatcher(shape, 1, order, dispatch=Dispatch.FIXED)
+    last = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED))
     arrive(last, "1F1")
     assert ask(last) == "warmup"
     arrive(last, "1F0")
     assert run_on(last) == "1F0 1F1 1B1 1B0"
     assert ask(last) == "done"
 
-    first = Dispatcher(shape, 0, order, dispatch=Dispatch.FIXED)
+    first = Dispatcher(shape, 0, Policy(order, dispatch=Dispatch.FIXED))
     assert run_on(first) == "0F0 0F1"
     assert ask(first) == "backward_input"
     arrive(first, "0B1")
@@ -146,7 +141,7 @@ def test_an_order_under_fixed_dispatch_waits_for_its_next_entry() -> None:
 
 def test_fixed_dispatch_names_the_input_that_its_next_entry_lacks() -> None:
     shape = Shape(3, 3)
-    dispatcher = Dispatcher(shape, 1, hint_named("1f1b", shape), dispatch=Dispatch.FIXED)
+    dispatcher = Dispatcher(shape, 1, Policy(hint_named("1f1b").on(shape), dispatch=Dispatch.FIXED))
     arrive(dispatcher, "1F0")
     assert run_on(dispatcher) == "1F0"
     assert ask(dispatcher) == "forward_input"
@@ -159,8 +154,8 @@ def test_fixed_dispatch_names_the_input_that_its_next_entry_lacks() -> None:
 
 def test_fixed_dispatch_binds_to_the_order_that_a_round_based_hint_gives() -> None:
     shape = Shape(2, 3)
-    order = order_of(TURNS["bf"], shape)
-    dispatcher = Dispatcher(shape, 1, TURNS["bf"], dispatch=Dispatch.FIXED, order=order)
+    order = order_of(HINTS["bf"], shape)
+    dispatcher = Dispatcher(shape, 1, Policy(HINTS["bf"], dispatch=Dispatch.FIXED, order=order))
     arrive(dispatcher, "1F2 1F1 1F0")
     assert run_on(dispatcher) == "1F0 1B0 1F1 1B1 1F2 1B2"
     assert ask(dispatcher) == "done"
@@ -185,7 +180,7 @@ def test_nothing_ready_names_what_the_best_unfinished_task_lacks() -> None:
 def test_a_backward_whose_forward_did_not_run_waits_for_the_activation() -> None:
     shape = Shape(2, 2)
     order = an_order(shape, "0F0 0F1 0B0 0B1", "1F1 1B0 1F0 1B1")
-    dispatcher = Dispatcher(shape, 1, order)
+    dispatcher = Dispatcher(shape, 1, Policy(order))
     arrive(dispatcher, "1F1")
     assert ask(dispatcher) == "1F1"
     assert ask(dispatcher) == "1B1"
@@ -223,7 +218,9 @@ def test_an_idle_interval_is_split_when_its_cause_changes() -> None:
 
 def test_a_dispatch_states_its_place_in_the_order_and_what_it_skipped() -> None:
     shape = Shape(2, 3)
-    dispatcher = Dispatcher(shape, 1, hint_named("1f1b", shape))  # 1F0 1B0 1F1 1B1 1F2 1B2
+    dispatcher = Dispatcher(
+        shape, 1, Policy(hint_named("1f1b").on(shape))
+    )  # 1F0 1B0 1F1 1B1 1F2 1B2
     arrive(dispatcher, "1F2 1F1")
     runs = [dispatcher.handle(0, ComputeIdle())[-1] for _ in range(4)]
     assert runs == [
@@ -241,7 +238,7 @@ def test_a_dispatch_states_its_place_in_the_order_and_what_it_skipped() -> None:
 
 
 def test_without_an_order_a_dispatch_states_no_place() -> None:
-    dispatcher = Dispatcher(Shape(1, 1), 0, TURNS["bf"])
+    dispatcher = Dispatcher(Shape(1, 1), 0, Policy(HINTS["bf"]))
     assert dispatcher.handle(0, ComputeIdle()) == (RunTask(task("0F0"), 0, -1, 1, -1, 1, 1, 1, 0),)
 
 
@@ -276,33 +273,111 @@ def test_the_input_of_the_first_stage_never_arrives() -> None:
 
 def test_fixed_dispatch_without_an_order_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="needs the order"):
-        Dispatcher(Shape(2, 2), 0, TURNS["bf"], dispatch=Dispatch.FIXED)
+        Dispatcher(Shape(2, 2), 0, Policy(HINTS["bf"], dispatch=Dispatch.FIXED))
 
 
 def test_an_order_of_another_shape_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="order 1f1b is for"):
-        Dispatcher(Shape(2, 2), 0, hint_named("1f1b", Shape(2, 3)))
+        Dispatcher(Shape(2, 2), 0, Policy(hint_named("1f1b").on(Shape(2, 3))))
 
 
 # What a rank tells about itself when it stalls.
 
 
+def best_waiting(dispatcher: Dispatcher) -> tuple[str, list[str]] | None:
+    """The hint's best task that lacks an input, and what it lacks."""
+    best = dispatcher.story().best_waiting
+    return None if best is None else (str(best.task), [str(needed) for needed in best.lacks])
+
+
+def ready(dispatcher: Dispatcher) -> list[str]:
+    return [str(each) for each in dispatcher.story().ready]
+
+
 def test_a_rank_tells_what_is_ready_and_what_its_best_waiting_task_lacks() -> None:
     dispatcher = turns("bf", Shape(3, 3), 1, limit=1)  # 1F0 1F1 1B0 1F2 1B1 1B2
-    assert dispatcher.best_waiting() == (task("1F0"), [task("0F0")])
+    assert best_waiting(dispatcher) == ("1F0", ["0F0"])
     arrive(dispatcher, "1F0 1F2")
-    assert dispatcher.ready_tasks() == [task("1F0"), task("1F2")]
+    assert ready(dispatcher) == ["1F0 may run", "1F2 may run"]
     assert ask(dispatcher) == "1F0"
-    assert dispatcher.ready_tasks() == [task("1F2")]  # withheld, but ready
-    assert dispatcher.best_waiting() == (task("1F1"), [task("0F1")])
+    assert ready(dispatcher) == ["1F2 is here, withheld by limit"]
+    assert best_waiting(dispatcher) == ("1F1", ["0F1"])
     arrive(dispatcher, "1F1")
-    assert dispatcher.best_waiting() == (task("1B0"), [task("2B0")])
+    assert best_waiting(dispatcher) == ("1B0", ["2B0"])
 
 
 def test_a_waiting_backward_lacks_its_forward_too() -> None:
     shape = Shape(2, 1)
     dispatcher = turns("bf", shape, 1)
     arrive(dispatcher, "1F0")
-    assert dispatcher.best_waiting() == (task("1B0"), [task("1F0")])
+    assert best_waiting(dispatcher) == ("1B0", ["1F0"])
     assert run_on(dispatcher) == "1F0 1B0"
-    assert dispatcher.best_waiting() is None
+    assert best_waiting(dispatcher) is None
+
+
+def test_who_withholds_a_task_is_told() -> None:
+    held = turns("bf", Shape(2, 2, num_chunks=2), 0, hold=2)
+    ask(held)
+    assert ready(held) == ["0F1 is here, withheld by hold"]
+    draining = turns("bf", Shape(2, 2, num_chunks=2), 0, limit=1)
+    ask(draining)
+    arrive(draining, "2F0")
+    assert ready(draining) == ["0F1 is here, withheld by limit", "2F0 may run"]
+    shape = Shape(2, 2)
+    order = an_order(shape, "0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0")
+    fixed = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED))
+    arrive(fixed, "1F1")
+    assert ready(fixed) == ["1F1 is here, withheld by order"]
+    leader = Dispatcher(shape, 1, Policy(HINTS["bf"]), Group(2, leads=True))
+    arrive(leader, "1F1")
+    assert ready(leader) == ["1F1 is here, withheld by coordination"]
+
+
+def test_a_story_tells_the_last_stimuli_and_an_error_has_it() -> None:
+    dispatcher = turns("bf", Shape(3, 4), 1)
+    arrive(dispatcher, "1F0", now_ns=5)
+    ask(dispatcher, 7)
+    with pytest.raises(DispatchError) as raised:
+        arrive(dispatcher, "1F0", now_ns=9)
+    sentence, _, story = str(raised.value).partition("\n")
+    assert sentence.endswith("a message was sent twice or to the wrong rank")
+    assert story.splitlines() == [
+        "pipeline rank 1 has 7 tasks left, D 1, 1 held",
+        "  1F1 lacks 0F1",
+        "  1F2 lacks 0F2",
+        "  1F3 lacks 0F3",
+        "  1B0 lacks 2B0",
+        "  1B1 lacks 1F1, 2B1",
+        "  1B2 lacks 1F2, 2B2",
+        "  and 1 more",
+        "  it last took in",
+        "    5 ns: InputArrived 1F0 0",
+        "    7 ns: ComputeIdle",
+        "    9 ns: InputArrived 1F0 0",
+    ]
+
+
+def test_a_dispatcher_is_told_in_a_line() -> None:
+    assert repr(turns("bf", Shape(3, 4), 1)) == (
+        "<Dispatcher of pipeline rank 1: bf ready, 8 of 8 tasks left>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda books: books.num_here.__setitem__(0, 9), "the counts of tasks that are here"),
+        (lambda books: books.num_ready.__setitem__(0, 9), "the counts of tasks that are ready"),
+        (lambda books: books.lacks.__setitem__(4, 0), "what a task lacks here"),
+        (lambda books: books.ready_sets[0].heaps[0][0].clear(), "a task that is ready and not in"),
+        (lambda books: setattr(books, "num_left", 3), "the count of tasks left"),
+    ],
+)
+def test_books_that_contradict_themselves_are_found(
+    spoil: Callable[[Any], object], what: str
+) -> None:
+    dispatcher = turns("bf", Shape(3, 4), 1)
+    arrive(dispatcher, "1F0 1F1")
+    spoil(dispatcher._books)
+    with pytest.raises(DispatchError, match=f"the dispatcher's books contradict {what}"):
+        arrive(dispatcher, "1F2")

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,39 +9,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.dispatching import DispatchSettings, GradOrder
-from rrfp.schedule.dispatcher import (
-    DEFAULT_LIMIT,
-    AgreementRule,
-    ComputeIdle,
-    Dispatch,
-    Dispatcher,
-    InputArrived,
-    RunTask,
-    WeightGradients,
-)
-from rrfp.schedule.hints import HINT_NAMES, TURNS, hint_named, kinds_of
-from rrfp.schedule.rehearsal import order_of
-from rrfp.schedule.shape import FORWARD_ONLY, Placement, Shape
+from rrfp.megatron.settings import DispatchSettings, GradOrder
+from rrfp.megatron.step_policy import step_policy
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.alternation import ALTERNATIONS
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Task
 
 
 def test_names_are_taken_as_text() -> None:
     settings: Any = {
-        "dispatch": "fixed",
+        "hint": "zb-v",
         "w": "ranked",
         "agreement": "unanimous",
         "grad_order": "arrival",
         "placement": "v",
     }
     assert DispatchSettings(**settings) == DispatchSettings(
-        dispatch=Dispatch.FIXED,
+        hint="zb-v",
         w=WeightGradients.RANKED,
         agreement=AgreementRule.UNANIMOUS,
         grad_order=GradOrder.ARRIVAL,
         placement=Placement.V,
     )
     assert DispatchSettings(**settings).placement is Placement.V
+    fixed: Any = {"dispatch": "fixed"}
+    assert DispatchSettings(**fixed).policy.dispatch is Dispatch.FIXED
 
 
 @pytest.mark.parametrize(
@@ -64,10 +61,10 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], complaint: str) -> 
 
 
 def test_one_bound_withholds_at_most() -> None:
-    assert DispatchSettings().effective_limit == DEFAULT_LIMIT
-    assert DispatchSettings(hold=3).effective_limit is None
-    assert DispatchSettings(hold=3).hold_slots(2) == 6
-    assert DispatchSettings(dispatch=Dispatch.FIXED, limit=3).effective_limit is None
+    assert DispatchSettings().policy.limit == DEFAULT_LIMIT
+    assert DispatchSettings(hold=3).policy.limit is None
+    assert DispatchSettings(hold=3).policy.hold_slots(2) == 6
+    assert DispatchSettings(dispatch=Dispatch.FIXED).policy.limit is None
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -80,16 +77,16 @@ def test_no_link_ever_holds_more_messages_than_its_credits(seed: int) -> None:
     bound: dict[str, Any] = draw.choice(
         [{}, {"limit": draw.randint(1, 4)}, {"hold": draw.randint(1, 4)}]
     )
-    settings = DispatchSettings(draw.choice(sorted(TURNS)), **bound)
+    settings = DispatchSettings(draw.choice(sorted(ALTERNATIONS)), **bound)
     forward_only = draw.random() < 0.2
     most = most_messages_on_a_link(settings, shape, draw, forward_only=forward_only)
-    num_credits = settings.num_credits(
+    num_credits = settings.policy.num_in_flight(
         shape.num_microbatches, num_chunks, forward_only=forward_only
     )
     assert most <= num_credits
 
 
-@pytest.mark.parametrize("hint", HINT_NAMES)
+@pytest.mark.parametrize("hint", HINTS)
 def test_a_fixed_order_fits_the_credits(hint: str) -> None:
     draw = random.Random(hint)
     settings = DispatchSettings(hint, dispatch=Dispatch.FIXED)
@@ -99,7 +96,7 @@ def test_a_fixed_order_fits_the_credits(hint: str) -> None:
             most = most_messages_on_a_link(settings, shape, draw, forward_only=False)
         except UsageError:
             continue  # no such order for this shape
-        assert most <= settings.num_credits(6, num_chunks, forward_only=False)
+        assert most <= settings.policy.num_in_flight(6, num_chunks, forward_only=False)
 
 
 def most_messages_on_a_link(
@@ -107,24 +104,9 @@ def most_messages_on_a_link(
 ) -> int:
     """Play one step with ranks and messages of random slowness: the most messages sent over any
     directed link that were not consumed yet."""
-    hint = hint_named(settings.hint, shape)
-    shape = replace(shape, kinds=kinds_of(hint))
-    order = order_of(hint, shape)
-    if forward_only:
-        shape = replace(shape, kinds=FORWARD_ONLY)
-        order = order.forwards()
-    dispatchers = [
-        Dispatcher(
-            shape,
-            rank,
-            hint if settings.hint in TURNS else order,
-            dispatch=settings.dispatch,
-            limit=settings.effective_limit,
-            hold=settings.hold_slots(shape.num_chunks),
-            order=order,
-        )
-        for rank in range(shape.num_ranks)
-    ]
+    steering = step_policy(settings.policy, shape, forward_only=forward_only)
+    shape = steering.shape
+    dispatchers = [Dispatcher(shape, rank, steering.policy) for rank in range(shape.num_ranks)]
     speeds = [draw.choice([1, 1, 30]) for _ in dispatchers]
     links: dict[tuple[int, int], list[Task]] = {}
     held: Counter[tuple[int, int]] = Counter()

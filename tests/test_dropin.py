@@ -1,8 +1,9 @@
-"""Megatron's contract, held against Megatron's own schedule on the same modules and data."""
+"""How the drop-in is called: its links, its steps, what it refuses, and how it fails. What it then
+learns stands in test_learns_the_same.py."""
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,17 +14,16 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.data import Batch
-from rrfp.megatron.dispatching import DispatchSettings
+from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.records import PhaseRecord, Record, TaskRecord
-from tests.ranks import run_ranks
+from rrfp.train.data.batches import Batch
+from tests.ranks import AT_END, run_ranks
 from tests.rigs import (
     MICROBATCHES,
     TIMEOUT_S,
-    Outcome,
     Rig,
     backwards_in_reverse,
     native,
@@ -34,100 +34,6 @@ from tests.rigs import (
 from tests.training import SMALL
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
-
-PP3 = {**SMALL, "layers": 3, "pp": 3, "microbatches": MICROBATCHES}
-
-
-# What a step gives, on three stages: the middle one has neither data nor a loss.
-
-
-def test_three_stages_keep_the_contract(tmp_path: Path) -> None:
-    hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(3, MICROBATCHES))
-    for found in run_ranks(3, on_rigs, compare_with_native, PP3, hint, timeout_s=TIMEOUT_S):
-        for case, (expected, *outcomes) in found.items():
-            for outcome in outcomes:
-                assert outcome == expected, case
-    last = found  # of the last stage, which has the losses
-    assert len(set(last["evaluation"][0].losses)) == MICROBATCHES
-    gradients = {case: outcomes[0].gradients_sha256 for case, outcomes in last.items()}
-    assert gradients["three values"] != gradients["per token"] != gradients["mean"]
-
-
-def compare_with_native(
-    layout: Any, settings: dict[str, Any], hint: str
-) -> dict[str, list[Outcome]]:
-    """By case, Megatron's outcome and then ours."""
-    rig = Rig(settings, layout)
-    config = rig.gpt.config
-    schedules = [
-        native(),
-        ours(),
-        ours(hint=hint),
-        ours(hint=hint, dispatch=Dispatch.FIXED),
-        ours(hint="f-first", limit=1),
-    ]
-
-    def outcomes(forward_step: Any = None, **arguments: Any) -> list[Outcome]:
-        return [rig.run(schedule, forward_step, **arguments) for schedule in schedules]
-
-    found = {"mean": outcomes(), "three values": outcomes(three_value_step)}
-    with torch.no_grad():
-        found["evaluation"] = outcomes(forward_only=True)
-        found["first validation"] = outcomes(forward_only=True, first_val_step=True)
-        found["other data"] = outcomes(non_loss_step, forward_only=True, collect_non_loss_data=True)
-    config.calculate_per_token_loss = True
-    found["per token"] = outcomes(three_value_step)
-    config.calculate_per_token_loss = False
-    config.deallocate_pipeline_outputs = False
-    found["kept outputs"] = outcomes()
-    config.deallocate_pipeline_outputs = True
-    config.no_sync_func, no_sync_func = None, config.no_sync_func
-    found["no no_sync"] = outcomes()
-    config.no_sync_func = no_sync_func
-    # On the middle stage: no iterator at all, and one that must not be pulled.
-    if layout.pp_rank == 1:
-        found["no iterator"] = [
-            rig.run(partial(schedule, data_iterator=None), data_at_the_ends_step)
-            for schedule in map(without_data, schedules)
-        ]
-        found["iterator not pulled"] = outcomes(data_at_the_ends_step, data=iter(()))
-    else:
-        found["no iterator"] = outcomes(data_at_the_ends_step)
-        found["iterator not pulled"] = outcomes(data_at_the_ends_step)
-    for schedule in schedules[1:]:
-        schedule.close()
-    return found
-
-
-def without_data(schedule: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The schedule, called with no iterator whatever it is given."""
-
-    def called(**arguments: Any) -> list[Any]:
-        return schedule(**{**arguments, "data_iterator": None})
-
-    return called
-
-
-def non_loss_step(data_iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
-    batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-
-    def largest(losses: torch.Tensor, *, non_loss_data: bool) -> dict[str, torch.Tensor]:
-        assert non_loss_data
-        return {"loss": losses.max()}
-
-    return output, largest
-
-
-def data_at_the_ends_step(
-    data_iterator: Iterator[Batch] | None, model: Any
-) -> tuple[torch.Tensor, Any]:
-    gpt = model.module
-    if not (gpt.pre_process or gpt.post_process):
-        return model(None, None, None), None
-    assert data_iterator is not None
-    return three_value_step(data_iterator, model)
-
 
 # How it is called: links, microbatches, refusals, failures.
 
@@ -152,7 +58,8 @@ def call_in_many_ways(layout: Any, settings: dict[str, Any], reverse: str) -> li
 
 def links() -> set[str]:
     """The names of the links' threads of this process."""
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("rrfp-")}
+    names = {thread.name for thread in threading.enumerate()} - {AT_END}
+    return {name for name in names if name.startswith("rrfp-")}
 
 
 def share_the_links(rig: Rig) -> None:

@@ -10,16 +10,19 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import Dispatch, Group
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.order import Order, parse_order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.engine import PipelineRun, play
+from rrfp.simulate.engine import PipelineRun
+from rrfp.simulate.play import play
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import RankRecords
 from tests.cases import Case, cases
 from tests.effort import examples
@@ -36,7 +39,7 @@ def even_times(shape: Shape, forward: int = 10, backward: int = 10, weight: int 
 
 
 def of_hint(name: str, shape: Shape, dispatch: Dispatch = Dispatch.FIXED) -> tuple[Shape, Policy]:
-    hint = hint_named(name, shape)
+    hint = hint_named(name).on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     return shape, Policy(hint, order_of(hint, shape), dispatch)
 
@@ -63,11 +66,9 @@ def test_a_step_is_what_an_independent_engine_makes_of_it(case: Case) -> None:
         return late_ns * receiver.member if sender.rank != receiver.rank else 0
 
     members = range(num_members)
-    groups = [
-        Group(num_members, each == 0, case.rule) if num_members > 1 else None for each in members
-    ]
+    groups = [Group(num_members, each == 0) if num_members > 1 else None for each in members]
     deciders = [
-        [policy.dispatcher(shape, rank, group) for group in groups]
+        [Dispatcher(shape, rank, policy, group) for group in groups]
         for rank in range(shape.num_ranks)
     ]
     other_world = OtherWorld(duration, latency, collectives=[[members]] * shape.num_stages)
@@ -88,7 +89,7 @@ def key(record: object) -> Task:
 def second_stage(num_microbatches: int, world: World) -> list[RankRecords]:
     """What the members of the second of two stages do in a forward-only step."""
     shape = Shape(2, num_microbatches, kinds=(F,))
-    hint = hint_named("bf", shape)
+    hint = hint_named("bf").on(shape)
     recording = new_recording(shape, world.num_members, 1, {})
     simulate_step(shape, Policy(hint), [world], recording=recording)
     return recording.ranks[world.num_members :]
@@ -139,7 +140,7 @@ def test_every_member_waits_for_a_round_that_finds_it_idle() -> None:
 
 def test_a_round_that_outlasts_the_task_beside_it_is_waited_for() -> None:
     shape = Shape(1, 3, kinds=(F,))
-    hint = hint_named("bf", shape)
+    hint = hint_named("bf").on(shape)
     world = World(even_times(shape), num_members=2, agreement_ns=30)
     run = play(shape, Policy(hint), world)
     # A round before the first task; the others begin with the task before them and outlast it.

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.evaluation import Evaluation
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.evaluation import Evaluation
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import RankRun, train_variants
 

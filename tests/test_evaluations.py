@@ -13,20 +13,20 @@ from polars.testing import assert_frame_equal
 
 from rrfp.analyze.cache import CachedTrace, load_frames
 from rrfp.analyze.chosen import choose, evaluations_of
-from rrfp.analyze.first_look import find_look
 from rrfp.analyze.frames import SCHEMAS, frames_of, recording_of
-from rrfp.analyze.report import report
-from rrfp.analyze.whatif import what_if
+from rrfp.analyze.initial_view import find_initial_view
+from rrfp.analyze.report.page import report
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
+from rrfp.replay.recorded import read_run
+from rrfp.replay.recorded_costs import costs_of
+from rrfp.replay.whatif import what_if
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.recorded import read_run
-from rrfp.simulate.replay import costs_of
 from rrfp.trace.check import check_contents
-from rrfp.trace.first_look import Preset
+from rrfp.trace.initial_view import Preset
 from rrfp.trace.merge import encode_run
-from rrfp.trace.perfetto import read_trace, write_trace
-from rrfp.trace.perfetto_reader import read_contents
+from rrfp.trace.perfetto.reader import read_contents, read_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import LossRecord, Recording
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
@@ -353,15 +353,15 @@ def test_a_viewer_shows_a_step_that_trains_first(tmp_path: Path) -> None:
     windows = step_windows(loop)
     write_trace(trace, loop)
     for preset in (None, Preset.BUBBLES, Preset.FLOW):
-        assert find_look(trace, preset).step == 1
-    shown = find_look(trace, Preset.BUBBLES, evaluations=True)
+        assert find_initial_view(trace, preset).step == 1
+    shown = find_initial_view(trace, Preset.BUBBLES, evaluations=True)
     # The first one in time warms up, and the last one takes longest.
     assert shown.step == evaluation_step(2)
-    assert shown.look.window is not None
-    assert shown.look.window[0] <= windows[evaluation_step(2)][0]
-    assert find_look(trace, None, evaluations=True).step == evaluation_step(1)
+    assert shown.view.window is not None
+    assert shown.view.window[0] <= windows[evaluation_step(2)][0]
+    assert find_initial_view(trace, None, evaluations=True).step == evaluation_step(1)
     write_trace(trace, without(loop, lambda step: not is_evaluation(step)))
-    assert find_look(trace, Preset.BUBBLES).step == evaluation_step(2)
+    assert find_initial_view(trace, Preset.BUBBLES).step == evaluation_step(2)
 
 
 def test_charts_and_the_report_name_evaluations(rrfp: Rrfp, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.exchange import broadcast_json, gather_tensors, no_objects
 from rrfp.runtime.decoding import integers
+from rrfp.train.ranks.exchange import broadcast_json, gather_tensors, no_objects
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -28,8 +28,8 @@ FORBIDDEN_NAMES = re.compile(
     r"pickle|_object(_list)?$|^(gather|scatter|all_gather|broadcast)_objects?\b|elastic_launch"
 )
 ALLOWED = {
-    ("rrfp/megatron/exchange.py", "all_gather_object"),
-    ("rrfp/megatron/exchange.py", "_unpickler"),
+    ("rrfp/train/ranks/exchange.py", "all_gather_object"),
+    ("rrfp/train/ranks/exchange.py", "_unpickler"),
 }
 """Where torch's own are shut."""
 
@@ -82,7 +82,7 @@ def test_nothing_in_the_package_pickles_or_meets_by_elastic(path: Path) -> None:
     ],
 )
 def test_the_walk_finds_what_is_forbidden(source: str) -> None:
-    assert list(forbidden("rrfp/megatron/rank.py", source))
+    assert list(forbidden("rrfp/train/rank.py", source))
 
 
 def in_groups() -> dict[str, Any]:
@@ -146,7 +146,7 @@ def address_of_gloo() -> list[str]:
     from tests.watch import doors_of
 
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
-    from rrfp.megatron.gloo import one_device_at
+    from rrfp.train.ranks.gloo import one_device_at
 
     with one_device_at("127.0.0.1"):
         dist.init_process_group("gloo")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.megatron.children import Failure
-from rrfp.megatron.failure import FailureReport, first_line
-from rrfp.megatron.launch import _first_failure
+from rrfp.errors import first_line
 from rrfp.trace.rundir import RunDir
+from rrfp.train.ranks.children import Failure
+from rrfp.train.ranks.failure import FailureReport
+from rrfp.train.ranks.launch import _first_failure
 
 REPORT = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False)
 

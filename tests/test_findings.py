@@ -11,13 +11,13 @@ from rrfp.analyze.blame import Fault, Owner, blame
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.findings import findings, headline
 from rrfp.analyze.frames import Frames, frames_of
+from rrfp.replay.recorded import read_run
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Task
-from rrfp.simulate.recorded import read_run
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.perfetto import read_trace
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import PhaseRecord, ReceiveRecord, SendRecord, TaskRecord
 from tests.cases import Case, cases
 from tests.effort import examples

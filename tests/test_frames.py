@@ -20,12 +20,13 @@ from rrfp.analyze.frames import (
     Frames,
     frames_of,
     recording_of,
-    windows,
 )
 from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.step_sample import StepSample
 from rrfp.schedule.shape import Shape
-from rrfp.trace import perfetto_reader
-from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.perfetto import reader as perfetto_reader
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from rrfp.trace.steps import step_windows
 from tests.recordings import make_recording
@@ -81,7 +82,7 @@ def test_counters_are_those_of_the_tasks() -> None:
 def test_the_windows_are_those_of_the_recording() -> None:
     recording = make_recording(3, 3, 3)
     recording.ranks[1].phases[:] = [each for each in recording.ranks[1].phases if each.step != 1]
-    found = {step: (start, end) for step, start, end in windows(frames_of(recording)).iter_rows()}
+    found = {step: (start, end) for step, start, end in frames_of(recording).windows.iter_rows()}
     assert found == step_windows(recording)
     assert sorted(found) == [0, 2]
 
@@ -260,7 +261,7 @@ def test_of_a_long_run_steps_from_its_middle_are_replayed(
     monkeypatch.setattr(structural, "read_run", read_run)
     frames = frames_of(make_recording(2, 3, 9))
     for num_tasks in (1, 36, 1000):
-        monkeypatch.setattr(structural, "_NUM_TASKS_REPLAYED", num_tasks)
+        monkeypatch.setattr(structural, "_SAMPLE", StepSample(num_tasks, 40_000))
         with pytest.raises(RrfpError, match="enough"):
             structural.structural_of(frames)
     assert replayed == [{4}, {1, 4, 7}, set(range(9))]

@@ -18,13 +18,13 @@ def num_devices() -> int:
 
 def meet() -> tuple[int, float, float]:
     """The gloo devices of this rank in Megatron's groups, and sums over two groups of them."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core import parallel_state
 
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
 
     with parallel_groups(TrainSettings(pp=2, dp=2)) as layout:
         pipeline, replicas = torch.tensor([10.0**layout.rank]), torch.tensor([10.0**layout.rank])

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.megatron.dispatching import GradOrder
-from rrfp.megatron.gradients import GradientSum, gradient_sum
+from rrfp.megatron.settings import GradOrder
+from rrfp.megatron.step.gradients import GradientSum, gradient_sum
 
 MICROBATCHES = 5
 ORDERS = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 0, 4, 2, 3], [2, 0, 1, 4, 3]]

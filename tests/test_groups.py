@@ -4,28 +4,20 @@ also ahead of the running task's end."""
 import pytest
 
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    AgreementRule,
-    Dispatch,
-    Dispatcher,
-    DispatchError,
-    Group,
-    InputArrived,
-    RunTask,
-    TaskAgreed,
-    Waited,
-)
-from rrfp.schedule.hints import TURNS, hint_named
+from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.instructions import RunTask, Waited
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import InputArrived, TaskAgreed
 from tests.decisions import arrive, ask, ask_ahead, run_on, task, turns
 
 LEADER_OF_2 = Group(num_members=2, leads=True)
 FOLLOWER_OF_2 = Group(num_members=2, leads=False)
-UNANIMOUS_LEADER_OF_2 = Group(2, leads=True, rule=AgreementRule.UNANIMOUS)
 
 
 def test_a_leader_runs_only_what_every_member_reported() -> None:
-    dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], group=LEADER_OF_2)
+    dispatcher = Dispatcher(Shape(3, 4), 1, Policy(HINTS["bf"]), group=LEADER_OF_2)
     arrive(dispatcher, "1F0 1F1")
     assert ask(dispatcher) == "warmup"
     arrive(dispatcher, "1F1", member=1)
@@ -36,7 +28,7 @@ def test_a_leader_runs_only_what_every_member_reported() -> None:
 
 
 def test_a_leader_that_lacks_the_input_itself_does_not_blame_the_group() -> None:
-    dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], group=LEADER_OF_2)
+    dispatcher = Dispatcher(Shape(3, 4), 1, Policy(HINTS["bf"]), group=LEADER_OF_2)
     arrive(dispatcher, "1F0")
     arrive(dispatcher, "1F0 1F1", member=1)
     assert run_on(dispatcher) == "1F0"
@@ -44,7 +36,7 @@ def test_a_leader_that_lacks_the_input_itself_does_not_blame_the_group() -> None
 
 
 def test_a_leader_of_the_first_stage_needs_no_reports_to_admit() -> None:
-    dispatcher = Dispatcher(Shape(2, 2), 0, TURNS["bf"], group=LEADER_OF_2)
+    dispatcher = Dispatcher(Shape(2, 2), 0, Policy(HINTS["bf"]), group=LEADER_OF_2)
     assert run_on(dispatcher).startswith("0F0 0F1")
 
 
@@ -69,14 +61,14 @@ def test_a_follower_at_the_limit_waits_for_the_limit() -> None:
 
 
 def turns_of_follower(limit: int | None = None) -> Dispatcher:
-    return Dispatcher(Shape(3, 4), 1, TURNS["bf"], limit=limit, group=FOLLOWER_OF_2)
+    return Dispatcher(Shape(3, 4), 1, Policy(HINTS["bf"], limit=limit), group=FOLLOWER_OF_2)
 
 
 @pytest.mark.parametrize("group", [LEADER_OF_2, FOLLOWER_OF_2])
 def test_fixed_dispatch_in_a_group_tells_the_order_from_the_group(group: Group) -> None:
     shape = Shape(3, 4)
-    order = hint_named("1f1b", shape)
-    dispatcher = Dispatcher(shape, 1, order, dispatch=Dispatch.FIXED, group=group)
+    order = hint_named("1f1b").on(shape)
+    dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED), group=group)
     for text in ("1F0", "1F1"):
         arrive(dispatcher, text)
         if group.leads:
@@ -94,7 +86,9 @@ def test_fixed_dispatch_in_a_group_tells_the_order_from_the_group(group: Group) 
 
 
 def test_unanimous_members_run_what_each_of_them_would_pick() -> None:
-    dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], group=UNANIMOUS_LEADER_OF_2)
+    dispatcher = Dispatcher(
+        Shape(3, 4), 1, Policy(HINTS["bf"], agreement=AgreementRule.UNANIMOUS), group=LEADER_OF_2
+    )
     for member in range(2):
         arrive(dispatcher, "1F0 1F1", member=member)
     assert run_on(dispatcher) == "1F0 1F1"
@@ -102,7 +96,9 @@ def test_unanimous_members_run_what_each_of_them_would_pick() -> None:
 
 def test_unanimous_members_with_different_first_picks_run_nothing() -> None:
     def agrees_by(rule: AgreementRule) -> str:
-        dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], group=Group(2, True, rule))
+        dispatcher = Dispatcher(
+            Shape(3, 4), 1, Policy(HINTS["bf"], agreement=rule), group=LEADER_OF_2
+        )
         arrive(dispatcher, "1F0 1F1")
         arrive(dispatcher, "1F1", member=1)
         return ask(dispatcher)
@@ -112,7 +108,12 @@ def test_unanimous_members_with_different_first_picks_run_nothing() -> None:
 
 
 def test_a_first_pick_of_a_member_counts_the_bounds_and_the_round_of_the_group() -> None:
-    dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], limit=1, group=UNANIMOUS_LEADER_OF_2)
+    dispatcher = Dispatcher(
+        Shape(3, 4),
+        1,
+        Policy(HINTS["bf"], limit=1, agreement=AgreementRule.UNANIMOUS),
+        group=LEADER_OF_2,
+    )
     for member in range(2):
         arrive(dispatcher, "1F0", member=member)
     assert ask(dispatcher) == "1F0"
@@ -128,7 +129,9 @@ def test_a_first_pick_of_a_member_counts_the_bounds_and_the_round_of_the_group()
 
 
 def test_unanimous_members_need_no_report_for_what_comes_from_their_own_rank() -> None:
-    dispatcher = Dispatcher(Shape(1, 2), 0, TURNS["bf"], group=UNANIMOUS_LEADER_OF_2)
+    dispatcher = Dispatcher(
+        Shape(1, 2), 0, Policy(HINTS["bf"], agreement=AgreementRule.UNANIMOUS), group=LEADER_OF_2
+    )
     assert run_on(dispatcher) == "0F0 0B0 0F1 0B1"
 
 
@@ -201,7 +204,7 @@ def test_a_follower_decides_nothing_ahead() -> None:
 
 
 def test_a_member_that_reports_twice_is_an_error_and_not_another_member() -> None:
-    dispatcher = Dispatcher(Shape(3, 4), 1, TURNS["bf"], group=Group(3, leads=True))
+    dispatcher = Dispatcher(Shape(3, 4), 1, Policy(HINTS["bf"]), group=Group(3, leads=True))
     arrive(dispatcher, "1F0", member=1)
     with pytest.raises(DispatchError, match="1F0 arrived on member 1 of pipeline rank 1"):
         dispatcher.handle(0, InputArrived(task("1F0"), 1))
@@ -225,13 +228,13 @@ def test_a_task_agreed_on_twice_is_an_error() -> None:
 
 @pytest.mark.parametrize("group", [None, LEADER_OF_2])
 def test_a_rank_that_decides_is_told_nothing(group: Group | None) -> None:
-    dispatcher = Dispatcher(Shape(2, 2), 0, TURNS["bf"], group=group)
+    dispatcher = Dispatcher(Shape(2, 2), 0, Policy(HINTS["bf"]), group=group)
     with pytest.raises(DispatchError, match="agreed on 0F1"):
         dispatcher.handle(0, TaskAgreed(task("0F1")))
 
 
 def test_unfinished_tells_what_is_ready_and_at_which_members_inputs_lack() -> None:
-    dispatcher = Dispatcher(Shape(3, 2), 1, TURNS["bf"], group=Group(3, leads=True))
+    dispatcher = Dispatcher(Shape(3, 2), 1, Policy(HINTS["bf"]), group=Group(3, leads=True))
     for member in range(3):
         arrive(dispatcher, "1F0", member=member)
     arrive(dispatcher, "1F1", member=2)

@@ -3,16 +3,11 @@
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints import (
-    HINT_NAMES,
-    TURNS,
-    Turns,
-    hint_named,
-    kinds_of,
-    splits_backward,
-)
+from rrfp.schedule.hints.alternation import Alternation
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import Order
-from rrfp.schedule.orders import ORDERS
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind
 
@@ -24,7 +19,7 @@ SPLIT = {"bfw", "bfw-deep", "zb-h1", "zb-v"}
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
-    assert HINT_NAMES == (
+    assert tuple(HINTS) == (
         "bf",
         "fb",
         "b-first",
@@ -40,11 +35,11 @@ def test_the_names_are_those_of_the_command_line() -> None:
     )
 
 
-@pytest.mark.parametrize("name", HINT_NAMES)
+@pytest.mark.parametrize("name", HINTS)
 def test_every_name_gives_the_hint_of_that_name(name: str) -> None:
-    hint = hint_named(name, SHAPES.get(name, Shape(2, 3)))
+    hint = hint_named(name).on(SHAPES.get(name, Shape(2, 3)))
     assert hint.name == name
-    assert splits_backward(hint) == (name in SPLIT)
+    assert hint.splits_backward == (name in SPLIT)
     assert kinds_of(hint) == (SPLIT_BACKWARD if name in SPLIT else WHOLE_BACKWARD)
 
 
@@ -60,23 +55,24 @@ def test_every_name_gives_the_hint_of_that_name(name: str) -> None:
         ("bfw-deep", Kind.B, Kind.F, True, True),
     ],
 )
-def test_turns_are_those_of_the_method(
+def test_alternations_are_those_of_the_method(
     name: str, first: Kind, second: Kind, in_rounds: bool, deep: bool
 ) -> None:
-    hint = TURNS[name]
+    hint = HINTS[name]
+    assert isinstance(hint, Alternation)
     assert (hint.first, hint.second, hint.in_rounds, hint.deep) == (first, second, in_rounds, deep)
 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_an_order_is_made_for_the_shape_whatever_its_kinds(name: str) -> None:
     shape = SHAPES.get(name, Shape(2, 3))
-    hint = hint_named(name, shape)
-    assert not isinstance(hint, Turns)
+    hint = hint_named(name).on(shape)
+    assert not isinstance(hint, Alternation)
     assert isinstance(hint, Order)
     assert (hint.shape.num_ranks, hint.shape.num_chunks) == (shape.num_ranks, shape.num_chunks)
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(UsageError) as refusal:
-        hint_named("zigzag", Shape(2, 3))
+        hint_named("zigzag").on(Shape(2, 3))
     assert str(refusal.value).startswith("'zigzag' is neither a hint (bf, fb, b-first, f-first, ")

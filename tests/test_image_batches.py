@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.megatron.corpus import DOCUMENT_END
-from rrfp.megatron.data import open_data
-from rrfp.megatron.documents import Document
-from rrfp.megatron.image_batches import ImageBatch, ImageData, cut, pack
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.data.corpus import DOCUMENT_END
+from rrfp.train.data.documents import Document
+from rrfp.train.data.image_batches import ImageBatch, ImageData, cut, pack
+from rrfp.train.data.open import open_data
+from rrfp.train.settings import TrainSettings
 from tests.effort import examples
 
 PATCH = 2
@@ -74,7 +74,7 @@ def check_form(batch: ImageBatch, settings: TrainSettings) -> None:
     length = batch["tokens"].shape[1]
     num_patches = len(batch["patches"])
     assert length >= 1
-    assert length % settings.tp == 0
+    assert length % settings.layout.tp == 0
     for name in ("tokens", "labels", "position_ids", "document_ids"):
         assert batch[name].shape == (1, length)
         assert batch[name].dtype == torch.int64
@@ -83,8 +83,8 @@ def check_form(batch: ImageBatch, settings: TrainSettings) -> None:
     assert batch["loss_mask"].sum() > 0
     is_padding = batch["document_ids"] < 0
     assert not batch["loss_mask"][is_padding].any()
-    assert is_padding.sum() < settings.tp
-    assert batch["patches"].shape == (num_patches, 3 * settings.patch_size**2)
+    assert is_padding.sum() < settings.layout.tp
+    assert batch["patches"].shape == (num_patches, 3 * settings.data.patch_size**2)
     assert batch["patches"].dtype == torch.float32
     assert batch["patch_counts"].sum() == num_patches
     assert batch["patch_places"].shape == (num_patches, 2)
@@ -108,7 +108,7 @@ def test_microbatches_have_every_number_of_images_and_depend_on_their_place_alon
     captions = set()
     for step in range(8):
         for replica in replicas:
-            for microbatch in range(settings.microbatches):
+            for microbatch in range(settings.data.microbatches):
                 batch = replica.batch(step, microbatch)
                 counts.append(len(batch["patch_counts"]))  # type: ignore[typeddict-item]
                 captions.add(batch["tokens"].numpy().tobytes())
@@ -127,10 +127,10 @@ def test_heldout_microbatches_are_images_that_no_training_sees() -> None:
     seen = {
         image.tobytes()
         for step in range(4)
-        for index in range(settings.microbatches)
+        for index in range(settings.data.microbatches)
         for image in data.batches(0).batch(step, index)["patches"].numpy()
     }
     for batch in heldout:
         check_form(batch, settings)
-        assert len(batch["patch_counts"]) == settings.max_images
+        assert len(batch["patch_counts"]) == settings.data.max_images
         assert not any(image.tobytes() in seen for image in batch["patches"].numpy())

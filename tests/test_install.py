@@ -31,15 +31,15 @@ def test_a_training_loop_finds_ours_and_learns_the_same() -> None:
 def train_before_and_after_installing() -> tuple[list[str], list[float], list[float]]:
     """The classes of what the known places give once installed, and a run's losses before and
     after."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core import pipeline_parallel
     from megatron.core.pipeline_parallel import schedules
 
     import rrfp.megatron
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
 
     # Megatron-LM's loop has imported the name by the time its user's script runs.
     loop: Any = ModuleType("megatron.training.training")
@@ -59,9 +59,9 @@ def train_before_and_after_installing() -> tuple[list[str], list[float], list[fl
 
 
 def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
-    from rrfp.megatron.data import open_data
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.training import Trainer
+    from rrfp.train.data.open import open_data
+    from rrfp.train.models.model import build_model
+    from rrfp.train.training import Trainer
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
@@ -119,9 +119,9 @@ def primus() -> Iterator[Any]:
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The modules that have Megatron's function; whatever is put there, it is back in the end."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core import pipeline_parallel
     from megatron.core.pipeline_parallel import schedules
 

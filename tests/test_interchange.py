@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.whatif import what_if
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.interchange.assemble import assemble
@@ -35,14 +34,15 @@ from rrfp.interchange.ranges import (
     wait_range,
 )
 from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
+from rrfp.replay.recorded import read_run
+from rrfp.replay.whatif import what_if
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.recorded import read_run
 from rrfp.trace.check import check_contents
-from rrfp.trace.perfetto_reader import read_contents
-from rrfp.trace.perfetto_writer import write_trace
+from rrfp.trace.perfetto.reader import read_contents
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording, WaitRecord
 from rrfp.trace.steps import evaluation_step, step_windows
 from tests.effort import examples
@@ -148,7 +148,7 @@ def test_a_profile_gives_a_whole_run(
     assert len(steps) == 3
     for rank in range(4):
         for step in steps:
-            assert order_of(recording, rank, step) == ORDERS[order](shape).rows[rank]
+            assert order_of(recording, rank, step) == ORDERS[order].on(shape).rows[rank]
     assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
 
     write_trace(tmp_path / "trace.pftrace", recording)
@@ -357,7 +357,7 @@ def test_a_torn_step_is_left_out(
     imported = import_run([spoilt("pipelining-1f1b", tear)])
     (note,) = imported.notes
     assert note.startswith(f"{len(torn)} of 4 profiles begin in the middle of a step")
-    rows = ORDERS["1f1b"](Shape(4, 8)).rows
+    rows = ORDERS["1f1b"].on(Shape(4, 8)).rows
     for rank in range(4):
         steps = [phase.step for phase in imported.recording.ranks[rank].phases]
         missing = 0 if len(torn) == 4 else int(rank in torn)
@@ -633,7 +633,7 @@ def test_what_cannot_be_written_leaves_things_as_they_were(
     def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rrfp.trace.perfetto_writer.write_trace", is_full)
+    monkeypatch.setattr("rrfp.trace.run_files.write_trace", is_full)
     assert _rrfp("trace", "import", str(FIXTURES / "megatron"), "-o", str(run), "--force") == 1
     assert "could not be written: No space left" in capsys.readouterr().err
     assert [file.name for file in tmp_path.rglob("*")] == (

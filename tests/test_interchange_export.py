@@ -10,12 +10,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from rrfp.analyze.export import TABLES
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
-from rrfp.cli.interchange import TABLES
 from rrfp.interchange.chrome import write_chrome
 from rrfp.interchange.files import import_run
-from rrfp.trace.perfetto_writer import write_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import TaskRecord, WaitRecord
 from tests.recordings import make_recording
 from tests.trace_processor import MISSING, trace_processor

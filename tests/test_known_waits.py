@@ -21,14 +21,14 @@ from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment
-from rrfp.analyze.whatif import Change, what_if
+from rrfp.replay.whatif import Change, what_if
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.order import Order, parse_order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import NS_PER_S, Recording
 from tests.effort import examples
 from tests.step_times import equal_times, policy_of, simulated

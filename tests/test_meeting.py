@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.meeting import meeting
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.ranks.meeting import meeting
+from rrfp.train.settings import TrainSettings
 from tests.trained import free_port
 
 
@@ -97,7 +97,7 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
 
 def test_hosts_with_other_files_are_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
-    monkeypatch.setattr("rrfp.megatron.meeting.sha256_of", lambda path: next(digests))
+    monkeypatch.setattr("rrfp.train.ranks.meeting.sha256_of", lambda path: next(digests))
     words = r"content of --admit order.txt is \w+... on host 0 and \w+... on host 1"
     with both(port, admit="order.txt") as other:
         with pytest.raises(UsageError, match=words):

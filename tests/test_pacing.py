@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.native_pace import NativePace
-from rrfp.megatron.pacing import PaceTally, StepPacer, check_pace, make_pace
-from rrfp.megatron.settings import TrainSettings
+from rrfp.megatron.native.pace import NativePace
+from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.cost_files import resolve_costs
-from rrfp.simulate.costs import Costs
+from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.trial import Setting, run_settings
-from rrfp.simulate.world import Policy
+from rrfp.train.pacing import PaceTally, StepPacer, check_pace, make_pace
+from rrfp.train.settings import TrainSettings
 from tests.effort import examples
 
 WORK_NS = 1000
@@ -82,7 +82,7 @@ def test_tasks_take_as_long_as_those_of_the_simulator(
 ) -> None:
     """Two steps of two replicas, task by task, in the order in which the simulator ran them."""
     shape = Shape(3, 5)
-    chosen = hint_named(hint, shape)
+    chosen = hint_named(hint).on(shape)
     setting = Setting(
         shape=replace(shape, kinds=kinds_of(chosen)),
         policy=Policy(chosen),

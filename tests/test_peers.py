@@ -2,7 +2,7 @@
 takes; late sends; the comparison of gradients. The schedules run in test_torch_schedule.py."""
 
 import math
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,11 +15,12 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.gradient_check import relative_difference
-from rrfp.megatron.late_sends import LateSends
-from rrfp.megatron.peers import PEERS, Peer, check_peer
-from rrfp.megatron.settings import TrainSettings
+from rrfp.race.delayed_sends import DelayedSends
+from rrfp.race.gradient_check import relative_difference
+from rrfp.race.peers import PEERS, Peer, check_peer
 from rrfp.schedule.tasks import parse_task
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
 
 
 def of_torch(peer: Peer, num_ranks: int, num_microbatches: int) -> Any:
@@ -84,7 +85,7 @@ def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
     for num_ranks in (2, 4):
         for number in range(1, 12):
             settings = settings_of(name, num_ranks, number)
-            settings.validate()
+            check_settings(settings)
             torch_takes = takes(of_torch, PEERS[name], num_ranks, number)
             assert takes(check_peer, name, settings) == torch_takes, (num_ranks, number)
 
@@ -106,20 +107,21 @@ def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
 def test_what_cannot_run_is_refused_in_a_sentence(
     name: str, changed: dict[str, Any], told: str
 ) -> None:
-    settings = replace(settings_of(name if name in PEERS else "1f1b", 4, 8), **changed)
+    settings = settings_of(name if name in PEERS else "1f1b", 4, 8).changed(**changed)
     with pytest.raises(UsageError, match=told):
         check_peer(name, settings)
 
 
 # Late sends.
 
+PATIENCE_S = 20.0
+
 
 class Work:
-    """What waits for a transfer, with the time at which that began."""
+    """What waits for a transfer."""
 
     def __init__(self, op: Any) -> None:
         self.op = op
-        self.began_s = time.monotonic()
         self.has_waited = False
 
     def wait(self) -> None:
@@ -142,34 +144,45 @@ def op(function: Callable[..., Any], peer: int, name: str = "") -> Any:
     return SimpleNamespace(op=function, peer=peer, name=name)
 
 
-def test_sends_leave_late_one_after_another_and_nobody_waits_for_them() -> None:
-    late, transfers = LateSends(), Transfers()
+def test_sends_leave_late_one_after_another_and_nobody_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time_passes = threading.Event()
+    slept_ns: list[int] = []
+
+    def sleep_until(end_ns: int) -> None:
+        slept_ns.append(end_ns)
+        assert time_passes.wait(PATIENCE_S)
+
+    monkeypatch.setattr("rrfp.race.delayed_sends.sleep_until", sleep_until)
+    monkeypatch.setattr("rrfp.race.delayed_sends.monotonic", lambda: 0)
+    late, transfers = DelayedSends(), Transfers()
     batch = late.batch(transfers)
     first, second, last = (op(dist.isend, 1, name) for name in ("first", "second", "last"))
     other, receive = op(dist.isend, 2, "other"), op(dist.irecv, 1, "receive")
-    late.put_off([first], 60_000_000)
-    late.put_off([second], 30_000_000)
-    late.put_off([other], 10_000_000)
-    late.put_off([last], 0)
-    began_s = time.monotonic()
+    late.hold_back([first], 60)
+    late.hold_back([second], 30)
+    late.hold_back([other], 10)
+    late.hold_back([last], 0)
     handles = batch([first, receive, other]) + batch([second]) + batch([last])
-    assert time.monotonic() - began_s < 0.05
+    # No time has passed for the sends, and all this came back nevertheless.
+    assert [work.op.name for work in transfers.works] == ["receive"]
+    time_passes.set()
     for handle in handles:
         handle.wait()
-    began = {work.op.name: work.began_s - began_s for work in transfers.works}
-    assert began["receive"] < 0.05
-    assert began["other"] >= 0.01
-    assert began["first"] >= 0.06
-    assert began["second"] >= began["first"] + 0.03
-    # Not put off itself, but behind the others on their link.
-    assert began["last"] >= began["second"]
+    began = [work.op.name for work in transfers.works]
+    # The last is not put off itself, but stands behind the others on their link.
+    assert [name for name in began if name != "other"] == ["receive", "first", "second", "last"]
+    assert sorted(began) == ["first", "last", "other", "receive", "second"]
+    assert [ns for ns in slept_ns if ns != 10] == [60, 30, 0]
+    assert sorted(slept_ns) == [0, 10, 30, 60]
     assert all(work.has_waited for work in transfers.works)
 
 
 def test_without_modelled_times_torch_batches_as_it_does() -> None:
-    late, transfers = LateSends(), Transfers()
+    late, transfers = DelayedSends(), Transfers()
     ops = [op(dist.isend, 1), op(dist.irecv, 1)]
-    late.put_off(ops[:1], 0)
+    late.hold_back(ops[:1], 0)
     assert late.batch(transfers)(ops) == transfers.works
     assert [work.op for work in transfers.works] == ops
 
@@ -178,8 +191,8 @@ def test_what_a_late_send_raises_is_raised_where_it_is_waited_for() -> None:
     def fail(_: list[Any], desc: str | None = None) -> list[Any]:
         raise RuntimeError("connection closed by peer")
 
-    late, send = LateSends(), op(dist.isend, 1)
-    late.put_off([send], 1)
+    late, send = DelayedSends(), op(dist.isend, 1)
+    late.hold_back([send], 1)
     (handle,) = late.batch(fail)([send])
     with pytest.raises(RuntimeError, match="closed by peer"):
         handle.wait()

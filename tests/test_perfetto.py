@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
-from rrfp.trace import perfetto_reader
-from rrfp.trace.perfetto import read_trace, write_trace
-from rrfp.trace.perfetto_format import bounds_of
-from rrfp.trace.perfetto_reader import read_contents
+from rrfp.trace.perfetto import reader as perfetto_reader
+from rrfp.trace.perfetto.format import bounds_of
+from rrfp.trace.perfetto.reader import read_contents, read_trace
+from rrfp.trace.perfetto.tracks import assign_lanes
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
-from rrfp.trace.tracks import assign_lanes
 from tests.recordings import make_recording
 
 _BEGIN, _END = pb.TrackEvent.TYPE_SLICE_BEGIN, pb.TrackEvent.TYPE_SLICE_END

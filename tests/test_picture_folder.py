@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from rrfp.errors import UsageError
-from rrfp.megatron.data import open_data
-from rrfp.megatron.data_source import check_data
-from rrfp.megatron.documents import Part
-from rrfp.megatron.picture_folder import PictureFolder
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.data.documents import Part
+from rrfp.train.data.open import open_data
+from rrfp.train.data.picture_folder import PictureFolder
+from rrfp.train.data.sources import check_data
+from rrfp.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(model="vlm")
 

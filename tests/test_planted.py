@@ -18,8 +18,8 @@ from rrfp.megatron.groups import Place, coupled_pipelines
 from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.protocols import Inbox
 from rrfp.runtime.rendezvous import Rendezvous, clock_offset
-from rrfp.runtime.socket_transport import SocketTransport
 from rrfp.runtime.stall import StallRow, StoreStallBoard
+from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.trace.records import RankInfo
 from tests.trained import TINY
 from tests.watch import descendants, read_store, store_of
@@ -83,6 +83,7 @@ def take_part(store: Any, rank: int) -> None:
             allow_unix=allow_unix,
             address="127.0.0.1",
         )
+        transport.open()
         transport.close(farewell=False)
 
 

@@ -114,14 +114,14 @@ def test_megatrons_groups_give_the_place() -> None:
 
 def places_in_megatron(settings: dict[str, Any]) -> list[Place]:
     """This rank's place in a dense model, in one with experts, and in groups that it passes."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from rrfp.megatron.groups import place_in, step_groups
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
 
     with parallel_groups(TrainSettings(**settings), timeout_s=60.0):
         groups = step_groups(None, None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
-from rrfp.trace.protobuf import DecodeError, Spans, buffer_of, find, read_fields
+from rrfp.trace.perfetto.protobuf import DecodeError, Spans, buffer_of, find, read_fields
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _notes = st.builds(

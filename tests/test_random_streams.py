@@ -24,7 +24,7 @@ ORDERS = [
 def gradients_by_order(layout: Any, settings: dict[str, Any]) -> list[dict[str, str]]:
     """The gradients of a step in each of the orders, from the same random states; and last those
     of a second step."""
-    from rrfp.megatron.random_streams import RandomStreams
+    from rrfp.megatron.step.random_streams import RandomStreams
 
     chunk = Chunk(layout, settings)
     streams = RandomStreams(torch.device("cpu"))
@@ -38,7 +38,7 @@ def gradients_by_order(layout: Any, settings: dict[str, Any]) -> list[dict[str, 
 
 
 def gradients(chunk: Chunk, streams: Any, order: list[tuple[str, int]]) -> dict[str, str]:
-    from rrfp.megatron.gradients import CanonicalGradients
+    from rrfp.megatron.step.gradients import CanonicalGradients
 
     chunk.model.zero_grad_buffer()
     total = CanonicalGradients(chunk.model.parameters(), MICROBATCHES)
@@ -105,7 +105,7 @@ def test_streams() -> None:
 def check_streams(_layout: Any) -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    from rrfp.megatron.random_streams import RandomStreams
+    from rrfp.megatron.step.random_streams import RandomStreams
 
     tracker = megatron_random.get_cuda_rng_tracker()
     names = list(tracker.get_states())
@@ -225,7 +225,7 @@ def test_a_loop_that_never_seeded_megatrons_tracker() -> None:
 def check_streams_without_named_states(_layout: Any) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rrfp.megatron.random_streams import RandomStreams
+    from rrfp.megatron.step.random_streams import RandomStreams
 
     get_cuda_rng_tracker().reset()
     streams = RandomStreams(torch.device("cpu"))
@@ -256,7 +256,7 @@ def refuse_graph_safe_states(_layout: Any) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     from rrfp.errors import UsageError
-    from rrfp.megatron.random_streams import RandomStreams
+    from rrfp.megatron.step.random_streams import RandomStreams
 
     get_cuda_rng_tracker().use_cudagraphable_rng = True
     with pytest.raises(UsageError, match="use_cudagraphable_rng off"):

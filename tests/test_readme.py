@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,52 @@ PAGES = [
 ]
 README = (ROOT / "README.md").read_text()
 
+PICTURE = ROOT / "docs" / "images" / "step.svg"
+
+_CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`(rrfp [a-z][^`]*)`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def _commands(page: Path) -> list[str]:
-    """The `rrfp` commands that a page tells its reader to run."""
-    text = page.read_text()
-    shell = [
+    """The `rrfp` commands that a page has its reader run."""
+    lines = [
         line.removeprefix("$ ").strip()
-        for language, block in _BLOCK.findall(text)
+        for language, block in _BLOCK.findall(page.read_text())
         if language in ("sh", "console")
         for line in block.replace("\\\n", " ").splitlines()
     ]
-    inline = [" ".join(command.split()) for command in _INLINE.findall(text)]
-    return [command for command in (*shell, *inline) if command.startswith("rrfp ")]
+    return [line for line in lines if line.startswith("rrfp ")]
+
+
+def _mentions(page: Path) -> list[str]:
+    """Those that stand in its text; some are only the name of a verb."""
+    return [" ".join(command.split()) for command in _INLINE.findall(page.read_text())]
 
 
 COMMANDS = sorted({command for page in PAGES for command in _commands(page)})
+MENTIONS = sorted({command for page in PAGES for command in _mentions(page)})
 
 
-def _parse(command: str) -> None:
+def _parse(command: str, *, may_be_a_name: bool = False) -> None:
     """Parse as the command line does, without running anything."""
     target: Any = typer.main.get_command(cli.app)
     _, *arguments = shlex.split(command.partition(" > ")[0], comments=True)
     while hasattr(target, "commands") and arguments:
         target = target.commands[arguments.pop(0)]
-    if arguments != ["--help"]:
+    if arguments != ["--help"] and (arguments or not may_be_a_name):
         target.make_context("rrfp", arguments)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command: str) -> None:
     _parse(command)
+
+
+@pytest.mark.parametrize("command", MENTIONS)
+def test_every_command_in_the_text_parses(command: str) -> None:
+    _parse(command, may_be_a_name=True)
 
 
 def test_the_readme_names_every_verb() -> None:
@@ -78,6 +91,41 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_list_stands_apart(page: Path) -> None:
+    """The site takes a list that follows a line of text for text; a git host does not."""
+    lines = _CODE.sub("", page.read_text()).splitlines()
+    item = re.compile(r"(- |\d+\. )")
+    begun = [
+        line
+        for before, line in pairwise(lines)
+        if item.match(line) and before.strip() and not re.match(r"#|- |\d+\. |  ", before)
+    ]
+    assert begun == []
+
+
+def test_the_picture_is_of_the_command_beside_it() -> None:
+    pytest.importorskip("altair", reason="the picture needs the extra `report`")
+    pytest.importorskip("vl_convert", reason="the picture needs the extra `report`")
+    from docs.pictures import RUN, SCHEDULES
+
+    text = " ".join(README.split())
+    assert f"`{RUN}`" in text
+    assert all(f"`{flag}`" in README for flag in SCHEDULES)
+    assert f"({PICTURE.relative_to(ROOT)})" in README
+    drawn = PICTURE.read_text()
+    assert all(name in drawn for name in SCHEDULES.values())
+    (ratio,) = re.findall(r"([\d.]+) times as fast", drawn)
+    assert f"`bfw` is {ratio} times as fast" in text
+
+
+def test_every_room_has_a_page_in_the_api_reference() -> None:
+    rooms = {path.parent.name for path in (ROOT / "rrfp").glob("*/__init__.py")} - {"cli"}
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "api").glob("[a-z]*.md")}
+    assert pages.keys() == rooms | {"errors"}
+    assert all(f"\n::: rrfp.{room}\n" in page for room, page in pages.items())
+
+
 def test_the_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^(?:\S+=\S+ )?make ([a-z-]+)", README, re.MULTILINE)
@@ -89,7 +137,8 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 def test_the_bubble_table_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = (text for language, text in _BLOCK.findall(README) if language == "console")
+    page = (ROOT / "docs" / "guide" / "analyze.md").read_text()
+    (block,) = (text for language, text in _BLOCK.findall(page) if language == "console")
     command, _, table = block.partition("\n")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", "80")

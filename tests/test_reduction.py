@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from tests.ranks import run_ranks
 from tests.rigs import (
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
 PP2_DP2 = {**SMALL, "pp": 2, "dp": 2, "microbatches": MICROBATCHES}
 
 
-@pytest.mark.slow
 def test_overlapped_reduction_is_started_as_megatron_starts_it(tmp_path: Path) -> None:
     hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES))
     for rank, found in enumerate(
@@ -69,7 +68,6 @@ def reduce_in_many_ways(
     return found
 
 
-@pytest.mark.slow
 def test_chunks_are_reduced_in_one_order(tmp_path: Path) -> None:
     settings = {**PP2_DP2, "chunks": 2}
     hint = backwards_in_reverse(tmp_path / "reverse.csv", Shape(2, MICROBATCHES, 2))

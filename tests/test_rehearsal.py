@@ -1,14 +1,18 @@
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import Dispatch, Dispatcher
-from rrfp.schedule.hints import TURNS, kinds_of
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.alternation import ALTERNATIONS
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.order import Order, format_order, parse_order
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import Blocked, check_binding, order_of, rehearse
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -29,7 +33,7 @@ def play_fixed(order: Order, duration: Duration) -> History:
     return play(
         shape,
         [
-            [Dispatcher(shape, rank, order, dispatch=Dispatch.FIXED)]
+            [Dispatcher(shape, rank, Policy(order, dispatch=Dispatch.FIXED))]
             for rank in range(shape.num_ranks)
         ],
         duration,
@@ -51,7 +55,7 @@ def rows_of(history: History) -> tuple[tuple[Task, ...], ...]:
 def test_without_jitter_1f1b_and_gpipe_take_their_closed_form(
     name: str, num_ranks: int, num_microbatches: int, forward_ns: int, backward_ns: int
 ) -> None:
-    order = ORDERS[name](Shape(num_ranks, num_microbatches))
+    order = ORDERS[name].on(Shape(num_ranks, num_microbatches))
     history = play_fixed(order, costs(forward_ns, backward_ns))
     check_step(history, order=order)
     num_slots = num_microbatches + num_ranks - 1
@@ -61,12 +65,12 @@ def test_without_jitter_1f1b_and_gpipe_take_their_closed_form(
 @given(SEEDS)
 def test_the_rehearsal_is_the_step_in_which_every_task_takes_one_unit(seed: int) -> None:
     case = random_case(seed, dispatch=Dispatch.READY, max_members=1)
-    hint = TURNS["fb"] if isinstance(case.hint, Order) else case.hint
+    hint = HINTS["fb"] if isinstance(case.hint, Order) else case.hint
     order = order_of(hint, case.shape)
     shape = order.shape
     history = play(
         shape,
-        [[Dispatcher(shape, rank, hint)] for rank in range(shape.num_ranks)],
+        [[Dispatcher(shape, rank, Policy(hint))] for rank in range(shape.num_ranks)],
         lambda _node, _task: 1,
     )
     assert order.rows == rows_of(history)
@@ -74,15 +78,15 @@ def test_the_rehearsal_is_the_step_in_which_every_task_takes_one_unit(seed: int)
     assert rehearse(order).num_units == history.makespan_ns
 
 
-@pytest.mark.parametrize("name", list(TURNS))
+@pytest.mark.parametrize("name", list(ALTERNATIONS))
 @given(SEEDS)
 def test_the_order_of_a_round_based_hint_can_be_bound_to(name: str, seed: int) -> None:
     shape = random_case(seed).shape
-    order = order_of(TURNS[name], shape)
-    assert (order.name, order.shape.kinds) == (name, kinds_of(TURNS[name]))
+    order = order_of(HINTS[name], shape)
+    assert (order.name, order.shape.kinds) == (name, kinds_of(HINTS[name]))
     for rank, row in enumerate(order.rows):
         assert sorted(row) == sorted(order.shape.tasks_of(rank))
-    check_binding(order)
+    check_binding(order, Policy(order))
 
 
 def test_an_order_gives_itself() -> None:
@@ -92,7 +96,7 @@ def test_an_order_gives_itself() -> None:
 
 def test_bf_is_1f1b_on_the_last_rank_and_runs_ahead_on_the_others() -> None:
     shape = Shape(3, 6)
-    bf, binding = order_of(TURNS["bf"], shape), ORDERS["1f1b"](shape)
+    bf, binding = order_of(HINTS["bf"], shape), ORDERS["1f1b"].on(shape)
     assert bf.rows[2] == binding.rows[2]
     assert [bf.peak_depth(rank) for rank in range(3)] == [5, 3, 1]
     assert [binding.peak_depth(rank) for rank in range(3)] == [3, 2, 1]
@@ -101,7 +105,7 @@ def test_bf_is_1f1b_on_the_last_rank_and_runs_ahead_on_the_others() -> None:
 def test_an_order_that_deadlocks_is_refused_with_the_place() -> None:
     order = parse_order("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", Shape(2, 2), "mine")
     with pytest.raises(UsageError) as refusal:
-        check_binding(order)
+        check_binding(order, Policy(order))
     assert str(refusal.value) == (
         "order mine deadlocks as a fixed order, with rank 0 at 0B0, rank 1 at 1F1; "
         "reorder the lines or use it with --dispatch ready"
@@ -122,7 +126,7 @@ def test_a_deadlock_tells_what_each_rank_lacks() -> None:
 def test_a_deadlock_of_a_split_backward_is_told_in_its_own_letters() -> None:
     order = parse_order("0F0,0W0,0I0\n", Shape(1, 1), "mine")
     with pytest.raises(UsageError, match="rank 0 at 0W0"):
-        check_binding(order)
+        check_binding(order, Policy(order))
 
 
 @given(SEEDS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 50))
@@ -135,10 +139,10 @@ def test_an_order_is_refused_exactly_when_it_stalls(
     rehearsal = rehearse(order)
     if history.is_whole:
         assert rehearsal.blocked == ()
-        check_binding(order)
+        check_binding(order, Policy(order))
         return
     with pytest.raises(UsageError, match="deadlocks as a fixed order"):
-        check_binding(order)
+        check_binding(order, Policy(order))
     # It stands where it does whatever the tasks take, and each rank lacks what never ran.
     ran = {task for row in rows_of(history) for task in row}
     assert {b.rank: b.task for b in rehearsal.blocked} == {
@@ -161,10 +165,10 @@ def nearly_valid_order(shape: Shape, seed: int) -> Order:
 
 
 def test_a_binding_order_above_the_limit_is_refused() -> None:
-    order = ORDERS["1f1b"](Shape(4, 8))
-    check_binding(order, limit=4)
+    order = ORDERS["1f1b"].on(Shape(4, 8))
+    check_binding(order, Policy(order, limit=4))
     with pytest.raises(UsageError) as refusal:
-        check_binding(order, limit=3)
+        check_binding(order, Policy(order, limit=3))
     assert str(refusal.value) == (
         "order 1f1b runs 4 forwards ahead of their backwards on rank 0, above the limit of 3; "
         "raise --limit to 4 or use --dispatch ready"
@@ -172,10 +176,10 @@ def test_a_binding_order_above_the_limit_is_refused() -> None:
 
 
 def test_a_binding_order_above_the_hold_is_refused() -> None:
-    order = ORDERS["zb-v"](Shape(3, 8, 2, Placement.V))
-    check_binding(order, hold=6)
+    order = ORDERS["zb-v"].on(Shape(3, 8, 2, Placement.V))
+    check_binding(order, Policy(order, hold=Fraction(6, order.shape.num_chunks)))
     with pytest.raises(UsageError) as refusal:
-        check_binding(order, hold=5)
+        check_binding(order, Policy(order, hold=Fraction(5, order.shape.num_chunks)))
     assert str(refusal.value) == (
         "order zb-v keeps 3 microbatches on rank 0, above the hold of 2.5; raise --hold to 3 or "
         "use --dispatch ready"
@@ -184,8 +188,8 @@ def test_a_binding_order_above_the_hold_is_refused() -> None:
 
 def test_a_v_has_an_order() -> None:
     shape = Shape(2, 2, num_chunks=2, placement=Placement.V)
-    order = order_of(TURNS["bf"], shape)
-    check_binding(order)
+    order = order_of(HINTS["bf"], shape)
+    check_binding(order, Policy(order))
     assert format_order(order) == (
         "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,1F1,2F0,2F1,2B0,1B0,2B1,1B1\n"
     )

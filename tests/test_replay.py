@@ -10,16 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import TURNS
+from rrfp.replay.measured import measure
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.recorded_costs import costs_of
+from rrfp.replay.redispatch import redispatch
+from rrfp.replay.replayed import replay, task_times
+from rrfp.replay.step_sample import StepSample
+from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.measured import measure
-from rrfp.simulate.recorded import RecordedRun, read_run, redispatch
-from rrfp.simulate.replay import costs_of, replay, task_times
-from rrfp.simulate.world import Policy, World
-from rrfp.trace.perfetto import read_trace
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import Recording
 from rrfp.trace.stimuli import task_of
 from tests.effort import examples
@@ -234,15 +237,15 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
     run = read_run(recording)
     assert run.told == "f-first ready"
     assert errors(run) == [0]
-    assert run.bounds.of(Dispatch.READY) == run.bounds.of(Dispatch.FIXED) == (None, None)
+    assert run.bounds_under(Dispatch.READY) == run.bounds_under(Dispatch.FIXED) == (None, None)
     trained = read_run(replace(recording, settings=recording.settings | {"simulated": False}))
     assert trained.told == "f-first ready, limit 32"
     # The limit that nobody asked for does not bind an order.
-    assert trained.bounds.of(Dispatch.FIXED) == (None, None)
+    assert trained.bounds_under(Dispatch.FIXED) == (None, None)
     # One that was run with an order that binds becomes ready as usual.
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED)
     run = read_run(simulated(policy, shape, [World(random_times(Random(1), shape))]))
-    assert run.bounds.of(Dispatch.READY) == (32, None)
+    assert run.bounds_under(Dispatch.READY) == (32, None)
 
 
 @pytest.mark.parametrize("bounds", [{"limit": 5}, {"hold": 4}])
@@ -250,7 +253,7 @@ def test_an_order_that_binds_is_held_to_the_bound_that_was_given(bounds: dict[st
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED, **bounds)
     run = read_run(simulated(policy, shape, [World(random_times(Random(1), shape))]))
     given = bounds.get("limit"), bounds.get("hold")
-    assert run.bounds.of(Dispatch.READY) == run.bounds.of(Dispatch.FIXED) == given
+    assert run.bounds_under(Dispatch.READY) == run.bounds_under(Dispatch.FIXED) == given
 
 
 def one_step() -> Recording:
@@ -370,4 +373,14 @@ def test_a_hint_that_splits_no_backward_keeps_the_whole_of_it() -> None:
     for w_share in (0, 0.25, 1):
         found = task_times(step.replicas[0].durations_ns, shape, w_share)
         assert found.by_kind(split=False) == times.by_kind(split=False)
-    assert TURNS["bf"] == policy.hint
+    assert HINTS["bf"] == policy.hint
+
+
+def test_a_sample_is_spread_over_the_steps_that_it_can_afford() -> None:
+    sample = StepSample(num_tasks=100, most_tasks_of_a_step=50)
+    assert sample.choose(range(9), 40) == [2, 6]
+    assert sample.choose(range(9), 50) == [2, 6]
+    assert sample.choose(range(9), 1) == list(range(9))
+    assert sample.choose([], 1) == []
+    with pytest.raises(RrfpError, match="a step has 51 tasks, more than the 50"):
+        sample.choose(range(9), 51)

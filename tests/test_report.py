@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.analyze.html import element, page, paragraph, table, text
-from rrfp.analyze.report import report, report_of
+from rrfp.analyze.report.page import report, report_of
 from rrfp.cli import main as cli
-from rrfp.schedule.dispatcher import Dispatch
+from rrfp.replay.step_sample import StepSample
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.world import World
-from rrfp.trace.perfetto import write_trace
-from rrfp.trace.perfetto_reader import TraceContents, read_contents
+from rrfp.trace.perfetto.reader import TraceContents, read_contents
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import CostRecord, Recording, TaskRecord
 from tests import browser
 from tests.effort import examples
@@ -147,9 +148,10 @@ def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:
 
 
 def test_steps_that_take_long_to_replay_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.analyze.report._MOST_TASKS_OF_A_STEP", 35)
+    monkeypatch.setattr("rrfp.analyze.report.replays._SAMPLE", StepSample(6_000, 35))
     page = read(replayable())
-    assert "a step has 36 tasks, which take long to replay; 'rrfp analyze whatif' does" in page.text
+    assert "a step has 36 tasks, more than the 35 that are replayed here" in page.text
+    assert "'rrfp analyze whatif' replays them all" in page.text
     assert "Replayed with" not in page.text
 
 
@@ -345,7 +347,7 @@ def test_mistakes_are_told_in_a_sentence(
 def test_without_the_extra_it_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("rrfp.cli.report.find_spec", lambda name: None)
+    monkeypatch.setattr("rrfp.cli.report_extra.find_spec", lambda name: None)
     code, _, told = run(*command, "trace.pftrace")
     assert code == 1
     assert "altair and vl_convert" in told

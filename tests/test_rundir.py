@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.locate import resolve_trace
 from rrfp.trace.merge import encode_run
-from rrfp.trace.perfetto import read_trace
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
-from rrfp.trace.rundir import RunDir, create_run_dir, resolve_trace
+from rrfp.trace.rundir import RunDir, create_run_dir
 from rrfp.trace.spill import SpillWriter, row_of
 from tests.recordings import make_recording
 

@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rrfp.megatron.documents import Document, Part
-from rrfp.megatron.scenes import COLOURS, FORMS, SIDES, Scenes, draw_scene
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.data.documents import Document, Part
+from rrfp.train.data.scenes import COLOURS, FORMS, SIDES, Scenes, draw_scene
+from rrfp.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(model="vlm")
 

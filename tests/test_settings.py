@@ -4,14 +4,21 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.megatron.settings import DispatchMode, TrainSettings
+from rrfp.schedule.policy import Dispatch
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
 
 
 def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
     settings = TrainSettings()
-    settings.validate()
-    assert (settings.pp, settings.tp, settings.num_replicas, settings.layers) == (4, 1, 1, 8)
-    assert settings.world_size == 4
+    check_settings(settings)
+    assert (
+        settings.layout.pp,
+        settings.layout.tp,
+        settings.layout.num_replicas,
+        settings.model.layers,
+    ) == (4, 1, 1, 8)
+    assert settings.layout.world_size == 4
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,7 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"hidden": 96, "heads": 6, "tp": 4}, "6 heads do not divide by 4 tensor-parallel ranks"),
         ({"hidden": 6, "heads": 6}, "make --hidden an even multiple of --heads"),
         ({"seq_length": 7, "tp": 2, "variable_lengths": True}, "sequence length of 7"),
-        ({"limit": 0}, "--limit is 0; it must be at least 1"),
+        ({"limit": 0}, "the limit is 0; it must be a whole number from 1 on"),
         ({"steps": 0}, "--steps is 0"),
         ({"model": "vlm", "variable_lengths": True}, "leave --variable-lengths out"),
         (
@@ -62,8 +69,8 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"placement": "v"}, "--placement v takes 2 chunks a rank, not 1; add --chunks 2"),
         ({"chunks": 3}, "8 layers do not divide by 4 pipeline ranks of 3 chunks"),
         ({"chunks": 0}, "--chunks is 0"),
-        ({"limit": 4, "hold": 3}, "--limit and --hold exclude each other"),
-        ({"hold": 0}, "--hold is 0; it must be at least 1"),
+        ({"limit": 4, "hold": 3}, "exclude each other; keep the hold"),
+        ({"hold": 0}, "the hold is 0; it must be a whole number from 1 on"),
         (
             {"w": "ranked", "hint": "zb-h1", "dispatch": "fixed"},
             "runs weight gradients where its order has them; leave --w out",
@@ -94,7 +101,7 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
 )
 def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as refused:
-        TrainSettings(**flags).validate()
+        check_settings(TrainSettings(**flags))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -113,7 +120,7 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
     ids=" ".join,
 )
 def test_what_goes_together_is_accepted(flags: dict[str, Any]) -> None:
-    TrainSettings(**flags).validate()
+    check_settings(TrainSettings(**flags))
 
 
 @pytest.mark.parametrize(
@@ -129,32 +136,32 @@ def test_there_are_as_many_replicas_as_the_experts_need(
     flags: dict[str, Any], replicas: int, ranks: int
 ) -> None:
     settings = TrainSettings(**flags)
-    assert settings.num_replicas == replicas
-    assert settings.world_size == ranks
+    assert settings.layout.num_replicas == replicas
+    assert settings.layout.world_size == ranks
     assert settings.described()["dp"] == replicas
-    assert TrainSettings.from_json(settings.to_json()).world_size == ranks
+    assert TrainSettings.from_json(settings.to_json()).layout.world_size == ranks
 
 
 @pytest.mark.parametrize(
     ("hint", "dispatch", "resolved"),
     [
-        (None, DispatchMode.READY, "bf"),
-        (None, DispatchMode.FIXED, "bf"),
-        (None, DispatchMode.MEGATRON, "1f1b"),
-        ("1f1b", DispatchMode.MEGATRON, "1f1b"),
-        ("gpipe", DispatchMode.READY, "gpipe"),
+        (None, Dispatch.READY, "bf"),
+        (None, Dispatch.FIXED, "bf"),
+        (None, Dispatch.MEGATRON, "1f1b"),
+        ("1f1b", Dispatch.MEGATRON, "1f1b"),
+        ("gpipe", Dispatch.READY, "gpipe"),
     ],
 )
 def test_the_dispatch_chooses_a_hint_when_none_is_given(
-    hint: str | None, dispatch: DispatchMode, resolved: str
+    hint: str | None, dispatch: Dispatch, resolved: str
 ) -> None:
-    assert TrainSettings(hint=hint, dispatch=dispatch).resolved_hint == resolved
+    assert TrainSettings(hint=hint, dispatch=dispatch).hint.name == resolved
 
 
 def test_megatron_interleaves_chunks() -> None:
-    settings = TrainSettings(dispatch=DispatchMode.MEGATRON, chunks=2)
-    settings.validate()
-    assert settings.resolved_hint == "interleaved"
+    settings = TrainSettings(dispatch=Dispatch.MEGATRON, chunks=2)
+    check_settings(settings)
+    assert settings.hint.name == "interleaved"
 
 
 def test_toml_takes_the_names_of_the_flags_and_flags_go_first(tmp_path: Path) -> None:
@@ -176,7 +183,7 @@ def test_toml_takes_the_names_of_the_flags_and_flags_go_first(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("microbatch = 4", "sets 'microbatch', which is not a setting (hint, dispatch, pp"),
+        ("microbatch = 4", "sets 'microbatch', which is not a setting (hint, dispatch, limit"),
         ("steps = 2.5", "sets steps to 2.5; it takes an integer"),
         ("steps = true", "sets steps to True; it takes an integer"),
         ('lr = "fast"', "sets lr to 'fast'; it takes a number"),
@@ -202,7 +209,7 @@ def test_a_number_beyond_any_float_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f"lr = 1{'0' * 400}")
     with pytest.raises(UsageError, match="--lr is inf"):
-        TrainSettings.from_toml(path).validate()
+        check_settings(TrainSettings.from_toml(path))
 
 
 def test_a_missing_toml_file_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.shape import (
+    FORWARD_ONLY,
+    SPLIT_BACKWARD,
+    WHOLE_BACKWARD,
+    Placement,
+    Shape,
+    shape_of_stages,
+)
 from rrfp.schedule.tasks import Kind, Task, parse_task
 
 
@@ -125,3 +132,28 @@ def test_other_sets_of_kinds_are_refused() -> None:
 def test_a_v_has_two_chunks(num_chunks: int) -> None:
     with pytest.raises(UsageError, match=f"placement v takes 2 chunks a rank, not {num_chunks}"):
         Shape(2, 2, num_chunks=num_chunks, placement=Placement.V)
+
+
+@given(shapes())
+def test_a_link_leads_from_the_rank_of_the_sender_to_that_of_the_task(shape: Shape) -> None:
+    links = set()
+    for task in all_tasks(shape):
+        sender, link = shape.sender(task), shape.link(task)
+        ranks = None if sender is None else (shape.rank_of(sender.stage), shape.rank_of(task.stage))
+        assert link == (None if ranks is None or ranks[0] == ranks[1] else ranks)
+        links.add(link)
+    reached = {frozenset(link) for link in links if link is not None}
+    for rank in range(shape.num_ranks):
+        assert {frozenset((rank, other)) for other in shape.neighbours(rank)} == {
+            link for link in reached if rank in link
+        }
+
+
+@given(shapes())
+def test_a_shape_is_found_by_its_stages(shape: Shape) -> None:
+    stages = {rank: shape.stages_of(rank) for rank in range(shape.num_ranks)}
+    found = shape_of_stages(stages, shape.num_microbatches, shape.kinds)
+    assert found is not None
+    assert {rank: found.stages_of(rank) for rank in range(found.num_ranks)} == stages
+    stages[0] = tuple(stage + 1 for stage in stages[0])
+    assert shape_of_stages(stages, shape.num_microbatches, shape.kinds) is None

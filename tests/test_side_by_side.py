@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.rigs import TIMEOUT_S, native, ours
 
@@ -114,10 +114,10 @@ class Model:
 
 def in_the_world(work: Callable[[], Any], num_ranks: int) -> Any:
     """Run `work()` where torch's ranks have met."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     with parallel_groups(TrainSettings(pp=num_ranks), timeout_s=120.0):
         return work()
@@ -199,8 +199,8 @@ def test_a_rank_that_fails_before_its_links_are_open_tells_the_others() -> None:
 def fail_on_the_first_rank() -> str:
     """What this rank is told; the links would be waited for far longer than the test may take."""
     from rrfp.errors import RrfpError
-    from rrfp.megatron.dispatching import DispatchSettings
     from rrfp.megatron.dropin import get_forward_backward_func
+    from rrfp.megatron.settings import DispatchSettings
 
     model = Model([[0, 1, 2]], 1, empty=None)
     schedule = get_forward_backward_func(settings=DispatchSettings(connect_s=3600.0))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
-from rrfp.simulate.engine import play
-from rrfp.simulate.world import Policy, TaskTimes, Transfer, World
+from rrfp.simulate.play import play
+from rrfp.simulate.world import TaskTimes, Transfer, World
 from tests.cases import SEEDS, Case, random_case
 from tests.effort import examples
 from tests.step_times import random_times
@@ -199,7 +199,7 @@ def test_no_simulated_step_is_below_its_floor(seed: int) -> None:
 @given(SEEDS)
 def test_nor_is_one_over_blocking_links(seed: int) -> None:
     rng = random.Random(seed)
-    order = ORDERS[rng.choice(["1f1b", "zb-h1"])](Shape(rng.randint(1, 6), rng.randint(1, 12)))
+    order = ORDERS[rng.choice(["1f1b", "zb-h1"])].on(Shape(rng.randint(1, 6), rng.randint(1, 12)))
     times, message = random_times(rng, order.shape), rng.choice([0, 10, 200])
     world = World(times, lambda *_: message, blocking=True)
     run = play(order.shape, Policy(order, order, Dispatch.FIXED), world)

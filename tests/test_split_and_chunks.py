@@ -2,14 +2,12 @@
 
 import pytest
 
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    Dispatch,
-    Dispatcher,
-    RunTask,
-    WeightGradients,
-)
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.stimuli import ComputeIdle
 from rrfp.schedule.tasks import Kind
 from tests.decisions import an_order, arrive, ask, run_on, turns
 
@@ -52,8 +50,8 @@ def test_activations_are_held_until_the_weight_gradient_where_it_is_split_off() 
 def test_an_order_as_a_hint_keeps_weight_gradients_for_idle_time() -> None:
     shape = Shape(1, 2, kinds=SPLIT_BACKWARD)
     order = an_order(shape, "0F0 0B0 0W0 0F1 0B1 0W1")
-    assert run_on(Dispatcher(shape, 0, order)) == "0F0 0B0 0F1 0B1 0W0 0W1"
-    fixed = Dispatcher(shape, 0, order, dispatch=Dispatch.FIXED)
+    assert run_on(Dispatcher(shape, 0, Policy(order))) == "0F0 0B0 0F1 0B1 0W0 0W1"
+    fixed = Dispatcher(shape, 0, Policy(order, dispatch=Dispatch.FIXED))
     assert run_on(fixed) == "0F0 0B0 0W0 0F1 0B1 0W1"
     assert ask(fixed) == "done"
 
@@ -61,13 +59,13 @@ def test_an_order_as_a_hint_keeps_weight_gradients_for_idle_time() -> None:
 def test_an_order_ranks_weight_gradients_by_place_when_told_to() -> None:
     shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
     order = an_order(shape, "0F0 0F1 0B0 0W0 0B1 0W1", "1F0 1B0 1W0 1F1 1B1 1W1")
-    first = Dispatcher(shape, 0, order, w=WeightGradients.RANKED)
+    first = Dispatcher(shape, 0, Policy(order, w=WeightGradients.RANKED))
     assert run_on(first) == "0F0 0F1"
     arrive(first, "0B1")
     assert ask(first) == "0B1"
     arrive(first, "0B0")
     assert run_on(first) == "0B0 0W0 0W1"
-    last = Dispatcher(shape, 1, order, w=WeightGradients.RANKED)
+    last = Dispatcher(shape, 1, Policy(order, w=WeightGradients.RANKED))
     arrive(last, "1F0 1F1")
     assert run_on(last) == "1F0 1B0 1W0 1F1 1B1 1W1"
 

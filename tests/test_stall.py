@@ -1,8 +1,6 @@
 """A stall is told as a grid: each rank's cause, its ready tasks, what the best lacks, from whom."""
 
-import os
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +8,13 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.protocols import Message, Transport
-from rrfp.runtime.socket_transport import SocketTransport
+from rrfp.runtime.protocols import Links, Message
 from rrfp.runtime.stall import StallRow, StoreStallBoard, grid, listed
+from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task, parse_task
-from tests.rank_rig import Work, open_rig
+from rrfp.trace.records import NS_PER_S
+from tests.rank_rig import RankRig, Work, run_in_memory
 from tests.ranks import run_ranks
 from tests.rigs import Rig, on_rigs, ours
 from tests.training import SMALL
@@ -113,50 +112,67 @@ def test_long_lists_are_cut() -> None:
     assert listed(range(10)) == "0, 1, 2 and 7 more"
 
 
-# On real ranks.
+# On the ranks of a pipeline.
 
 
 class Dropping:
-    """A transport that loses the message for one task, or a report of it."""
+    """Links that lose the message for one task, or a report of it."""
 
-    def __init__(self, transport: Transport, lost: Task) -> None:
-        self._transport = transport
+    def __init__(self, links: Links, lost: Task) -> None:
+        self._links = links
         self._lost = lost
-        self.consumed = transport.consumed
-        self.decide = transport.decide
+        self.consumed = links.consumed
+        self.decide = links.decide
 
     def send(self, peer: int, message: Message) -> None:
         if message.task != self._lost:
-            self._transport.send(peer, message)
+            self._links.send(peer, message)
 
     def report(self, peer: int, step: int, task: Task) -> None:
         if task != self._lost:
-            self._transport.report(peer, step, task)
+            self._links.report(peer, step, task)
 
 
 def stall(
-    num_pp_ranks: int, num_members: int, lost: str, loser: int | None, sleeper: int | None
-) -> tuple[str, str, float]:
-    """Run until this rank fails: the name and the text of its error, and how long it took. The rank
+    seed: int,
+    num_pp_ranks: int,
+    num_members: int,
+    lost: str,
+    loser: int | None,
+    sleeper: int | None,
+) -> list[tuple[str, str, float]]:
+    """Run until each rank fails: the name and the text of its error, and how long it took. The rank
     `loser` loses what `lost` needs; the rank `sleeper` sleeps in its first task."""
-    rank = int(os.environ["RANK"])
 
-    def act(_: Task) -> None:
-        if rank == sleeper:
-            time.sleep(STALL_LATEST_S)
+    def wrap(rank: int, links: Links) -> Links:
+        return Dropping(links, parse_task(lost)[0]) if rank == loser else links
 
-    def wrap(transport: Transport) -> Transport:
-        return Dropping(transport, parse_task(lost)[0]) if rank == loser else transport
+    def run(rig: RankRig) -> tuple[str, str, float]:
+        def act(_: Task) -> None:
+            if rig.place.rank == sleeper:
+                rig.sleep(STALL_LATEST_S)
 
-    with open_rig(num_pp_ranks, num_members, stall_s=STALL_S, wrap=wrap) as rig:
-        began_s = time.monotonic()
+        began_ns = rig.clock()
         try:
             rig.run_step(0, Shape(num_pp_ranks, 4), Work(act))
         except RrfpError as error:
             # The links close without a farewell, as those of a rank that fails.
             rig.transport.close(farewell=False)
-            return type(error).__name__, str(error), time.monotonic() - began_s
-    raise AssertionError("this rank did not stall")
+            return type(error).__name__, str(error), (rig.clock() - began_ns) / NS_PER_S
+        raise AssertionError("this rank did not stall")
+
+    return run_in_memory(
+        run,
+        num_pp_ranks,
+        num_members,
+        seed=seed,
+        longest_delay_ns=1_000_000,
+        stall_s=STALL_S,
+        wrap=wrap,
+    )
+
+
+seeds = pytest.mark.parametrize("seed", range(5))
 
 
 def stalls(found: list[tuple[str, str, float]]) -> list[str]:
@@ -176,17 +192,19 @@ def columns(text: str, rank: int) -> list[str]:
     return re.split(r"  +", beside)[3:] + [cell.split(": ", 1)[1] for cell in below]
 
 
-def test_a_lost_message_is_told_with_its_sender() -> None:
+@seeds
+def test_a_lost_message_is_told_with_its_sender(seed: int) -> None:
     """On every rank that stalls, though only one of them lacks the message itself."""
-    for text in stalls(run_ranks(3, stall, 3, 1, "1F1", 0, None, timeout_s=110)):
+    for text in stalls(stall(seed, 3, 1, "1F1", 0, None)):
         assert columns(text, 0) == ["backward_input", "-", "0B1", "1B1 from rank 1"]
         assert columns(text, 1) == ["forward_input", "-", "1F1", "0F1 from rank 0"]
         assert columns(text, 2) == ["forward_input", "-", "2F1", "1F1 from rank 1"]
 
 
-def test_a_lost_report_is_told_with_the_member_that_owes_it() -> None:
+@seeds
+def test_a_lost_report_is_told_with_the_member_that_owes_it(seed: int) -> None:
     """Ranks 2 and 3 hold the last stage together; rank 2 leads and never hears what 3 has."""
-    for text in stalls(run_ranks(4, stall, 2, 2, "1F1", 3, None, timeout_s=110)):
+    for text in stalls(stall(seed, 2, 2, "1F1", 3, None)):
         reports = "for 1F1 reports of what has arrived there from rank 3"
         decision = "for 1F1 the group's next decision from rank 2"
         assert columns(text, 2) == ["coordination", "1F1", "1B1", f"1F1 here; {reports}"]
@@ -194,8 +212,9 @@ def test_a_lost_report_is_told_with_the_member_that_owes_it() -> None:
         assert columns(text, 1) == ["backward_input", "-", "0B1", "1B1 from rank 3"]
 
 
-def test_a_rank_that_does_not_wait_is_told_as_silent() -> None:
-    for text in stalls(run_ranks(3, stall, 3, 1, "1F1", None, 1, timeout_s=110)):
+@seeds
+def test_a_rank_that_does_not_wait_is_told_as_silent(seed: int) -> None:
+    for text in stalls(stall(seed, 3, 1, "1F1", None, 1)):
         assert columns(text, 2) == ["warmup", "-", "2F0", "1F0 from rank 1"]
         assert "\nno word of rank 1: " in text
 

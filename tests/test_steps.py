@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from rrfp.schedule.dispatcher import AgreementRule, Dispatch, WeightGradients
-from rrfp.schedule.hints import HINT_NAMES
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from tests.cases import (
     MAX_CHUNKS,
@@ -67,8 +68,14 @@ def test_random_steps_are_of_every_kind() -> None:
             ("spare slots", (case.bound_on_held or 0) - case.shape.num_chunks),
         )
     )
-    assert {*HINT_NAMES, "random"} <= seen.keys()
-    assert {*Dispatch, *WeightGradients, *AgreementRule, *Placement} <= seen.keys()
+    assert {*HINTS, "random"} <= seen.keys()
+    assert {
+        Dispatch.READY,
+        Dispatch.FIXED,
+        *WeightGradients,
+        *AgreementRule,
+        *Placement,
+    } <= seen.keys()
     assert {("limit", 1), ("limit", 2), ("spare slots", 0), ("spare slots", 1)} <= seen.keys()
     assert {("groups", number) for number in range(1, MAX_MEMBERS + 1)} <= seen.keys()
     largest = {"ranks": MAX_RANKS, "chunks": MAX_CHUNKS, "members": MAX_MEMBERS}

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.bounds import floor, one_way_ns, paper_bound_ns
-from rrfp.simulate.engine import play
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.play import play
+from rrfp.simulate.world import TaskTimes, World
 from tests.cases import SEEDS
 from tests.effort import examples
 from tests.step_times import equal_times, random_times
@@ -30,7 +31,7 @@ def random_step(seed: int) -> tuple[Shape, TaskTimes]:
 def makespan_ns(
     name: str, shape: Shape, times: TaskTimes, dispatch: Dispatch = Dispatch.READY
 ) -> int:
-    hint = hint_named(name, shape)
+    hint = hint_named(name).on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     policy = Policy(hint, order_of(hint, shape), dispatch)
     makespan = play(shape, policy, World(times)).makespan_ns

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rrfp.megatron.peers import PEERS
-from rrfp.megatron.settings import TrainSettings
+from rrfp.race.peers import PEERS
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import SPLIT_BACKWARD
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL
 
@@ -42,10 +42,10 @@ def run_peers(
 ) -> dict[str, Run]:
     """Run each peer on this rank, on chunks of its own, after our schedule on the same chunks; in a
     process of its own. `pace` has costs and jitter."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     torch.set_num_threads(1)
     chosen = [
@@ -71,25 +71,25 @@ def _run_peer(
 ) -> Run:
     from dataclasses import replace
 
-    from rrfp.megatron.data import open_data
-    from rrfp.megatron.gradient_check import gradients, relative_difference
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.pacing import make_pace
-    from rrfp.megatron.peers import check_peer
-    from rrfp.megatron.rank import schedule_of
-    from rrfp.megatron.torch_schedule import TorchSchedule
+    from rrfp.race.gradient_check import gradients, relative_difference
+    from rrfp.race.peers import check_peer
+    from rrfp.race.torch_schedule import TorchSchedule
+    from rrfp.replay.cost_files import resolve_costs
     from rrfp.schedule.admission import Admit
     from rrfp.schedule.shape import Placement
-    from rrfp.simulate.cost_files import resolve_costs
     from rrfp.simulate.jitter import parse_jitter
+    from rrfp.train.data.open import open_data
+    from rrfp.train.models.model import build_model
+    from rrfp.train.pacing import make_pace
+    from rrfp.train.rank import schedule_of
 
     check_peer(name, settings)
-    placement = Placement(settings.placement)
-    layout = replace(first_layout, chunks=settings.chunks, placement=placement)
+    placement = Placement(settings.layout.placement)
+    layout = replace(first_layout, chunks=settings.layout.chunks, placement=placement)
     data = open_data(settings)
     model = build_model(settings, layout, data)
     source = data.batches(layout.dp_rank)
-    batches: list[Any] = [source.batch(0, index) for index in range(settings.microbatches)]
+    batches: list[Any] = [source.batch(0, index) for index in range(settings.data.microbatches)]
 
     own = schedule_of(settings, layout.pp_rank, lambda _: None)
     own_losses = own(
@@ -97,8 +97,8 @@ def _run_peer(
         data_iterator=[iter(batches) for _ in model.chunks],
         model=model.chunks,
         num_microbatches=len(batches),
-        seq_length=settings.seq_length,
-        micro_batch_size=settings.micro_batch_size,
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.data.micro_batch_size,
     )
     own.close()
     expected = gradients(model.chunks, settings, layout)
@@ -106,9 +106,9 @@ def _run_peer(
     pacer = None
     if pace is not None:
         costs, jitter = resolve_costs(pace[0]), parse_jitter(pace[1])
-        shape = PEERS[name].shape(settings.pp, settings.microbatches)
+        shape = PEERS[name].shape(settings.layout.pp, settings.data.microbatches)
         pacer = make_pace(
-            costs, jitter, Admit.GIVEN, settings.seed, shape, layout.pp_rank, layout.dp_rank
+            costs, jitter, Admit.GIVEN, settings.run.seed, shape, layout.pp_rank, layout.dp_rank
         )
     records: list[Record] = []
     schedule = TorchSchedule(name, model, layout, records.append, pacer)

@@ -20,21 +20,23 @@ from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles
 from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.structural import structural_of
-from rrfp.analyze.whatif import what_if
 from rrfp.errors import UsageError
 from rrfp.interchange.files import import_run
-from rrfp.megatron import description, native_trace
-from rrfp.megatron.description import describe_run
-from rrfp.megatron.moments import HostMoments
-from rrfp.megatron.native import NativeSchedule, _Tally
-from rrfp.megatron.native_trace import NativeTrace
+from rrfp.megatron.native import trace as native_trace
+from rrfp.megatron.native.schedule import NativeSchedule, _Tally
+from rrfp.megatron.native.timing import HostTimer
+from rrfp.megatron.native.trace import NativeTrace
+from rrfp.replay.recorded import read_run
+from rrfp.replay.whatif import what_if
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.orders import ORDERS
-from rrfp.schedule.shape import Shape
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.recorded import read_run
+from rrfp.trace import description
 from rrfp.trace.check import check_contents
-from rrfp.trace.perfetto_reader import read_contents
+from rrfp.trace.description import describe_run
+from rrfp.trace.locate import resolve_trace
+from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.records import (
     Phase,
     RankInfo,
@@ -43,7 +45,7 @@ from rrfp.trace.records import (
     TaskRecord,
     WaitRecord,
 )
-from rrfp.trace.rundir import RunDir, resolve_trace
+from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.trace.steps import evaluation_step, is_evaluation
 from tests.fixtures.make_profiles import exported
@@ -62,12 +64,12 @@ class Compared:
 
 
 def train_twice(settings: dict[str, Any], out: Path) -> Compared:
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from rrfp.megatron import install, trace_native
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
     from tests.training import SMALL
 
     chosen = TrainSettings(**{**SMALL, **settings})
@@ -138,7 +140,7 @@ def check_run(num_ranks: int, settings: dict[str, Any], order: str, tmp_path: Pa
         for step in range(3):
             tasks = [task for task in rank_records.tasks if task.step == step]
             found = tuple(Task(t.stage, Kind(t.kind), t.microbatch) for t in tasks)
-            assert found == ORDERS[order](shape).rows[rank_records.info.pp_rank]
+            assert found == ORDERS[order].on(shape).rows[rank_records.info.pp_rank]
     assert what_if(recording, lambda _: []).replay_error < 0.05
 
     for number, rank in enumerate(ranks):
@@ -228,7 +230,7 @@ def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path) -> None:
 
 
 def train_with_a_broken_recording(settings: dict[str, Any], out: Path) -> NativeRun:
-    from rrfp.megatron import native
+    from rrfp.megatron.native import schedule as native
 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -260,7 +262,15 @@ class Handle:
 
 def test_waits_for_overlapping_transfers_are_recorded() -> None:
     times = iter(range(100))
-    tally = _Tally(0, [], 1, 2, 9, HostMoments(lambda: next(times)), nullcontext, None)
+    tally = _Tally(
+        0,
+        [],
+        Shape(2, 9, kinds=FORWARD_ONLY),
+        1,
+        HostTimer(lambda: next(times)),
+        nullcontext,
+        None,
+    )
     handle = Handle()
     received, gradient, handles = tally.communicate(
         lambda **_: ("received", None, {"recv_prev": handle})
@@ -277,14 +287,14 @@ def test_waits_for_overlapping_transfers_are_recorded() -> None:
 
 def train_with_overlap(settings: dict[str, Any]) -> tuple[NativeRun, NativeRun, list[Record]]:
     """This rank's run by Megatron alone, the same recorded, and the records of its last step."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     from megatron.core.pipeline_parallel import schedules
 
-    from rrfp.megatron import model
-    from rrfp.megatron.parallel import parallel_groups
-    from rrfp.megatron.settings import TrainSettings
+    from rrfp.train.models import model
+    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.settings import TrainSettings
     from tests.training import SMALL
 
     build = model.build_model
@@ -343,7 +353,7 @@ rrfp.megatron.trace_native()
 print(early.__module__)
 """
     )
-    assert told.startswith("rrfp.megatron.native_trace\n")
+    assert told.startswith("rrfp.megatron.native.trace\n")
     assert "trace_native() saw no step and recorded nothing" in told
 
 
@@ -386,5 +396,5 @@ def test_a_megatron_that_is_not_installed_is_described(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(description, "version", from_sources)
-        describe_run(tmp_path / "run.json", {}, 1, [])
+        describe_run(tmp_path / "run.json", {}, {}, 1, [])
     assert json.loads((tmp_path / "run.json").read_text())["versions"]["torch"] == "unknown"

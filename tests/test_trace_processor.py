@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import hint_named
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, World
-from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import LossRecord, RankInfo, RankRecords, Recording, TaskRecord
 from tests.recordings import make_recording
 from tests.simulated import simulated
@@ -259,7 +260,7 @@ def _members() -> Recording:
 def _replicas() -> Recording:
     """Two pipelines side by side, which wait for each other's gradients."""
     shape = Shape(2, 4)
-    hint = hint_named("bf", shape)
+    hint = hint_named("bf").on(shape)
     policy = Policy(hint, order_of(hint, shape), Dispatch.READY, limit=2)
     recording = new_recording(shape, 1, 2, {})
     rng = random.Random(3)

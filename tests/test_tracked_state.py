@@ -29,7 +29,7 @@ def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
         get_moe_layer_wise_logging_tracker,
     )
 
-    from rrfp.megatron.tracked_state import TrackedLosses
+    from rrfp.megatron.step.tracked_state import TrackedLosses
 
     chunk = Chunk(layout, settings)
 
@@ -77,7 +77,7 @@ def compare_other_losses(_layout: Any) -> None:
     )
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from rrfp.megatron.tracked_state import TrackedLosses
+    from rrfp.megatron.step.tracked_state import TrackedLosses
 
     # Megatron asks for it where it makes a tracker.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -105,7 +105,7 @@ def check_refusals(_layout: Any) -> None:
     from megatron.core.enums import Fp8Recipe
 
     from rrfp.errors import UsageError
-    from rrfp.megatron.tracked_state import refuse_stateful
+    from rrfp.megatron.step.tracked_state import refuse_stateful
 
     def refuse(module: torch.nn.Module, fp8: str | None = None, recipe: Any = "delayed") -> None:
         refuse_stateful([torch.nn.Sequential(module)], SimpleNamespace(fp8=fp8, fp8_recipe=recipe))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rrfp.cli.live import TrainDisplay
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.settings import TrainSettings
 from tests.trained import (
     ENDLESS,
     TINY,
@@ -24,6 +24,7 @@ from tests.trained import (
     processes_of,
     read_metrics,
     rrfp,
+    rrfp_here,
 )
 
 STEPS = 4
@@ -96,7 +97,7 @@ def test_the_output_is_the_table_and_the_rest_is_for_people(finished: Finished) 
 
 
 def test_the_trace_is_whole(finished: Finished) -> None:
-    checked = rrfp(finished.run.parent.parent, "trace", "check")
+    checked = rrfp_here(finished.run.parent.parent, "trace", "check")
     assert (checked.returncode, checked.stderr) == (0, "")
     assert not (finished.run / "records").exists()
 
@@ -106,7 +107,7 @@ def test_bubbles_agree_with_the_metrics_and_add_up(finished: Finished) -> None:
     for line in finished.metrics:
         step = line["step"]
         steps = f"{step}:{step + 1}"
-        shown = rrfp(directory, "analyze", "bubbles", "--steps", steps, "--format", "json")
+        shown = rrfp_here(directory, "analyze", "bubbles", "--steps", steps, "--format", "json")
         report = json.loads(shown.stdout)
         assert report["bubble_fraction"] == pytest.approx(line["bubble_fraction"], abs=1e-9)
         for rank, busy_fraction in zip(report["ranks"], line["busy_fraction"], strict=True):
@@ -118,8 +119,8 @@ def test_bubbles_agree_with_the_metrics_and_add_up(finished: Finished) -> None:
 
 def test_bubbles_fail_above_a_fraction(finished: Finished) -> None:
     directory = finished.run.parent.parent
-    assert rrfp(directory, "analyze", "bubbles", "--fail-above", "1.0").returncode == 0
-    shown = rrfp(directory, "analyze", "bubbles", "--fail-above", "0.001")
+    assert rrfp_here(directory, "analyze", "bubbles", "--fail-above", "1.0").returncode == 0
+    shown = rrfp_here(directory, "analyze", "bubbles", "--fail-above", "0.001")
     assert shown.returncode == 1
     assert "above the 0.001 of --fail-above" in shown.stderr
 
@@ -174,10 +175,10 @@ def assert_opens(run: Path) -> None:
     """The trace holds every step that the metrics tell of, and can be read."""
     steps = [line["step"] for line in read_metrics(run)]
     assert steps == list(range(len(steps)))
-    shown = rrfp(run.parent, "analyze", "bubbles", str(run), "--format", "json")
+    shown = rrfp_here(run.parent, "analyze", "bubbles", str(run), "--format", "json")
     assert shown.returncode == 0, shown.stderr
     last = f"{steps[-1]}:{steps[-1] + 1}"
-    shown = rrfp(run.parent, "analyze", "bubbles", str(run), "--steps", last)
+    shown = rrfp_here(run.parent, "analyze", "bubbles", str(run), "--steps", last)
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
@@ -298,8 +299,8 @@ def test_two_hosts_make_one_run(tmp_path: Path) -> None:
         assert "all " in out
         assert second.ended()[:2] == (0, "")
     assert len(read_metrics(run)) == 3
-    assert rrfp(tmp_path, "trace", "check", str(run)).returncode == 0
-    shown = rrfp(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
+    assert rrfp_here(tmp_path, "trace", "check", str(run)).returncode == 0
+    shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
 
 

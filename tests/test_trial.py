@@ -8,17 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import TURNS, Hint, hint_named, kinds_of
+from rrfp.schedule.hints.alternation import ALTERNATIONS
+from rrfp.schedule.hints.hint import Hint, kinds_of
+from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs import Links, StepCosts
+from rrfp.simulate.costs.model import Links, StepCosts
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.trial import Row, Setting, Trial, run_settings
-from rrfp.simulate.world import Policy, TaskTimes
+from rrfp.simulate.world import TaskTimes
 from rrfp.trace.steps import step_windows
 from tests.effort import examples
 
@@ -69,7 +71,7 @@ def setting(
     hold: int | None = None,
 ) -> Setting:
     shape = Shape(num_ranks, num_microbatches)
-    chosen: Hint = hint_named(hint, shape)
+    chosen: Hint = hint_named(hint).on(shape)
     shape = replace(shape, kinds=kinds_of(chosen))
     order: Order = order_of(chosen, shape)
     return Setting(
@@ -110,7 +112,7 @@ def test_seeds_are_steps_of_their_own() -> None:
     assert len(set(singles)) == 3
 
 
-@pytest.mark.parametrize("hint", [*TURNS, "1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("hint", [*ALTERNATIONS, "1f1b", "gpipe", "zb-h1"])
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 4), num=st.integers(1, 6))
 @examples(quick=5, thorough=100)
 def test_no_step_is_shorter_than_its_floor(hint: str, seed: int, num_ranks: int, num: int) -> None:
@@ -151,7 +153,7 @@ def test_a_group_pays_for_agreeing_but_not_where_an_order_binds() -> None:
         asked = setting(costs, "1f1b", num_members=num_members, dispatch=dispatch)
         return run_settings([asked], [3])[0].trials[0].makespan_ns
 
-    for dispatch in Dispatch:
+    for dispatch in (Dispatch.READY, Dispatch.FIXED):
         alone = makespan_ns(1, dispatch)
         assert makespan_ns(2, dispatch) == alone
         assert makespan_ns(1, dispatch, agreement_ns=MS, lateness_ns=5 * MS) == alone

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rrfp.analyze.first_look import find_look
-from rrfp.analyze.frames import frames_of, windows
+from rrfp.analyze.frames import frames_of
+from rrfp.analyze.initial_view import find_initial_view
 from rrfp.cli import main as cli
-from rrfp.trace.first_look import Preset
-from rrfp.trace.perfetto import read_trace
+from rrfp.trace.initial_view import Preset
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.view import TraceServer, find_local_ui
 from tests.browser import MISSING, Browser, Page, browser
 from tests.step_times import OURS
@@ -48,7 +48,9 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def _served(preset: Preset | None = None) -> Iterator[TraceServer]:
-    with TraceServer(OURS, ui=UI, port=0, look=find_look(OURS, preset).look) as server:
+    with TraceServer(
+        OURS, ui=UI, port=0, initial_view=find_initial_view(OURS, preset).view
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -86,7 +88,7 @@ def _check_window(page: Page, step: int) -> None:
         ),
     )
     frames = frames_of(read_trace(OURS))
-    ((first_ns, last_ns),) = windows(frames).filter(step=step).select("start_ns", "end_ns").rows()
+    ((first_ns, last_ns),) = frames.windows.filter(step=step).select("start_ns", "end_ns").rows()
     assert start_ns <= first_ns
     assert end_ns >= last_ns
     assert end_ns - start_ns < 2.1 * (last_ns - first_ns)
@@ -110,7 +112,7 @@ def _pinned(page: Page) -> list[str]:
 def test_a_preset_shows_its_tracks_by_stage_at_the_worst_step(chromium: Browser) -> None:
     with _served(Preset.BUBBLES) as server:
         page = _opened(chromium, server, "bubbles")
-        _check_window(page, find_look(OURS, Preset.BUBBLES).step or 0)
+        _check_window(page, find_initial_view(OURS, Preset.BUBBLES).step or 0)
         stages = [[(1, f"stage {stage}"), (2, "compute"), (2, "wait")] for stage in range(4)]
         assert _titles(page) == [(0, "pipeline"), *(row for rows in stages for row in rows)]
         assert _pinned(page) == ["compute", "wait"] * 4
@@ -122,7 +124,7 @@ def test_a_preset_shows_its_tracks_by_stage_at_the_worst_step(chromium: Browser)
 def test_all_tracks_are_shown_without_a_preset(chromium: Browser) -> None:
     with _served() as server:
         page = _opened(chromium, server, "Default Workspace")
-        _check_window(page, find_look(OURS, None).step or 0)
+        _check_window(page, find_initial_view(OURS, None).step or 0)
         titles = _titles(page)
         assert titles[:5] == [
             (0, "pipeline"),
@@ -174,7 +176,7 @@ def test_the_flow_shows_a_message_on_its_way(chromium: Browser) -> None:
         page.wait_for("app.trace.flows.connectedFlows.length === 2")
         names = page.evaluate("app.trace.flows.connectedFlows.map(flow => flow.begin.sliceName)")
         assert [name.split()[0] for name in names] == ["send", "recv"]
-        _check_window(page, find_look(OURS, Preset.FLOW).step or 0)
+        _check_window(page, find_initial_view(OURS, Preset.FLOW).step or 0)
         assert (3, "send to stage 1") in _titles(page)
         _check_quiet(page, server)
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.megatron.settings import DispatchMode, TrainSettings
-from rrfp.megatron.verification import LAYOUTS, RANDOM, Learned, Variant, variants_of, verify
-from rrfp.schedule.dispatcher import AgreementRule
-from rrfp.schedule.hints import HINT_NAMES
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.trace.rundir import RunDir
+from rrfp.train.settings import TrainSettings
+from rrfp.verify.learned import Learned
+from rrfp.verify.sameness import verify
+from rrfp.verify.variants import LAYOUTS, RANDOM, Variant, variants_of
 from tests.trained import rrfp
 
 GROUPED = {"pp2-tp2-sp", "moe-pp2-ep2"}
@@ -59,7 +61,7 @@ def test_every_layout_learns_the_same(layout: str, tmp_path: Path) -> None:
     assert combinations >= {(hint, rule) for hint in ("bfw", RANDOM) for rule in rules}
     assert {verdict["dropout"] > 0 for verdict in found} == {False, True}
     assert {verdict["reference"].split()[0] for verdict in found if not verdict["dropout"]} == {
-        DispatchMode.FIXED if layout.endswith("-v") else DispatchMode.MEGATRON
+        Dispatch.FIXED if layout.endswith("-v") else Dispatch.MEGATRON
     }
 
 
@@ -75,12 +77,12 @@ def test_the_whole_matrix_learns_the_same(tmp_path: Path) -> None:
     )
     found = verdicts(done)
     assert {verdict["layout"] for verdict in found} == set(LAYOUTS)
-    assert {verdict["hint"] for verdict in found} == {*HINT_NAMES, RANDOM}
+    assert {verdict["hint"] for verdict in found} == {*HINTS, RANDOM}
 
 
 def test_every_valid_combination_is_there() -> None:
-    one_chunk = {*HINT_NAMES, RANDOM} - {"zb-v", "interleaved"}
-    chunks = {*HINT_NAMES, RANDOM} - {"1f1b", "zb-h1"}
+    one_chunk = {*HINTS, RANDOM} - {"zb-v", "interleaved"}
+    chunks = {*HINTS, RANDOM} - {"1f1b", "zb-h1"}
     expected = dict.fromkeys(LAYOUTS, one_chunk) | {
         "pp4-c2-loop": chunks - {"zb-v"},
         "pp2-c2-v": chunks - {"interleaved"},
@@ -112,7 +114,7 @@ def test_the_last_bit_of_one_rank_is_seen(
     same = Learned([2.0, 1.0], [0.75, 0.25], "a")
 
     def launch(settings: TrainSettings, run: RunDir) -> None:
-        for rank in range(settings.world_size):
+        for rank in range(settings.layout.world_size):
             runs = [asdict(same), asdict(same)]
             if rank == 1:
                 runs[1] |= change
@@ -120,8 +122,8 @@ def test_the_last_bit_of_one_rank_is_seen(
             (run.path / f"learned-{rank}.jsonl").write_text(lines)
 
     variants = [
-        Variant("1f1b", DispatchMode.MEGATRON, None),
-        Variant("bf", DispatchMode.READY, None),
+        Variant("1f1b", Dispatch.MEGATRON, None),
+        Variant("bf", Dispatch.READY, None),
     ]
     (verdict,) = verify("pp4", variants, tmp_path, steps=2, launch=launch)
     assert verdict.difference == told

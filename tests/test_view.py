@@ -14,8 +14,8 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.trace.first_look import FirstLook
-from rrfp.trace.perfetto import write_trace
+from rrfp.trace.initial_view import InitialView
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.view import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
 from tests.recordings import make_recording
 
@@ -227,7 +227,7 @@ def test_an_address_for_another_host_is_not_given(local: TraceServer, host: str)
 
 
 def test_the_window_asked_for_is_shown_first(trace: Path, ui: Path) -> None:
-    with TraceServer(trace, ui=ui, port=0, look=FirstLook((1_000, 2_000))) as server:
+    with TraceServer(trace, ui=ui, port=0, initial_view=InitialView((1_000, 2_000))) as server:
         arguments = parse_qs(urlsplit(server.ui_address("localhost")).fragment)
     assert (arguments["visStart"], arguments["visEnd"]) == (["1000"], ["2000"])
 

@@ -1,6 +1,6 @@
-"""The multimodal model: what its stages compute, whatever the order of the tasks."""
+"""The multimodal model: what its stages compute by hand and by our schedules. Ranks that learn what
+they learn by Megatron's schedule are rows of test_learns_the_same.py."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,107 +9,45 @@ import pytest
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.megatron.data import open_data
-from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.megatron.settings import TrainSettings
-from rrfp.megatron.verification import LAYOUTS, variants_of, verify
 from rrfp.trace.rundir import RunDir
-from tests.multimodal import SMALL, VOCABULARY, batch_of, some_batches
+from rrfp.train.checks import check_settings
+from rrfp.train.data.open import open_data
+from rrfp.train.settings import TrainSettings
+from rrfp.verify.sameness import verify
+from rrfp.verify.variants import LAYOUTS, variants_of
+from tests.multimodal import SMALL, Gradients, Rig, batch_of
 from tests.ranks import run_ranks
-
-Gradients = dict[str, str]
-"""Digests by the parameters' names in the whole model."""
-
-
-class Rig:
-    """One rank's chunks of a small model."""
-
-    def __init__(self, settings: dict[str, Any], layout: Any) -> None:
-        from rrfp.megatron.model import build_model
-
-        self.settings = TrainSettings(**settings)
-        self.settings.validate()
-        self.layout = layout
-        self.model = build_model(self.settings, layout, VOCABULARY)
-        self.batches = some_batches(self.settings.microbatches, multiple=self.settings.tp)
-
-    def losses(self, batch: Any) -> torch.Tensor:
-        """Of all labels, by the stages one after the other, which this rank has all of."""
-        output: Any = None
-        for chunk in self.model.chunks:
-            chunk.module.set_input_tensor([output])
-            output = chunk(batch)
-        return output  # type: ignore[no-any-return]
-
-    def by_hand(self) -> tuple[list[float], Gradients]:
-        """A step without any schedule."""
-        self._clear()
-        losses = []
-        for batch in self.batches:
-            loss = (self.losses(batch) * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
-            losses.append(loss.item())
-            (loss / len(self.batches)).backward()  # type: ignore[no-untyped-call]
-        return losses, self.gradients()
-
-    def step(self, schedule: Callable[..., Any]) -> tuple[list[float], Gradients]:
-        """A step of a schedule."""
-        self._clear()
-        reduced = schedule(
-            forward_step_func=self.model.forward_step,
-            data_iterator=[iter(self.batches) for _ in self.model.chunks],
-            model=self.model.chunks,
-            num_microbatches=len(self.batches),
-            seq_length=self.settings.seq_length,
-            micro_batch_size=1,
-        )
-        return [item["loss"].item() for item in reduced], self.gradients()
-
-    def _clear(self) -> None:
-        for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()
-
-    def gradients(self) -> Gradients:
-        return {
-            name: hashlib.sha256(parameter.main_grad.numpy().tobytes()).hexdigest()
-            for name, parameter in self.parameters().items()
-        }
-
-    def parameters(self) -> dict[str, Any]:
-        from rrfp.megatron.parameters import whole_name
-
-        return {
-            whole_name(name, chunk.module, self.settings, self.layout): parameter
-            for chunk in self.model.chunks
-            for name, parameter in chunk.module.named_parameters()
-        }
+from tests.rigs import ours
 
 
 def on_rigs(work: Callable[[Rig], Any], settings: dict[str, Any]) -> Any:
     """What `work` gives on this rank, in Megatron's groups; in a process of its own."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:
         return work(Rig(settings, layout))
 
 
-def ours(**settings: Any) -> Any:
-    from rrfp.megatron.dropin import get_forward_backward_func
-
-    return get_forward_backward_func(settings=DispatchSettings(**settings))
+def step_by(rig: Rig, **settings: Any) -> tuple[list[float], Gradients]:
+    """A step of our schedule with these settings."""
+    schedule = ours(**settings)
+    found = rig.step(schedule)
+    schedule.close()
+    return found
 
 
 ONE_RANK = {**SMALL, "pp": 1, "chunks": 4}
 
 
 def work_on_one_rank(rig: Rig) -> dict[str, Any]:
-    from rrfp.megatron.vlm import num_vision_stages
+    from rrfp.train.models.vlm import num_vision_stages
 
     return {
         "by hand": rig.by_hand(),
-        "hints": [rig.step(ours(hint=hint)) for hint in ("bf", "bfw", "f-first")],
+        "hints": [step_by(rig, hint=hint) for hint in ("bf", "bfw", "f-first")],
         "names": set(rig.parameters()),
         "vision stages": {num: num_vision_stages(num) for num in (2, 3, 4, 6, 8, 16)},
         "layers": [
@@ -209,7 +147,7 @@ def test_an_image_is_seen_from_its_own_document_only(found: dict[str, Any]) -> N
 )
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        TrainSettings(**{"model": "vlm", **settings}).validate()
+        check_settings(TrainSettings(**{"model": "vlm", **settings}))
 
 
 def test_experts_are_four_where_the_model_asks_for_them() -> None:
@@ -219,7 +157,7 @@ def test_experts_are_four_where_the_model_asks_for_them() -> None:
         {"model": "moe"},
         {"model": "moe", "experts": 8},
     ]
-    assert [TrainSettings(**each).num_experts for each in asked] == [None, 8, 4, 8]
+    assert [TrainSettings(**each).model.num_experts for each in asked] == [None, 8, 4, 8]
 
 
 class Launched(Exception):  # noqa: N818
@@ -236,54 +174,18 @@ def test_verify_trains_on_microbatches_with_and_without_images(layout: str, tmp_
     (settings,) = launched.value.args
     batches: Any = open_data(settings).batches(0)
     counts = [
-        len(batches.batch(0, index)["patch_counts"]) for index in range(settings.microbatches)
+        len(batches.batch(0, index)["patch_counts"]) for index in range(settings.data.microbatches)
     ]
     assert 0 in counts
     assert max(counts) > 1
 
 
-def work_on_ranks(rig: Rig) -> list[tuple[list[float], Gradients]]:
-    from megatron.core.pipeline_parallel import schedules
-
-    native = schedules.get_forward_backward_func()
-    return [rig.step(schedule) for schedule in (native, ours(hint="bf"), ours(hint="bfw"))]
-
-
-def test_ranks_learn_what_megatrons_schedule_learns_by_shapes_that_vary() -> None:
-    for results in run_ranks(2, on_rigs, work_on_ranks, {**SMALL, "pp": 2}, timeout_s=120):
-        native, *others = results
-        assert len(native[1]) > 20
-        assert all(other == native for other in others)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(250)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"tp": 2},
-        {"dp": 2, "distributed_optimizer": True},
-        {"dtype": "bf16", "recompute": "full"},
-        {"recompute": "selective"},
-        {"pp": 4, "dtype": "bf16"},
-        {"pp": 3, "chunks": 2, "layers": 6, "microbatches": 6},
-    ],
-    ids=str,
-)
-def test_ranks_learn_the_same_however_the_model_is_laid_out(settings: dict[str, Any]) -> None:
-    chosen = {**SMALL, "pp": 2, **settings}
-    num_ranks = TrainSettings(**chosen).world_size
-    for native, *others in run_ranks(num_ranks, on_rigs, work_on_ranks, chosen, timeout_s=200):
-        assert all(other == native for other in others)
-
-
 def work_by_ours(rig: Rig) -> list[tuple[list[float], Gradients]]:
     placement = rig.layout.placement
     hints = ("bf", "bfw", "b-first", "zb-v")
-    return [rig.step(ours(hint=hint, placement=placement)) for hint in hints]
+    return [step_by(rig, hint=hint, placement=placement) for hint in hints]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_a_v_learns_what_one_rank_learns() -> None:
     layout = {**SMALL, "pp": 2, "chunks": 2, "placement": "v"}
@@ -296,10 +198,9 @@ def test_a_v_learns_what_one_rank_learns() -> None:
 
 
 def work_by_bf(rig: Rig) -> tuple[list[float], Gradients]:
-    return rig.step(ours(hint="bf"))
+    return step_by(rig, hint="bf")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
     "settings",
@@ -313,4 +214,4 @@ def test_one_rank_learns_by_hand_what_hints_learn(settings: dict[str, Any]) -> N
 
 
 def work_by_hand(rig: Rig) -> list[tuple[list[float], Gradients]]:
-    return [rig.by_hand(), *(rig.step(ours(hint=hint)) for hint in ("bf", "bfw"))]
+    return [rig.by_hand(), *(step_by(rig, hint=hint) for hint in ("bf", "bfw"))]

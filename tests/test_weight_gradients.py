@@ -35,8 +35,8 @@ class Split:
     """The tasks of one step on a chunk, with its weight gradients split off."""
 
     def __init__(self, model: Any) -> None:
-        from rrfp.megatron.gradients import CanonicalGradients
-        from rrfp.megatron.weight_gradients import DeferredWeightGradients, deferrable_weights
+        from rrfp.megatron.step.gradients import CanonicalGradients
+        from rrfp.megatron.step.weight_gradients import DeferredWeightGradients, deferrable_weights
 
         self.weights = set(deferrable_weights(model))
         others = [parameter for parameter in model.parameters() if parameter not in self.weights]
@@ -179,7 +179,7 @@ def test_fused_accumulation() -> None:
 def fused_differences(layout: Any) -> dict[str, list[str]]:
     from megatron.core.tensor_parallel import layers
 
-    from rrfp.megatron.gradients import CanonicalGradients
+    from rrfp.megatron.step.gradients import CanonicalGradients
 
     layers.fused_weight_gradient_mlp_cuda = FusedKernel()
     chunk = Chunk(layout, {"dtype": "bf16"})
@@ -290,7 +290,7 @@ def a_graph_that_leads_back_to_its_products() -> None:
 
 
 def weights_that_stay_with_the_backward() -> None:
-    from rrfp.megatron.weight_gradients import deferrable_weights
+    from rrfp.megatron.step.weight_gradients import deferrable_weights
 
     layer = column()
     assert deferrable_weights(layer) == [layer.weight]

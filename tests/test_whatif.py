@@ -12,20 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.structural import structural
-from rrfp.analyze.whatif import Change, what_if
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import TURNS, hint_named
+from rrfp.replay.measured import measure
+from rrfp.replay.recorded import read_run
+from rrfp.replay.structural import structural
+from rrfp.replay.whatif import Change, what_if
+from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.engine import play
-from rrfp.simulate.measured import measure
-from rrfp.simulate.recorded import read_run
+from rrfp.simulate.play import play
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.perfetto import read_trace, write_trace
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from tests.effort import examples
 from tests.step_times import (
@@ -54,11 +55,11 @@ def makespan_ns(world: World, hint: str, **bounds: int | Dispatch) -> int:
 @pytest.mark.parametrize(
     ("change", "bounds"),
     [
-        (Change(TURNS["fb"]), {}),
-        (Change(TURNS["bf"], hold=5), {"hold": 5}),
-        (Change(TURNS["bf"], limit=2), {"limit": 2}),
-        (Change(TURNS["bf"], Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
-        (Change(hint_named("1f1b", SHAPE), Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
+        (Change(HINTS["fb"]), {}),
+        (Change(HINTS["bf"], hold=5), {"hold": 5}),
+        (Change(HINTS["bf"], limit=2), {"limit": 2}),
+        (Change(HINTS["bf"], Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
+        (Change(hint_named("1f1b").on(SHAPE), Dispatch.FIXED), {"dispatch": Dispatch.FIXED}),
         (Change(limit=3), {"limit": 3}),
     ],
 )
@@ -77,9 +78,9 @@ def test_another_policy_comes_to_what_it_would_have_come_to(
 
 def test_a_split_backward_stays_split_and_a_whole_one_is_divided() -> None:
     times = random_times(Random(3), SHAPE)
-    split = what_if(recorded(World(times), "bfw"), lambda run: [Change(TURNS["bfw"], limit=4)])
+    split = what_if(recorded(World(times), "bfw"), lambda run: [Change(HINTS["bfw"], limit=4)])
     assert split.rows[0].makespan_ns == makespan_ns(World(times), "bfw", limit=4)
-    whole = what_if(recorded(World(times)), lambda run: [Change(TURNS["bfw"])], w_share=0.25)
+    whole = what_if(recorded(World(times)), lambda run: [Change(HINTS["bfw"])], w_share=0.25)
     backward = times.by_kind(split=False)[Kind.B]
     parts = [[round(0.25 * time_ns) for time_ns in row] for row in backward]
     rest = [
@@ -177,7 +178,7 @@ def test_savings_are_paired_by_step() -> None:
                     )
                     for record in records
                 )
-    report = what_if(recording, lambda run: [Change(TURNS["f-first"])])
+    report = what_if(recording, lambda run: [Change(HINTS["f-first"])])
     own_ns, other_ns = makespan_ns(world, "bf"), makespan_ns(world, "f-first")
     assert own_ns != other_ns
     assert report.measured_ns == median([own_ns, 5 * own_ns, 9 * own_ns])
@@ -229,7 +230,7 @@ def test_the_sensible_set_leaves_out_the_run_itself_and_what_it_could_not_do() -
 def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
     policy, shape = policy_of("bf", SHAPE, hold=2)
     recording = simulated(policy, shape, [World(equal_times(SHAPE, 100, 100, 50))])
-    one_f_one_b = hint_named("1f1b", SHAPE)
+    one_f_one_b = hint_named("1f1b").on(SHAPE)
     with pytest.raises(UsageError, match="above the hold of 2"):
         what_if(recording, lambda run: [Change(one_f_one_b, Dispatch.FIXED)])
     free = Change(one_f_one_b, Dispatch.FIXED, unbound=True)
@@ -243,7 +244,7 @@ def test_an_order_that_binds_is_held_to_the_runs_bound() -> None:
 def test_a_row_tells_that_the_dispatch_changed() -> None:
     policy, shape = policy_of("1f1b", SHAPE, dispatch=Dispatch.FIXED, limit=6)
     recording = simulated(policy, shape, [World(equal_times(SHAPE, 100, 100, 50))])
-    changes = [Change(hold=4), Change(TURNS["bf"]), Change(without_jitter=True)]
+    changes = [Change(hold=4), Change(HINTS["bf"]), Change(without_jitter=True)]
     rows = what_if(recording, lambda run: changes).rows
     assert [row.what for row in rows] == ["1f1b ready, hold 4", "bf ready", "without jitter"]
     assert rows[1].policy.limit == 6
@@ -251,11 +252,11 @@ def test_a_row_tells_that_the_dispatch_changed() -> None:
 
 def test_a_small_saving_is_told_as_one() -> None:
     near = World(equal_times(SHAPE, 100, 100, 50), lambda sender, receiver, task: 1)
-    change = Change(TURNS["bf"], free_links=True)
+    change = Change(HINTS["bf"], free_links=True)
     report = what_if(recorded(near), lambda run: [change])
     assert 0 < report.rows[0].saving < 0.005
     assert report.conclusion.startswith("bf, free links would save less than 0.5%, and no policy")
-    same = what_if(recorded(near), lambda run: [Change(TURNS["bf"])])
+    same = what_if(recorded(near), lambda run: [Change(HINTS["bf"])])
     assert same.conclusion.startswith("bf would save nothing")
     far = World(near.times, lambda sender, receiver, task: 90)
     report = what_if(recorded(far), lambda run: [change])
@@ -268,7 +269,7 @@ def test_the_busiest_stage_is_not_blamed_for_what_it_does_not_do() -> None:
         [time_ns + (stage == 1) for time_ns in row] for stage, row in enumerate(even.forward)
     ]
     world = World(replace(even, forward=forward), lambda sender, receiver, task: 90)
-    report = what_if(recorded(world), lambda run: [Change(TURNS["bf"], free_links=True)])
+    report = what_if(recorded(world), lambda run: [Change(HINTS["bf"], free_links=True)])
     said = "; the busiest stage, 1, as fast as the median would then save less than 0.5%."
     assert report.conclusion.endswith(said)
 
@@ -290,7 +291,7 @@ def test_where_ranks_may_share_cores_a_changed_policy_is_cautioned_of() -> None:
     def caution(recording: Recording, change: Change) -> str:
         return what_if(recording, lambda run: [change], range(1)).caution
 
-    changed = Change(TURNS["fb"])
+    changed = Change(HINTS["fb"])
     assert "shared cores" in caution(recording, changed)
     assert caution(recording, Change(free_links=True)) == ""
     for other in (on_gpus, apart, simulated_one):
@@ -418,7 +419,7 @@ def test_names_that_look_like_styles_are_told_as_they_are(
     monkeypatch.chdir(tmp_path)
     name = "a[/b].csv"
     Path("a[").mkdir()
-    gpipe = hint_named("gpipe", SHAPE)
+    gpipe = hint_named("gpipe").on(SHAPE)
     assert isinstance(gpipe, Order)
     Path(name).write_text(format_order(gpipe), encoding="utf-8")
     policy, shape = policy_of("zb-h1", SHAPE, limit=32)

@@ -1,5 +1,6 @@
 """The worker's loop, with scripted arrivals: what it does, in which order, and what it leaves."""
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,8 @@ from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
@@ -24,16 +27,26 @@ from rrfp.runtime.protocols import (
     StallError,
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StoreStallBoard
+from rrfp.runtime.transport.memory import MemoryNetwork
 from rrfp.runtime.worker import StepSummary, Worker
-from rrfp.schedule.dispatcher import Dispatch, Dispatcher
-from rrfp.schedule.hints import TURNS
-from rrfp.schedule.orders import ORDERS
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
-from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Task, parse_task
-from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord, WaitRecord
+from rrfp.trace.records import (
+    NS_PER_S,
+    AgreementRecord,
+    Record,
+    StimulusRecord,
+    TaskRecord,
+    WaitRecord,
+)
 from rrfp.trace.steps import evaluation_step, is_evaluation
 from tests.decisions import replayed
+from tests.rank_rig import RankRig, Work, run_in_memory
 
 TICK_NS = 10
 STALL_S = 5.0
@@ -114,6 +127,7 @@ class World:
             decides_ahead=self.ahead_during is not None,
             clock=self.clock,
         )
+        self.worker.open()
 
     def clock(self) -> int:
         self.now_ns += TICK_NS
@@ -123,14 +137,16 @@ class World:
         return self.worker.run_step(step, self.dispatcher(shape, limit), self)
 
     def dispatcher(self, shape: Shape, limit: int | None = None) -> Dispatcher:
-        hint = TURNS["bf"]
+        hint = HINTS["bf"]
         order = order_of(hint, replace(shape, kinds=WHOLE_BACKWARD))
         return Dispatcher(
             shape,
             self.rank,
-            hint,
-            limit=limit,
-            order=order if shape.kinds == WHOLE_BACKWARD else order.forwards(),
+            Policy(
+                hint,
+                limit=limit,
+                order=order if shape.kinds == WHOLE_BACKWARD else order.forwards(),
+            ),
             group=self.agreement.group,
         )
 
@@ -367,8 +383,8 @@ def test_a_stall_at_the_limit_names_the_gradient_and_not_the_withheld_forward() 
 def test_a_stall_in_fixed_dispatch_names_what_the_order_waits_for() -> None:
     shape = Shape(3, 2)
     world = World(script=[[arrived("1F1")]])
-    order = ORDERS["gpipe"](shape)
-    dispatcher = Dispatcher(shape, 1, order, dispatch=Dispatch.FIXED)
+    order = ORDERS["gpipe"].on(shape)
+    dispatcher = Dispatcher(shape, 1, Policy(order, dispatch=Dispatch.FIXED))
     with pytest.raises(StallError, match="rank 0 owes the output of 0F0, which 1F0 needs"):
         world.worker.run_step(0, dispatcher, world)
 
@@ -521,3 +537,93 @@ def test_a_failure_that_is_met_ahead_ends_the_step_after_the_task() -> None:
         world.run_step(Shape(3, 3, kinds=FORWARD_ONLY))
     world.worker.close()
     assert [call for call in world.calls if call.startswith("run")][-1] == "run 1F1 on [1.0]"
+
+
+# Whole pipelines, in memory: workers, agreement and the links' protocol together.
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    num_pp_ranks=st.integers(1, 4),
+    num_chunks=st.integers(1, 2),
+    hint_name=st.sampled_from(["bf", "fb", "bfw", "bf-deep"]),
+)
+def test_a_pipeline_runs_every_task_of_every_step(
+    seed: int, num_pp_ranks: int, num_chunks: int, hint_name: str
+) -> None:
+    """Tasks and messages take their time, and evaluations stand between the training steps."""
+    draws = random.Random(seed)
+    kinds = SPLIT_BACKWARD if hint_name == "bfw" else WHOLE_BACKWARD
+    training = Shape(num_pp_ranks, 4, num_chunks, kinds=kinds)
+    steps = {0: training, evaluation_step(0): replace(training, kinds=FORWARD_ONLY), 1: training}
+
+    def run(rig: RankRig) -> list[TaskRecord]:
+        work = Work(lambda _: rig.sleep(draws.uniform(0, 1e-3)))
+        for step, shape in steps.items():
+            rig.run_step(step, shape, work, hint_name)
+        return [record for record in rig.records if isinstance(record, TaskRecord)]
+
+    ranks = run_in_memory(run, num_pp_ranks, seed=seed, longest_delay_ns=1_000_000)
+    for rank, records in enumerate(ranks):
+        assert [*dict.fromkeys(record.step for record in records)] == [*steps]
+        for step, shape in steps.items():
+            ran = [(run.stage, run.kind, run.microbatch) for run in records if run.step == step]
+            assert sorted(ran) == sorted((*task,) for task in shape.tasks_of(rank))
+
+
+def test_the_same_seed_gives_the_same_records() -> None:
+    def run(rig: RankRig) -> list[Record]:
+        rig.run_step(0, Shape(3, 4), Work(lambda _: rig.sleep(1e-3)))
+        return rig.records
+
+    def records(seed: int) -> list[list[Record]]:
+        return run_in_memory(run, 3, seed=seed, longest_delay_ns=1_000_000)
+
+    assert records(1) == records(1)
+    assert records(1) != records(2)
+
+
+def test_a_link_that_is_cut_fails_both_of_its_ranks() -> None:
+    network = MemoryNetwork()
+
+    def run(rig: RankRig) -> str:
+        def act(task: Task) -> None:
+            rig.sleep(1e-3)
+            if task == parse_task("1F2")[0]:
+                network.cut(0, 1)
+
+        with pytest.raises(PeerLostError) as lost:
+            rig.run_step(0, Shape(2, 4), Work(act))
+        return str(lost.value)
+
+    told = run_in_memory(run, 2, network=network)
+    assert "rank 1 closed its connection without a farewell (seen by rank 0)" in told[0]
+    assert "rank 0 closed its connection without a farewell (seen by rank 1)" in told[1]
+
+
+def test_a_rank_whose_process_is_stopped_is_missed_and_does_not_blame_the_others() -> None:
+    """The others lose it after 20 s; when it goes on, they have closed without a farewell."""
+    network = MemoryNetwork()
+
+    def run(rig: RankRig) -> tuple[str, float]:
+        def act(task: Task) -> None:
+            if task == parse_task("1F2")[0]:
+                network.stop(1)
+                rig.sleep(60)
+                network.resume(1)
+
+        with pytest.raises(PeerLostError) as lost:
+            rig.run_step(0, Shape(3, 4), Work(act))
+        told = str(lost.value), rig.clock() / NS_PER_S
+        # As the drop-in does after a failure.
+        rig.transport.close(farewell=False)
+        return told
+
+    (first, first_s), (stopped, stopped_s), (last, last_s) = run_in_memory(
+        run, 3, network=network, stall_s=600.0
+    )
+    for told, at_s in ((first, first_s), (last, last_s)):
+        assert "rank 1 was silent for 20 s" in told
+        assert at_s == pytest.approx(20, abs=1.1)
+    assert "closed its connection without a farewell" in stopped
+    assert stopped_s == pytest.approx(60, abs=1.1)

@@ -8,22 +8,15 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    Dispatch,
-    Dispatcher,
-    Group,
-    InputArrived,
-    Instruction,
-    RunTask,
-    StepDone,
-    Stimulus,
-    TaskAgreed,
-    Waited,
-)
-from rrfp.schedule.hints import TURNS, Turns, hint_named, kinds_of
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hints.alternation import Alternation
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Waited
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from tests.cases import Case, random_case, random_order
 from tests.decisions import an_order
@@ -62,23 +55,27 @@ class Unbounded(NaiveDispatcher):
 
 def test_a_plain_cap_stalls_where_the_hold_does_not() -> None:
     shape = Shape(2, 2, num_chunks=2)
-    bf = TURNS["bf"]
-    history = play(shape, [[PlainCap(shape, rank, bf, hold=2)] for rank in range(2)], unit)
+    bf = HINTS["bf"]
+    history = play(shape, [[PlainCap(shape, rank, Policy(bf, hold=1))] for rank in range(2)], unit)
     with pytest.raises(AssertionError, match="the step stalled"):
         check_step(history, hold=2)  # 0F0 and 0F1 have taken both slots, and 2F0 has none
-    history = play(shape, [[Dispatcher(shape, rank, bf, hold=2)] for rank in range(2)], unit)
+    history = play(
+        shape, [[Dispatcher(shape, rank, Policy(bf, hold=1))] for rank in range(2)], unit
+    )
     check_step(history, hold=2)
 
 
 def test_a_limit_without_drain_mode_stalls_where_chunks_are_in_use() -> None:
     shape = Shape(2, 2, num_chunks=2)
-    bf = TURNS["bf"]
+    bf = HINTS["bf"]
     history = play(
-        shape, [[LimitWithoutDrain(shape, rank, bf, limit=2)] for rank in range(2)], unit
+        shape, [[LimitWithoutDrain(shape, rank, Policy(bf, limit=2))] for rank in range(2)], unit
     )
     with pytest.raises(AssertionError, match="the step stalled"):
         check_step(history, limit=2)
-    history = play(shape, [[Dispatcher(shape, rank, bf, limit=2)] for rank in range(2)], unit)
+    history = play(
+        shape, [[Dispatcher(shape, rank, Policy(bf, limit=2))] for rank in range(2)], unit
+    )
     check_step(history, limit=2)
 
 
@@ -120,8 +117,8 @@ class PrefersLaterMicrobatches(NaiveDispatcher):
 class EagerWeightGradients(NaiveDispatcher):
     """Runs W before the other direction, as if it belonged to the round."""
 
-    def kinds_by_turn(self, turns: Turns) -> Iterable[Kind]:
-        first, second, last = super().kinds_by_turn(turns)
+    def kinds_in_sequence(self, hint: Alternation) -> Iterable[Kind]:
+        first, second, last = super().kinds_in_sequence(hint)
         return (first, last, second)
 
 
@@ -222,7 +219,7 @@ class Headstrong:
     """A member of a group that decides for itself."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
-        self._dispatcher = Dispatcher(shape, rank, TURNS["bf"])
+        self._dispatcher = Dispatcher(shape, rank, Policy(HINTS["bf"]))
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         if isinstance(stimulus, InputArrived) and stimulus.member > 0:
@@ -254,8 +251,7 @@ def test_replicas_that_agree_only_where_they_are_coupled_stall(agrees_everywhere
             Dispatcher(
                 shape,
                 rank,
-                (by_index, by_cost)[member],
-                limit=1,
+                Policy((by_index, by_cost)[member], limit=1),
                 group=Group(2, leads=member == 0) if [0, 1] in groups[rank] else None,
             )
             for member in range(2)
@@ -310,7 +306,7 @@ def test_a_policy_that_stalls_is_caught() -> None:
     order = an_order(shape, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     history = play(
         shape,
-        [[Dispatcher(shape, rank, order, dispatch=Dispatch.FIXED)] for rank in range(2)],
+        [[Dispatcher(shape, rank, Policy(order, dispatch=Dispatch.FIXED))] for rank in range(2)],
         unit,
     )
     with pytest.raises(AssertionError, match="the step stalled"):
@@ -319,7 +315,7 @@ def test_a_policy_that_stalls_is_caught() -> None:
 
 def test_an_idle_interval_left_out_is_caught() -> None:
     shape = Shape(3, 4)
-    deciders = [[Forgetful(Dispatcher(shape, rank, TURNS["bf"]))] for rank in range(3)]
+    deciders = [[Forgetful(Dispatcher(shape, rank, Policy(HINTS["bf"])))] for rank in range(3)]
     with pytest.raises(AssertionError, match="is in no interval"):
         check_step(play(shape, deciders, unit))
 
@@ -343,7 +339,7 @@ IN_A_V = Shape(4, 16, num_chunks=2, placement=Placement.V)
     ],
 )
 def test_a_policy_that_follows_another_hint_is_caught(shape: Shape, ran: str, claimed: str) -> None:
-    hint, other = hint_named(ran, shape), hint_named(claimed, shape)
+    hint, other = hint_named(ran).on(shape), hint_named(claimed).on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
     # bf and fb differ only after a wait that both directions end at once.
     for seed in range(50):

@@ -1,5 +1,6 @@
 """`rrfp train` as a user runs it: a process of its own, its output, and what it leaves behind."""
 
+import io
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +24,7 @@ START_S = 90.0
 
 
 def rrfp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command line run to its end in that directory."""
+    """A command line run to its end in that directory, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "rrfp", *arguments],
         cwd=directory,
@@ -31,6 +33,17 @@ def rrfp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=START_S + 60,
     )
+
+
+def rrfp_here(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process: for a command that only reads, it is the same and takes no second
+    to start."""
+    from rrfp.cli import errors, main
+
+    out, err = io.StringIO(), io.StringIO()
+    with chdir(directory), redirect_stdout(out), redirect_stderr(err):
+        code = errors.run(main.app, arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 class Training:
@@ -82,7 +95,7 @@ class Training:
         # The first thing that a rank does is to open its log.
         log = self.run / "logs" / f"rank-{rank}.log"
         self.await_that(log.exists, f"log of rank {rank}")
-        pids = processes_of(self.run, "rrfp.megatron.process")
+        pids = processes_of(self.run, "rrfp.train.ranks.process")
         (pid,) = (pid for pid in pids if _environment_of(pid)["RANK"] == str(rank))
         return pid
 

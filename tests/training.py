@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from rrfp.megatron.parallel import Layout
-from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.worker import StepSummary
 from rrfp.trace.records import Record, TaskRecord
+from rrfp.train.checks import check_settings
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
 
 SMALL: dict[str, Any] = {
     "layers": 4,
@@ -43,14 +44,14 @@ class RankRun:
 def train_variants(settings: dict[str, Any], variants: Sequence[dict[str, Any]]) -> list[RankRun]:
     """Train on this rank, from the start, once with each variant of the settings; runs in a
     process of its own."""
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
-    from rrfp.megatron.parallel import parallel_groups
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
 
     chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
     with parallel_groups(chosen[0]) as layout:
-        return [_train(variant, layout) for variant in chosen]
+        return [train_variant(variant, layout) for variant in chosen]
 
 
 def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]:
@@ -58,15 +59,16 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
     return train_variants(settings, [{"dispatch": "megatron"}] * num_runs)
 
 
-def _train(settings: TrainSettings, layout: Layout) -> RankRun:
-    from rrfp.megatron.data import open_data
-    from rrfp.megatron.model import build_model
-    from rrfp.megatron.pacing import pace_of
-    from rrfp.megatron.parallel import seed_random_states
-    from rrfp.megatron.rank import evaluation_of, schedule_of
-    from rrfp.megatron.training import Trainer
+def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
+    """Train on this rank, from the start, in groups that it has joined."""
+    from rrfp.train.data.open import open_data
+    from rrfp.train.models.model import build_model
+    from rrfp.train.pacing import pace_of
+    from rrfp.train.rank import evaluation_of, schedule_of
+    from rrfp.train.ranks.parallel import seed_random_states
+    from rrfp.train.training import Trainer
 
-    settings.validate()
+    check_settings(settings)
     run = RankRun()
     seed_random_states(settings, layout)
     data = open_data(settings)

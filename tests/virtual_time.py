@@ -11,18 +11,9 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    DecideAhead,
-    InputArrived,
-    Instruction,
-    RunTask,
-    StepDone,
-    Stimulus,
-    TaskAgreed,
-    Waited,
-)
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Waited
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
 
 Sets = Sequence[Sequence[int]]

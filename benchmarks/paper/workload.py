@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import hint_named, kinds_of
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.flops import FlopCosts, parse_flops
+from rrfp.simulate.costs.flops import FlopCosts, parse_flops
 from rrfp.simulate.jitter import Jitter, parse_jitter
 from rrfp.simulate.trial import Setting, run_settings
-from rrfp.simulate.world import Policy
 
 FOLDER = Path(__file__).parent
 
@@ -128,7 +128,7 @@ class Simulation:
         on top of the natural one."""
         shape = Shape(workload.pp, workload.batch // workload.dp)
         name = hint or _HINTS[method]
-        found = hint_named(name, shape)
+        found = hint_named(name).on(shape)
         shape = replace(shape, kinds=kinds_of(found))
         is_ready = method in _READY
         policy = Policy(

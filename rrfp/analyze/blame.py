@@ -1,21 +1,20 @@
-"""Whose fault it is that the steps of a run took as long as they did.
+"""Why the steps of a run took as long as they did.
 
-The critical path of a step says who ran or waited when, but not why that chain was so long. Here
-its time is divided further, and still sums to the step:
+A step's critical path says who ran or waited when, but not why the chain was so long. Here its time
+is divided further, and the parts still sum to the step:
 
-- *Work* is as much as the stage in the middle has in a step; no order of the same tasks does
-  without it.
-- Of the path's tasks, what the mean of their rank and kind is above that of the rank in the middle
-  belongs to a *slow stage*, and what they took above their own mean is *uneven* time.
-- What then remains of them is *series*: stages that work one after another where they could have
-  worked side by side. As far as a limit, a hold or a binding order withheld something ready from
-  another rank at the time, it is theirs.
-- Messages under way own the time between two tasks; from where one member of a group has its own
-  to where the last one does, it is coordination.
+- *Work*: as much as the median stage has in a step. No order of the same tasks avoids it.
+- *Slow stage*: by how much the path's tasks exceed those of the median rank, each kind at its mean.
+- *Uneven*: by how much the path's tasks exceed the mean of their own rank and kind.
+- *Series*: the rest of the path's tasks. Stages worked one after another where they could have
+  worked side by side. Where a limit, a hold or a binding order withheld something ready from
+  another rank meanwhile, that time is theirs instead.
+- *Link*: messages under way between two tasks. From the moment one member of a group has its
+  message until the last one has, the time is *coordination*.
 
-Megatron's own transfers leave no messages behind, and there a wait for a slow stage looks like one
-for a transfer: as much of it as the busiest rank works more than the one in the middle is the
-stage's.
+Megatron's own transfers leave no messages in a trace, so a wait for a slow stage looks like a wait
+for a transfer. There the slow stage gets as much of the transfers as the busiest rank works more
+than the median one.
 """
 
 from collections import defaultdict
@@ -27,19 +26,20 @@ from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.critical_path import LINK, Stretch, critical_path
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.critical_path import LINK, Segment, critical_path
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.steps import spread_evenly
 
 _MOST_STEPS = 30
-"""Walked, evenly over the run: a path takes a while to find, and steps are much alike."""
+"""Finding a path takes a while, and steps are much alike."""
 
 
 class Fault(StrEnum):
-    """What may own a part of a step, beside the causes of waits that speak for themselves
-    (`limit`, `hold`, `order`, `coordination`, `transfer`, `gradient_sync`)."""
+    """What may own a part of a step, besides the causes of waits that explain themselves (`limit`,
+    `hold`, `order`, `coordination`, `transfer`, `gradient_sync`)."""
 
     WORK = "work"
     SLOW_STAGE = "slow_stage"
@@ -47,9 +47,9 @@ class Fault(StrEnum):
     SERIES = "series"
     LINK = "link"
     ENTRY = "entry"
-    """A rank had not entered the schedule yet."""
+    """A rank entered the schedule late."""
     OVERHEAD = "overhead"
-    """What no record explains."""
+    """Time that no record explains."""
 
 
 class Owner(NamedTuple):
@@ -58,35 +58,34 @@ class Owner(NamedTuple):
     what: str
     """A `Fault`, or the cause of a wait."""
     pp_rank: int
-    """Where: of a link, who receives; of work and series, the busiest rank."""
+    """Where: the receiver of a link; for work and series, the busiest rank."""
     sender: int | None = None
-    """Of a link, who sends."""
+    """The sender of a link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Where the time of a run's steps went; means over the steps that were looked at."""
+    """Where the time of a run's steps went; means over the steps examined."""
 
     num_steps: int
     step_ns: float
     busiest: int
-    """The pipeline rank that has most work."""
+    """The pipeline rank with the most work."""
     busiest_ns: float
     """Its work in a step."""
     owners_ns: dict[Owner, float]
-    """The most first; they sum to `step_ns`."""
+    """The largest first; they sum to `step_ns`."""
 
 
 def blame(frames: Frames) -> Blame:
     """Divide the steps that every rank finished, or thirty of them.
 
-    Raises RrfpError when there is none, or one has no tasks.
+    Raises RrfpError when no step was finished, or one has no tasks.
     """
-    finished = windows(frames)["step"].to_list()
+    finished = frames.windows["step"].to_list()
     if not finished:
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
-    num_steps = min(len(finished), _MOST_STEPS)
-    chosen = [finished[index * len(finished) // num_steps] for index in range(num_steps)]
+    chosen = spread_evenly(finished, _MOST_STEPS)
     return _Division(frames.of_steps(chosen), chosen).blame()
 
 
@@ -118,21 +117,21 @@ class _Division:
         self._has_messages = not frames.messages.is_empty()
         self._first_came_ns = _first_came_ns(frames)
         self._waits = frames.waits.select("step", "pp_rank", "cause", "start_ns", "end_ns")
-        self._paths = {step: critical_path(frames, step).stretches for step in steps}
+        self._paths = {step: critical_path(frames, step).segments for step in steps}
 
     def blame(self) -> Blame:
         owners_ns: defaultdict[Owner, float] = defaultdict(float)
         uneven_ns: defaultdict[int, float] = defaultdict(float)
         for step, path in self._paths.items():
-            for index, stretch in enumerate(path):
-                if stretch.kind in list(Kind):
-                    self._divide_work(stretch, owners_ns, uneven_ns)
-                elif stretch.kind == LINK:
+            for index, segment in enumerate(path):
+                if segment.kind in list(Kind):
+                    self._divide_work(segment, owners_ns, uneven_ns)
+                elif segment.kind == LINK:
                     sender = path[index - 1].pp_rank if index else None
-                    self._divide_link(step, stretch, sender, owners_ns)
+                    self._divide_link(step, segment, sender, owners_ns)
                 else:
-                    own = _OWN.get(stretch.kind, stretch.kind)
-                    owners_ns[Owner(own, stretch.pp_rank)] += stretch.end_ns - stretch.start_ns
+                    own = _OWN.get(segment.kind, segment.kind)
+                    owners_ns[Owner(own, segment.pp_rank)] += segment.end_ns - segment.start_ns
         num_steps = len(self._steps)
         owners_ns = defaultdict(float, {o: ns / num_steps for o, ns in owners_ns.items()})
         self._settle_uneven(owners_ns, {r: ns / num_steps for r, ns in uneven_ns.items()})
@@ -149,7 +148,7 @@ class _Division:
 
     def _divide_work(
         self,
-        task: Stretch,
+        task: Segment,
         owners_ns: defaultdict[Owner, float],
         uneven_ns: defaultdict[int, float],
     ) -> None:
@@ -162,13 +161,13 @@ class _Division:
     def _divide_link(
         self,
         step: int,
-        stretch: Stretch,
+        segment: Segment,
         sender: int | None,
         owners_ns: defaultdict[Owner, float],
     ) -> None:
-        """A message for a group is under way until one member has its own; then they wait for each
-        other."""
-        start_ns, end_ns, pp_rank, _ = stretch
+        """A message for a group is under way until one member has its share; after that the members
+        wait for each other."""
+        start_ns, end_ns, pp_rank, _ = segment
         first_ns = self._first_came_ns.get((step, pp_rank, end_ns), end_ns)
         shared_ns = end_ns - max(first_ns, start_ns)
         owners_ns[Owner(Cause.COORDINATION, pp_rank)] += shared_ns
@@ -177,7 +176,7 @@ class _Division:
     def _settle_uneven(
         self, owners_ns: defaultdict[Owner, float], uneven_ns: dict[int, float]
     ) -> None:
-        """Uneven time is what remains once the ranks whose tasks were short have paid theirs."""
+        """Short tasks of some ranks make up for long ones of others; only the rest is uneven."""
         total_ns = sum(uneven_ns.values())
         long_ns = {rank: ns for rank, ns in uneven_ns.items() if ns > 0}
         if total_ns <= 0:
@@ -187,7 +186,7 @@ class _Division:
             owners_ns[Owner(Fault.UNEVEN, rank)] = ns * total_ns / sum(long_ns.values())
 
     def _settle_transfers(self, owners_ns: defaultdict[Owner, float]) -> None:
-        """Without messages, what a slow stage adds was counted as transfers."""
+        """Without recorded messages, what a slow stage adds was counted as transfers."""
         if self._has_messages:
             return
         slow = Owner(Fault.SLOW_STAGE, self._busiest)
@@ -196,19 +195,19 @@ class _Division:
         owners_ns[slow] += _take(owners_ns, transfers, extra_ns)
 
     def _settle_work(self, owners_ns: defaultdict[Owner, float]) -> None:
-        """More work in a row than the stage in the middle has is series, or withheld."""
+        """Work beyond what the median stage has is series, or was withheld."""
         work, series = Owner(Fault.WORK, self._busiest), Owner(Fault.SERIES, self._busiest)
         owners_ns[series] = max(0.0, owners_ns[work] - self._usual_ns)
         owners_ns[work] -= owners_ns[series]
         uneven = [owner for owner in owners_ns if owner.what == Fault.UNEVEN]
         for owner, withheld_ns in self._withheld().items():
-            # What is bound to an order cannot step in for a task that takes long.
+            # A rank bound to an order cannot run something else while a task takes long.
             payers = [series, *uneven] if owner.what == Cause.ORDER else [series]
             owners_ns[owner] += _take(owners_ns, payers, withheld_ns)
 
     def _withheld(self) -> dict[Owner, float]:
-        """For how long, while others were on the path, something ready was withheld from the rank
-        from which most was; means over the steps, the most first."""
+        """How long ready tasks were withheld while other ranks were on the path, of the one rank
+        from which most was withheld; means over the steps, the largest first."""
         withheld = self._waits.filter(pl.col("cause").is_in(_WITHHELD))
         found_ns: defaultdict[Owner, float] = defaultdict(float)
         for (step, pp_rank, cause), waits in withheld.group_by("step", "pp_rank", "cause"):
@@ -226,8 +225,8 @@ class _Division:
 
 
 def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
-    """When the first member of a group had its message for a task, by the step, the pipeline rank,
-    and when the last one had its own."""
+    """When the first member of a group had its message for a task, by step, pipeline rank and the
+    time at which the last member had its own."""
     replicas = frames.run.select(pl.col("rank").alias("to_rank"), "dp_rank")
     of_groups = (
         frames.messages.join(replicas, on="to_rank")
@@ -245,16 +244,16 @@ def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
 _WITHHELD = (Cause.LIMIT, Cause.HOLD, Cause.ORDER)
 _OWN: dict[str, str] = {
     Cause.WARMUP: Fault.ENTRY,
-    # The message was there when these waits went on.
+    # The message had come, and the rank still waited.
     Cause.FORWARD_INPUT: Fault.OVERHEAD,
     Cause.BACKWARD_INPUT: Fault.OVERHEAD,
     Cause.DRAIN: Fault.OVERHEAD,
 }
-"""What is to be said of a wait that stands on the path itself."""
+"""What owns a wait that lies on the path itself, where its cause does not."""
 
 
 def _take(owners_ns: defaultdict[Owner, float], payers: Iterable[Owner], wanted_ns: float) -> float:
-    """Take as much time from its owners as they have, one after the other."""
+    """Take up to so much time from its owners, one after the other; how much they had."""
     taken_ns = 0.0
     for payer in payers:
         part_ns = max(0.0, min(owners_ns[payer], wanted_ns - taken_ns))
@@ -264,7 +263,7 @@ def _take(owners_ns: defaultdict[Owner, float], payers: Iterable[Owner], wanted_
 
 
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same time in disjoint spans, in order."""
+    """The same time as disjoint spans, in order."""
     union: list[tuple[int, int]] = []
     for start_ns, end_ns in sorted(spans):
         if union and start_ns <= union[-1][1]:
@@ -275,7 +274,7 @@ def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> int:
-    """For how long both of two lists of disjoint spans, in order, are there."""
+    """How long two lists of disjoint spans, both in order, overlap."""
     overlap_ns = i = j = 0
     while i < len(first) and j < len(second):
         overlap_ns += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))

@@ -1,4 +1,4 @@
-"""Where a step's time goes: work, idle time by cause, and what is neither.
+"""Where a step's time goes: work, idle time by cause, and overhead.
 
 The window of a step runs from the first rank's entry into the schedule to the last rank's return
 from it, on one clock, and is the same for every rank. A rank is busy in it while it runs a task.
@@ -9,7 +9,7 @@ The rest is its bubble, and every nanosecond of that has one cause:
 - after its last task a recorded `gradient_sync`, else `drain`, to the end of the window;
 - `overhead`: the remainder between two tasks.
 
-So work and causes sum to the window exactly. Where waits overlap, the earlier one counts.
+So work and causes sum to the window exactly. Of overlapping waits the earlier one counts.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
+from rrfp.replay.bubble_parts import BubbleParts
 from rrfp.schedule.causes import Cause
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.steps import in_order, step_name, told_step
@@ -28,38 +29,6 @@ CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
 """Every part of a bubble, in the order in which reports show them."""
 
 _KEY = ("step", "rank")
-_LEAST_EXCESS = 0.005
-"""An excess below this is none worth a word."""
-
-
-@dataclass(frozen=True, slots=True)
-class BubbleParts:
-    """Idle time as a share of the measured time; the parts sum to the whole."""
-
-    structural: float
-    excess: float
-
-    @property
-    def fraction(self) -> float:
-        return self.structural + self.excess
-
-    @property
-    def told(self) -> str:
-        """In two sentences."""
-        jitter = f"{'added' if self.excess > 0 else 'took off'} {abs(self.excess):.0%}"
-        if abs(self.excess) < _LEAST_EXCESS:
-            jitter = "changed nothing"
-        return (
-            f"{self.fraction:.0%} of the ranks' time was bubble. Tasks at their mean times would "
-            f"have left {self.structural:.0%}; jitter {jitter}."
-        )
-
-    def as_json(self) -> dict[str, float]:
-        return {
-            "fraction": self.fraction,
-            "structural": self.structural,
-            "excess": self.excess,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +43,8 @@ class RankBubbles:
     causes_ns: dict[str, int]
     """Idle time by cause; every one of `CAUSES`, and with `busy_ns` they sum to `window_ns`."""
     structural_ns: int | None = None
-    """What of the bubble tasks at their mean durations would have left; None where the run cannot
-    be replayed."""
+    """The part of the bubble that tasks at their mean times would have left; None when the run
+    cannot be replayed."""
 
     @property
     def bubble_ns(self) -> int:
@@ -87,7 +56,7 @@ class RankBubbles:
 
     @property
     def excess_ns(self) -> int | None:
-        """The rest of the bubble; below 0 where tasks at their means would have left more."""
+        """The rest of the bubble; negative if tasks at their mean times would have left more."""
         return None if self.structural_ns is None else self.bubble_ns - self.structural_ns
 
 
@@ -96,15 +65,15 @@ class Bubbles:
     """A run's time, rank by rank, summed over the steps asked for."""
 
     steps: tuple[int, ...]
-    """The steps that every rank finished: those that are counted."""
+    """The steps counted: those that every rank finished."""
     dropped_steps: tuple[int, ...]
-    """Steps asked for that some rank did not finish; they are left out for all."""
+    """Steps asked for but left out, because some rank did not finish them."""
     window_ns: int
     ranks: tuple[RankBubbles, ...]
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time that is no work."""
+        """The share of all ranks' time in which they did not work."""
         return 1 - sum(rank.busy_ns for rank in self.ranks) / (self.window_ns * len(self.ranks))
 
     @property
@@ -114,7 +83,7 @@ class Bubbles:
 
     @property
     def parts(self) -> BubbleParts | None:
-        """The structural part and the excess over all ranks; None where it was not replayed."""
+        """The structural part and the excess over all ranks; None if the run was not replayed."""
         whole_ns = self.window_ns * len(self.ranks)
         parts_ns = [(rank.structural_ns, rank.excess_ns) for rank in self.ranks]
         structural_ns, excess_ns = (
@@ -145,8 +114,8 @@ class Bubbles:
         )
 
     def with_structural(self, shares: Sequence[float]) -> "Bubbles":
-        """With that part of the bubble, by pipeline rank as a share of the window; with none, the
-        run could not be replayed."""
+        """With the structural part of the bubble: by pipeline rank, as shares of the window. Empty
+        shares, of a run that cannot be replayed, change nothing."""
         if not shares:
             return self
         return replace(
@@ -158,7 +127,7 @@ class Bubbles:
         )
 
     def of_rank(self, pp_rank: int) -> "Bubbles":
-        """The ranks at one place of the pipeline."""
+        """Only the ranks at one place of the pipeline."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.pp_rank == pp_rank))
 
     def as_json(self) -> dict[str, object]:
@@ -189,8 +158,8 @@ def _parts_s(rank: RankBubbles) -> dict[str, float | None]:
 def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
     """Divide the time of a run's steps; None means all of them.
 
-    Raises UsageError when the run has none of the steps asked for, RrfpError when no rank finished
-    any of them, or a rank waited for what is no cause.
+    Raises UsageError when the run has none of the steps asked for, and RrfpError when no step was
+    finished by every rank or a rank waited for an unknown cause.
     """
     if not frames.steps:
         raise RrfpError("the trace has no steps; the run ended before its first one did")
@@ -227,13 +196,13 @@ def divide(frames: Frames) -> pl.DataFrame:
     """The time of each rank in each finished step, in nanoseconds: a row a step and rank, with
     `window_ns`, `busy_ns` and a column for each of `CAUSES`.
 
-    Raises RrfpError where a rank waited for what is none of them.
+    Raises RrfpError when a rank waited for an unknown cause.
     """
     return pl.concat([_divide(piece) for piece in frames.piecewise()])
 
 
 def _divide(frames: Frames) -> pl.DataFrame:
-    spans = windows(frames).join(frames.run.select("rank"), how="cross")
+    spans = frames.windows.join(frames.run.select("rank"), how="cross")
     work = _work(frames, spans)
     ends = work.group_by(_KEY).agg(
         pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns")
@@ -272,8 +241,8 @@ def _divide(frames: Frames) -> pl.DataFrame:
 
 
 def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
-    """The tasks of finished steps, in order of time and as far as they lie in the window, each with
-    `until_ns`, when the last of those before it had ended."""
+    """The tasks of finished steps in order of time, cut to the window; `until_ns` is when the last
+    task before each had ended."""
     return (
         frames.scan("task")
         .select(*_KEY, "start_ns", "end_ns")
@@ -291,8 +260,8 @@ def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
-    """Where a rank ran nothing between two tasks: when that began, how long it took, and how much
-    of it there was before in the step."""
+    """Where a rank ran nothing between two tasks: when the gap began, how long it took, and how
+    much gap the rank had before it in the step."""
     return (
         work.select(
             *_KEY,
@@ -305,7 +274,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(frames: Frames) -> pl.DataFrame:
-    """The waits in order of time."""
+    """The waits in order of time. Raises RrfpError for an unknown cause."""
     waits = frames.scan("wait").select(*_KEY, "start_ns", "end_ns", "cause").collect()
     strange = waits.filter(~pl.col("cause").is_in(CAUSES))
     if not strange.is_empty():
@@ -318,7 +287,7 @@ def _waits(frames: Frames) -> pl.DataFrame:
 
 
 def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
-    """Of each wait what lies behind the ends of those before it."""
+    """The waits, each cut to what lies after the earlier ones."""
     return waits.with_columns(
         pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY))
     ).filter(pl.col("start_ns") < pl.col("end_ns"))
@@ -349,7 +318,7 @@ def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
 
 
 def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
-    """How much of the time behind a rank's last task each synchronisation of gradients explains."""
+    """How much of the time after a rank's last task each gradient synchronisation explains."""
     from_ns = pl.max_horizontal("start_ns", "last_ns")
     to_ns = pl.min_horizontal("end_ns", "window_end_ns")
     return (
@@ -360,7 +329,7 @@ def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _explained(found: pl.DataFrame, rest: str) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """What waits explain, for their causes, and against the rest that has none."""
+    """The time that waits explain: added to their causes, taken from `rest`."""
     return found, _part(found, rest, -pl.col("ns"))
 
 

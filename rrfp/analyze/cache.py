@@ -1,8 +1,8 @@
-"""The tables of a trace, kept beside it, so that the second look is instant.
+"""The tables of a trace, kept beside it, so that the second command on it is instant.
 
-They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, some of each table, with the
-replays of its steps; a trace that has changed has another digest, and new tables replace the old
-ones. Where nothing can be written beside a trace they are made anew each time.
+They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with the structural parts that
+replays found. A trace that has changed has another digest, and its new tables replace the old ones.
+If nothing can be written beside a trace, the tables are made anew each time.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from rrfp.errors import RrfpError
 from rrfp.trace.whole_file import open_whole
 
 _LAYOUT = 2
-"""Part of the folder's name; another number makes every table anew."""
+"""Part of the folder's name; a new number makes every table anew."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
@@ -32,17 +32,17 @@ _temporary: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def load_frames(trace: Path, steps: range | None = None, *, evaluations: bool = False) -> Frames:
-    """The tables of the steps of a trace that train, or of its evaluations; of these, None being
-    all. `CachedTrace.frames` has both.
+    """The tables of a trace's steps that train, or of its evaluations. `steps` chooses among these
+    by number; None takes all.
 
-    Raises RrfpError for a file that is missing, empty, cut off, foreign, or not of a run, and
-    UsageError when the run has none of those asked for.
+    Raises RrfpError for a file that is missing, empty, cut off, or not a trace of a run, and
+    UsageError when the run has none of the steps asked for.
     """
     return choose(CachedTrace(trace).frames(), steps, evaluations=evaluations)
 
 
 class CachedTrace:
-    """A trace whose tables lie beside it; they are made where they do not.
+    """A trace whose tables lie beside it; they are made if they do not yet.
 
     Raises RrfpError as `load_frames` does.
     """
@@ -55,14 +55,14 @@ class CachedTrace:
         return read_tables(self._folder)
 
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
-        """The structural part of the bubble by pipeline rank, as shares of the window, of these
-        steps that train; none where the run cannot be replayed, and then why."""
+        """The structural part of the bubble of these steps that train: by pipeline rank, as shares
+        of the window. Empty when the run cannot be replayed; the text then says why."""
         chosen = "" if steps is None else f"-{steps.start}-{steps.stop}"
         path = self._folder / f"structural-{rrfp.__version__}{chosen}.json"
         with suppress(OSError, ValueError, TypeError):
             shares, why = json.loads(path.read_bytes())
             return shares, why
-        # The second look does without the simulator, which is slow to import.
+        # The simulator is slow to import, and a trace needs it once.
         from rrfp.analyze.structural import structural_of
 
         try:
@@ -77,7 +77,7 @@ class CachedTrace:
 
 
 def _folder_of(trace: Path) -> Path:
-    """The folder of a trace's tables, which are made where they are not there yet."""
+    """The folder of a trace's tables, which are made if they are not there yet."""
     try:
         with trace.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
@@ -123,14 +123,14 @@ def _make_beside(trace: Path, folder: Path) -> Path:
 
 
 def _make(trace: Path, folder: Path) -> None:
-    # The second look needs no reader of traces either.
-    from rrfp.trace.perfetto_reader import TraceReader
+    # So is the reader of traces.
+    from rrfp.trace.perfetto.reader import TraceReader
 
     write_tables(TraceReader(trace), folder)
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether tables are there and can be read."""
+    """Whether all tables are there and can be read."""
     try:
         check_tables(folder)
     except (OSError, PolarsError):

@@ -1,13 +1,12 @@
-"""The steps that a report is of: those that train, or the run's evaluations.
+"""The steps that a report covers: those that train, or the run's evaluations.
 
-In the steps that train and in the evaluations a pipeline does other things, so that no figure is of
-both. A trace of an earlier version numbers evaluations among the others: there it is what they ran
-that tells.
+A pipeline does different things in the two, so no figure covers both. Traces of earlier versions
+number evaluations among the steps that train; what they ran tells them apart.
 """
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.errors import UsageError
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.steps import EVALUATION, counted, is_evaluation, told_step
@@ -17,10 +16,10 @@ NOT_REPLAYED = "evaluations have no backward, and only steps that train are repl
 
 
 def choose(frames: Frames, steps: range | None = None, *, evaluations: bool = False) -> Frames:
-    """The tables of the steps that train, or of the evaluations; of these, those asked for by their
-    numbers, None being all.
+    """The tables of the steps that train, or of the evaluations. `steps` chooses among these by
+    number; None takes all.
 
-    A run without any backward is taken as it is. Raises UsageError when the run has none of those.
+    A run without any backward is taken as it is. Raises UsageError when nothing is left.
     """
     tested = evaluations_of(frames)
     trained = sorted(set(frames.steps).difference(tested))
@@ -38,7 +37,7 @@ def choose(frames: Frames, steps: range | None = None, *, evaluations: bool = Fa
     if steps is None:
         return found
     asked = [step for step in found.steps if told_step(step)[1] in steps]
-    # A range is read from the files of a trace faster than a list.
+    # Files of tables are filtered faster by a range than by a list.
     return found.of_steps(asked if evaluations and asked else steps)
 
 
@@ -58,6 +57,6 @@ def evaluations_of(frames: Frames) -> list[int]:
     )
     if not ran["others"].any():
         return []
-    # Of a step that some rank did not finish, the backwards may be lost.
+    # A step that some rank did not finish may have lost its backwards.
     tested = ran.filter(pl.col("forwards") & ~pl.col("others"))["step"]
-    return sorted(set(tested) & set(windows(frames)["step"]))
+    return sorted(set(tested) & set(frames.windows["step"]))

@@ -1,8 +1,9 @@
-"""Two runs side by side: which one is faster, by how much, and which causes of idle time moved.
+"""Two runs side by side: which one is faster, by how much, and which causes of idle time changed.
 
-Medians over steps, each with the interval that holds 95 of 100 bootstrap medians: the steps of
-each run are drawn anew, with replacement, and the figure is worked out again (Efron and Tibshirani
-1993). A ratio whose interval holds 1, and a difference whose interval holds 0, are noise.
+Figures are medians over steps, each with the interval that holds 95 of 100 bootstrap medians: the
+steps of each run are drawn again, with replacement, and the figure is computed anew (Efron and
+Tibshirani 1993). A ratio whose interval contains 1, or a difference whose interval contains 0, is
+noise.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,8 @@ class Estimate:
         return {"median": self.median, "low": self.low, "high": self.high}
 
     def leaves_out(self, value: float) -> bool:
-        """Whether the interval is all on one side of a value: what is off from it is no noise."""
+        """Whether all of the interval is on one side of a value, so that the difference from it is
+        more than noise."""
         return not self.low <= value <= self.high
 
 
@@ -54,10 +56,10 @@ class Comparison:
     step_s: tuple[float, float]
     """The median length of a step of each."""
     step_time_ratio: Estimate
-    """The second one's step time over the first one's."""
+    """The second run's step time over the first run's."""
     causes_s: dict[str, Estimate]
-    """By how many seconds a step, the mean over ranks, the second one has more of each; `work`
-    first, then the causes that either of them has."""
+    """How many seconds a step, as the mean over ranks, the second run has more of each cause;
+    `work` first, then the causes that occur in either run."""
 
     @property
     def frame(self) -> pl.DataFrame:
@@ -80,10 +82,11 @@ class Comparison:
 
 
 def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparison:
-    """Compare the finished steps of two runs; of a stage, the work and idle time of its ranks.
+    """Compare the finished steps of two runs; with `stage`, the work and idle time of the ranks
+    that hold it.
 
-    Raises UsageError for a stage that a run does not have, and RrfpError when one of them finished
-    fewer than two, or one that takes no time.
+    Raises UsageError for a stage that a run does not have, and RrfpError when a run finished fewer
+    than two steps, or has a step that takes no time.
     """
     times_a, times_b = _times(first, stage), _times(second, stage)
     if len(times_a["length"]) < 2 or len(times_b["length"]) < 2:
@@ -105,7 +108,7 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
 
 
 def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
-    """Seconds of each whole step: its length, and of work and each cause the mean over ranks."""
+    """By whole step, in seconds: `length`, and for work and each cause the mean over ranks."""
     divided = divide(frames)
     if stage is not None:
         holders = frames.run.filter(pl.col("pp_rank") == frames.rank_of(stage))["rank"]
@@ -125,8 +128,8 @@ def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:
 
 
 def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floats]:
-    """The median over the steps of each figure of a run, and behind it those of resampled steps.
-    All figures meet the same draws, `which` run's own."""
+    """Each figure's median over the steps of a run, followed by its medians over resampled steps.
+    All figures meet the same draws; `which` run it is decides these."""
     num_steps = len(times["length"])
     draw = uniforms_in_parts("bootstrap", which)
     medians = {name: [np.median(each, keepdims=True)] for name, each in times.items()}
@@ -140,6 +143,6 @@ def resampled_medians(times: Mapping[str, Floats], which: int) -> dict[str, Floa
 
 
 def estimate(found: Floats) -> Estimate:
-    """From a figure and behind it those of resampled steps."""
+    """The estimate of a figure from what `resampled_medians` gives."""
     low, high = np.percentile(found[1:], [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
     return Estimate(float(found[0]), float(low), float(high))

@@ -1,12 +1,13 @@
 """Which chain of tasks, messages and waits made a step as long as it was, and who owns it.
 
-The chain is walked from the end of the step back to its start. A task began when the last thing
-that it needed was there: where its message came after its rank was free, that is the message, and
-the chain goes on with the task that sent it; else it is the task before it on its rank. Every
-nanosecond of the step is somebody's: of the task that ran, of the link (its receiver's) while a
-message was under way, or of what a rank waited for; where its waits overlap, of the earlier one.
-The time after the last task is of the rank that then synchronises gradients longest. The members of
-a group run their tasks as one: the last one's message counts for all.
+The chain is followed from the end of the step back to its start. A task began when the last thing
+it needed was there. If its message came after its rank was free, that was the message, and the
+chain goes on with the task that sent it; otherwise it was the task before it on its rank.
+
+Every nanosecond of the step has an owner: the task that ran, the link (counted for its receiver)
+while a message was under way, or what a rank waited for; of overlapping waits, the earlier one. The
+rank that synchronises gradients longest owns the time after the last task. The members of a group
+run their tasks as one: the last member's message counts for all.
 """
 
 from bisect import bisect_left
@@ -18,9 +19,10 @@ from typing import NamedTuple
 import polars as pl
 
 from rrfp.analyze.bubbles import OVERHEAD
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import sending_stage
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase
 from rrfp.trace.steps import in_order, step_name, told_step
@@ -28,8 +30,8 @@ from rrfp.trace.steps import in_order, step_name, told_step
 LINK = "link"
 
 
-class Stretch(NamedTuple):
-    """A stretch of the chain."""
+class Segment(NamedTuple):
+    """A part of the chain that one rank owns."""
 
     start_ns: int
     end_ns: int
@@ -51,13 +53,13 @@ class CriticalPath:
     """The chain of one step, in order of time and without gaps."""
 
     step: int
-    stretches: tuple[Stretch, ...]
+    segments: tuple[Segment, ...]
     pp_rank: int | None = None
-    """Owners of this pipeline rank alone are told; None: all."""
+    """Only this pipeline rank's owners are reported; None reports all."""
 
     @property
     def length_ns(self) -> int:
-        return self.stretches[-1].end_ns - self.stretches[0].start_ns
+        return self.segments[-1].end_ns - self.segments[0].start_ns
 
     def of_rank(self, pp_rank: int) -> "CriticalPath":
         """The same chain, its owners those of one pipeline rank."""
@@ -65,9 +67,9 @@ class CriticalPath:
 
     @property
     def owners(self) -> list[Owner]:
-        """The most first; the times of all of them sum to the length."""
+        """The largest first; their times sum to the length."""
         times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
-        for start_ns, end_ns, pp_rank, kind in self.stretches:
+        for start_ns, end_ns, pp_rank, kind in self.segments:
             if self.pp_rank in (None, pp_rank):
                 times_ns[pp_rank, kind] += end_ns - start_ns
         owners = [Owner(*who, time_ns) for who, time_ns in times_ns.items() if time_ns]
@@ -75,13 +77,13 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share that links and waits own."""
+        """The share of the chain that links and waits own."""
         idle_ns = sum(owner.time_ns for owner in self.owners if owner.kind not in list(Kind))
         return idle_ns / self.length_ns
 
     @property
     def frame(self) -> pl.DataFrame:
-        """The owners: a row each, the most first."""
+        """A row an owner, the largest first."""
         return pl.DataFrame(
             [(*owner[:2], owner.time_ns / NS_PER_S) for owner in self.owners],
             schema={"pp_rank": pl.Int32, "kind": pl.String, "seconds": pl.Float64},
@@ -129,16 +131,16 @@ class _Rank:
     entry_ns: int
     tasks: list[_Task]
     waits: list[_Wait]
-    """In order of time, and none overlaps another."""
+    """In order of time, without overlaps."""
 
 
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
-    """The chain of a step; without one, of that which took longest.
+    """The chain of a step; by default, of the longest one.
 
     Raises RrfpError when no step was finished by every rank or the step takes no time, and
-    UsageError for a step that was not finished.
+    UsageError for a step that some rank did not finish.
     """
-    spans = {step: (start, end) for step, start, end in windows(frames).iter_rows()}
+    spans = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     if not spans:
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
     if step is None:
@@ -152,11 +154,11 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     start_ns, end_ns = spans[step]
     if start_ns >= end_ns:
         raise RrfpError(f"{step_name(step)} takes no time in this trace; see 'rrfp trace check'")
-    return _Walk(frames.of_steps(range(step, step + 1)), step, spans[step]).path()
+    return _Backtrace(frames.of_steps(range(step, step + 1)), step, spans[step]).path()
 
 
-class _Walk:
-    """The way back through one step."""
+class _Backtrace:
+    """Follows the chain of one step from its end."""
 
     def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
         self._step = step
@@ -216,10 +218,10 @@ class _Walk:
             passed.add(task)
             pp_rank = self._ranks[task.rank].pp_rank
             begin_ns = min(task.start_ns, until_ns)
-            back.append(Stretch(begin_ns, until_ns, pp_rank, task.kind))
+            back.append(Segment(begin_ns, until_ns, pp_rank, task.kind))
             task, until_ns = self._before(task, begin_ns, back)
         if until_ns > start_ns:
-            back.append(Stretch(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
+            back.append(Segment(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
         # A damaged trace may have tasks outside of their step.
         within = (
             each._replace(start_ns=max(each.start_ns, start_ns), end_ns=min(each.end_ns, end_ns))
@@ -229,8 +231,9 @@ class _Walk:
             self._step, tuple(each for each in within if each.start_ns < each.end_ns)
         )
 
-    def _before(self, task: _Task, begin_ns: int, back: list[Stretch]) -> tuple[_Task | None, int]:
-        """What a task waited for last, and until when that took; what lies between is added."""
+    def _before(self, task: _Task, begin_ns: int, back: list[Segment]) -> tuple[_Task | None, int]:
+        """The task that this one waited for, and when the wait for it began; adds to `back` what
+        lies between the two."""
         of_rank = self._ranks[task.rank]
         place = bisect_left(of_rank.tasks, task)
         previous = of_rank.tasks[place - 1] if place else None
@@ -246,17 +249,19 @@ class _Walk:
         came_ns = min(came_ns, begin_ns)
         back += _idle(of_rank.pp_rank, of_rank.waits, came_ns, begin_ns, OVERHEAD)
         left_ns = min(sender.end_ns, came_ns)
-        back.append(Stretch(left_ns, came_ns, of_rank.pp_rank, LINK))
+        back.append(Segment(left_ns, came_ns, of_rank.pp_rank, LINK))
         return sender, left_ns
 
     def _sender(self, task: _Task, from_rank: int) -> _Task | None:
-        """The task whose output a message for this one carried."""
-        stage = task.stage - 1 if task.kind == "F" else task.stage + 1
+        """The task whose output the message for this one carried."""
+        stage = sending_stage(task.kind, task.stage)
+        if stage is None:
+            return None
         return self._senders.get((from_rank, task.kind, stage, task.microbatch))
 
-    def _tail(self, last: _Task, end_ns: int) -> Iterator[Stretch]:
-        """Why the step went on after its last task, from the end back: some rank synchronised
-        gradients, or it drained."""
+    def _tail(self, last: _Task, end_ns: int) -> Iterator[Segment]:
+        """Why the step went on after its last task, from the end back: a rank synchronised
+        gradients, or the pipeline drained."""
         synced_ns = defaultdict(int, {last.rank: 0})
         for rank, sync in self._syncs:
             synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
@@ -266,7 +271,7 @@ class _Walk:
 
 
 def _disjoint(waits: Iterable[_Wait]) -> list[_Wait]:
-    """Of each wait what lies behind the ends of those before it, in order of time."""
+    """The waits in order of time, each cut to what lies after the earlier ones."""
     found: list[_Wait] = []
     for wait in sorted(waits):
         begin_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
@@ -277,15 +282,15 @@ def _disjoint(waits: Iterable[_Wait]) -> list[_Wait]:
 
 def _idle(
     pp_rank: int, waits: list[_Wait], start_ns: int, end_ns: int, rest: str
-) -> Iterator[Stretch]:
-    """Why a rank ran nothing, from the end back: its disjoint waits, and the rest that none of them
-    explains."""
+) -> Iterator[Segment]:
+    """Why a rank ran nothing, from the end back: its disjoint waits, and `rest` for what they leave
+    unexplained."""
     cursor_ns = end_ns
     for wait in reversed(waits):
         begin_ns, stop_ns = max(wait.start_ns, start_ns), min(wait.end_ns, cursor_ns)
         if begin_ns >= stop_ns:
             continue
-        yield Stretch(stop_ns, cursor_ns, pp_rank, rest)
-        yield Stretch(begin_ns, stop_ns, pp_rank, wait.cause)
+        yield Segment(stop_ns, cursor_ns, pp_rank, rest)
+        yield Segment(begin_ns, stop_ns, pp_rank, wait.cause)
         cursor_ns = begin_ns
-    yield Stretch(start_ns, cursor_ns, pp_rank, rest)
+    yield Segment(start_ns, cursor_ns, pp_rank, rest)

@@ -1,14 +1,14 @@
 """How far each rank departed from its hint's order.
 
-A dispatch deviates by the number of unfinished tasks that the hint ranks above it (its
-*displacement*; for hints that rank in rounds, that precede it in the order that they give when all
-times are equal). Each pair of tasks that ran in the other order than the hint's is counted by one
-of these, so that their sum is Kendall's distance between the two orders.
+A dispatch deviates by its *displacement*: the number of unfinished tasks that the hint ranks above
+it. Hints that rank in rounds have the order that they give when all times are equal. Each pair of
+tasks that ran the other way round than in the hint's order is counted once, so the displacements
+sum to Kendall's distance between the two orders.
 """
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 
 DEVIATIONS = {
@@ -22,14 +22,14 @@ DEVIATIONS = {
 
 
 def deviations(frames: Frames, stage: int | None = None) -> pl.DataFrame:
-    """A row a pipeline rank, or that of a stage, over replicas and the steps that every rank
-    finished; the members of a group, which run the same tasks, count once. The distance is a share
-    of all pairs of a step's tasks, the mean over steps.
+    """A row a pipeline rank, or only that of a stage, over replicas and the steps that every rank
+    finished. Members of a group run the same tasks and count once. The distance is a share of all
+    pairs of a step's tasks, as the mean over steps.
 
     Raises UsageError for a stage that the run does not have, and RrfpError when no step was
     finished by every rank or the run recorded no places in a hint's order.
     """
-    finished = windows(frames)
+    finished = frames.windows
     if finished.is_empty():
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
     if stage is not None:
@@ -45,7 +45,7 @@ def deviations(frames: Frames, stage: int | None = None) -> pl.DataFrame:
         pl.len().alias("num"), pl.col("skipped").sum().alias("inversions")
     )
     num_pairs = pl.col("num") * (pl.col("num") - 1) / 2
-    # A single task has no pair, whatever a damaged trace says that it skipped.
+    # A single task has no pair, whatever number a damaged trace says it skipped.
     distance = pl.when(num_pairs > 0).then(pl.col("inversions") / num_pairs).otherwise(0)
     distances = by_step.group_by("pp_rank").agg(distance.mean().alias("kendall_tau_distance"))
     return (

@@ -1,8 +1,8 @@
-"""What matters in a run, in words: the things that own most of a step, and what to try.
+"""What matters in a run, in words: what owns most of a step, and what to try.
 
-`blame` says who owns how much. Here its owners are gathered by what they are, the largest first,
-each with a sentence of figures and one of advice. What a change would save is for a replay to say:
-a finding only names the change.
+`blame` says who owns how much. Here the owners are gathered by what they are, the largest first,
+each with a sentence of figures and one of advice. A finding only names its remedy; a replay says
+how much it would save.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from rrfp.analyze.blame import Blame, Fault, Owner
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.settings import run_settings
 from rrfp.analyze.units import tell
-from rrfp.analyze.whatif import Change
+from rrfp.replay.recorded import RecordedRun
+from rrfp.replay.whatif import Change
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import TURNS, Hint
+from rrfp.schedule.hints.hint import Hint
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.recorded import RecordedRun
 from rrfp.trace.steps import is_evaluation
 
 NUM_FINDINGS = 3
 _LEAST_SHARE = 0.01
-"""Of a step; what owns less is not worth a word."""
+"""Of a step; a smaller share is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +36,24 @@ class Finding:
     what: str
     """A `Fault`, or the cause of a wait."""
     pp_rank: int
-    """Where most of it is; of a link, who receives."""
+    """Where most of it is; the receiver of a link."""
     sender: int | None
-    """Of a link, who sends."""
+    """The sender of a link."""
     stage: int
-    """The stage of `pp_rank` that has most work."""
+    """The stage of `pp_rank` with the most work."""
     time_ns: float
-    """What it owns of a step, in the mean."""
+    """The time that it owns of a step, in the mean."""
     share: float
-    """The same over the step."""
+    """The share that it owns of a step."""
     title: str
     told: str
     advice: str
     remedy: Callable[[RecordedRun], Change] | None
-    """The change to replay the run with; None where no replay can tell."""
+    """The change to replay the run with; None when no replay can show its effect."""
 
 
 def findings(frames: Frames, found: Blame) -> list[Finding]:
-    """Those that own at least 1% of a step, the largest first; at most three."""
+    """The findings that own at least 1% of a step, the largest first; at most three."""
     gathered: dict[str, dict[Owner, float]] = {}
     for owner, time_ns in found.owners_ns.items():
         if owner.what != Fault.WORK:
@@ -67,7 +68,7 @@ def findings(frames: Frames, found: Blame) -> list[Finding]:
 
 
 def headline(frames: Frames, found: Blame) -> str:
-    """How long a step takes, and how much of it is work that the schedule cannot take away."""
+    """How long a step takes, and how much of it no schedule can save."""
     return (
         f"{_a_step(frames)} takes {tell(found.step_ns)}, the mean of {found.num_steps}. "
         f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
@@ -110,7 +111,7 @@ class _Teller:
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
     def finding(self, owners: dict[Owner, float]) -> Finding:
-        """What the owners of one kind come to."""
+        """The finding that owners of one kind amount to."""
         most = max(owners, key=lambda owner: owners[owner])
         time_ns = sum(owners.values())
         share = time_ns / self._found.step_ns
@@ -281,8 +282,8 @@ class _Teller:
 
 
 def _ready_hint(run: RecordedRun) -> Change:
-    return Change(TURNS["bf" if run.shape.num_chunks == 1 else "bf-deep"])
+    return Change(HINTS["bf" if run.shape.num_chunks == 1 else "bf-deep"])
 
 
 def _split_hint(run: RecordedRun) -> Hint:
-    return TURNS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]
+    return HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]

@@ -15,7 +15,7 @@ import polars as pl
 
 from rrfp.errors import UsageError
 from rrfp.trace.records import RECORD_TYPES, Phase, RankInfo, RankRecords, Recording
-from rrfp.trace.steps import in_order, told_step
+from rrfp.trace.steps import in_order, told_step, windows_of
 
 Schema = Mapping[str, type[pl.DataType]]
 
@@ -44,8 +44,9 @@ MESSAGES: Schema = {
     "came_ns": pl.Int64,
     "used_ns": pl.Int64,
 }
-"""`left_ns`: its first byte written; `came_ns`: its last one there; `used_ns`: the task that takes
-it began. Named by that task; only messages whose two ends and task were recorded."""
+"""A message is named by the task that takes it. `left_ns`: its first byte was written; `came_ns`:
+its last byte arrived; `used_ns`: the task began. Only messages of which both ends and the task were
+recorded."""
 COUNTERS: Schema = {
     **PLACE,
     "time_ns": pl.Int64,
@@ -53,8 +54,9 @@ COUNTERS: Schema = {
     "name": pl.String,
     "value": pl.Int64,
 }
-"""What the dispatcher counted when it chose a task: `depth` (D), `held`, `ready_forwards` and
-`ready_backwards`."""
+"""What the dispatcher counted when it chose a task. `name` is `depth` (D), `held`,
+`ready_forwards` or `ready_backwards`."""
+WINDOWS: Schema = dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64)
 RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
     **PLACE,
     "stages": pl.List(pl.Int64),
@@ -79,7 +81,7 @@ class Frames:
     def __init__(self, run: pl.DataFrame, tables: Mapping[str, pl.LazyFrame]) -> None:
         self.run = run
         self.num_left_out = 0
-        """How many evaluations of the run are not in these tables, as they are of its training."""
+        """How many evaluations of the run were left out, because the tables are of its training."""
         self._tables = tables
 
     @cached_property
@@ -114,14 +116,24 @@ class Frames:
         )
 
     @cached_property
+    def windows(self) -> pl.DataFrame:
+        """The window of each step that every rank finished: `step`, `start_ns`, `end_ns`."""
+        schedules = self.phases.filter(pl.col("phase") == Phase.SCHEDULE)
+        found = windows_of(
+            schedules.select("rank", "step", "start_ns", "end_ns").iter_rows(), self.run.height
+        )
+        rows = [(step, *window) for step, window in found.items()]
+        return pl.DataFrame(rows, schema=WINDOWS, orient="row")
+
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        """The content of run.json; empty for a run of no ranks."""
+        """The content of run.json; empty for a run without ranks."""
         found: dict[str, Any] = json.loads(self.run["settings"][0]) if self.run.height else {}
         return found
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps of which anything ran: those that train in order, then the evaluations."""
+        """The steps that began: those that train in order, then the evaluations."""
         return in_order(
             pl.concat([self.scan(name).select("step") for name in ("task", "phase")])
             .unique()
@@ -134,11 +146,11 @@ class Frames:
         return self.scan(name).collect()
 
     def scan(self, name: str) -> pl.LazyFrame:
-        """The records of one type, not read yet."""
+        """The records of one type, read only when they are collected."""
         return self._tables[name]
 
     def of_steps(self, steps: range | Collection[int]) -> "Frames":
-        """The rows of these steps alone. Raises UsageError when there are none."""
+        """The rows of these steps only. Raises UsageError when the run has none of them."""
         chosen = (
             pl.col("step").is_between(steps.start, steps.stop - 1)
             if isinstance(steps, range) and steps.step == 1
@@ -150,7 +162,7 @@ class Frames:
         return found
 
     def of_stage(self, stage: int) -> "Frames":
-        """The rows of the pipeline rank that holds a stage; of messages, those that come there.
+        """The rows of the pipeline rank that holds a stage, and the messages that it received.
 
         Raises UsageError for a stage that no rank holds.
         """
@@ -161,7 +173,7 @@ class Frames:
         return found
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage. Raises UsageError where none does."""
+        """The pipeline rank that holds a stage. Raises UsageError when no rank does."""
         holders = self.run.filter(pl.col("stages").list.contains(stage))["pp_rank"]
         if holders.is_empty():
             raise UsageError(
@@ -171,7 +183,7 @@ class Frames:
         return int(holders[0])
 
     def piecewise(self) -> Iterator["Frames"]:
-        """The run cut between steps into pieces that fit into memory; most runs are one."""
+        """The run, cut between steps into pieces that fit into memory; most runs need no cut."""
         counts = self.scan("task").group_by("step").len().collect(engine="streaming")
         pieces = (
             pl.DataFrame({"step": self.steps}, schema={"step": pl.Int64})
@@ -241,20 +253,8 @@ def run_frame(infos: Iterator[RankInfo], settings: Mapping[str, object]) -> pl.D
     )
 
 
-def windows(frames: Frames) -> pl.DataFrame:
-    """The window of each step that every rank finished: a row a step, with `start_ns`, `end_ns`."""
-    return (
-        frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
-        .group_by("step")
-        .agg(pl.col("rank").n_unique(), pl.col("start_ns").min(), pl.col("end_ns").max())
-        .filter(pl.col("rank") == frames.run.height)
-        .drop("rank")
-        .sort("step")
-    )
-
-
 def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Schema) -> pl.DataFrame:
-    """One rank's records: their fields are the schema's columns behind the rank's place."""
+    """One rank's records: the rank's place, then the record's fields as the schema names them."""
     names = [name for name in schema if name not in PLACE]
     columns = zip(*records, strict=True) if records else [()] * len(names)
     frame = pl.DataFrame(
@@ -265,7 +265,7 @@ def _of_rank(info: RankInfo, records: Sequence[tuple[object, ...]], schema: Sche
 
 
 def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) -> pl.DataFrame:
-    """Each message from its two ends, which its link and its number there tell, and its task."""
+    """Each message, joined from its two ends by link and sequence number, and from its task."""
     sent = sends.select(
         pl.col("rank").alias("from_rank"),
         pl.col("peer").alias("to_rank"),

@@ -1,9 +1,8 @@
-"""One HTML page that needs nothing but itself: text, tables, and charts that a script draws.
+"""One HTML page that needs no other file: text, tables, and charts that a script draws.
 
-Whatever comes from a trace is text: it is escaped in the page, in the script element that holds the
-charts, and it stands in their data only, never where Vega would take it for an expression. The
-page's own policy lets no other script run, evaluates no string as code, and keeps it off every
-network.
+Whatever comes from a trace is text. It is escaped in the page and in the script element that holds
+the charts, and it stands only in their data, never where Vega would read it as an expression. The
+page's own policy runs no other script, evaluates no string as code, and uses no network.
 """
 
 import base64
@@ -60,8 +59,8 @@ def section(name: str, title: str, *content: Markup) -> Markup:
 def table(
     caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1
 ) -> Markup:
-    """A table in a box that scrolls by itself. The first `texts` columns are text, the others
-    figures; the first heads its row."""
+    """A table in a box of its own that scrolls. The first `texts` columns are text, the others
+    figures; the first column heads its row."""
 
     def cells(row: Sequence[object]) -> Iterable[Markup]:
         for index, value in enumerate(row):
@@ -91,7 +90,7 @@ def table(
 
 
 def figure(name: str, spec: dict[str, Any]) -> Markup:
-    """The place of a chart. Its title moves from the chart to the caption, where it can wrap."""
+    """The place of a chart. The title moves from the chart to the caption, where it can wrap."""
     title = spec.pop("title")
     words = [str(title["text"]), *map(str, title.get("subtitle", ()))]
     return element(
@@ -106,7 +105,7 @@ def figure(name: str, spec: dict[str, Any]) -> Markup:
 
 
 def page(title: str, body: Markup, charts: Mapping[str, dict[str, Any]], vega_lite: str) -> str:
-    """The page; `charts` are the specifications of its figures by name."""
+    """The whole page; `charts` has the specifications of its figures by name."""
     scripts = [_vega(vega_lite), _asset("page.js")]
     return Template(_asset("page.html")).substitute(
         title=text(title),
@@ -120,7 +119,7 @@ def page(title: str, body: Markup, charts: Mapping[str, dict[str, Any]], vega_li
 
 
 def _policy(scripts: Iterable[str]) -> str:
-    """These scripts may run, and nothing may be fetched."""
+    """A policy under which only these scripts run and nothing is fetched."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
         for script in scripts
@@ -132,7 +131,7 @@ def _policy(scripts: Iterable[str]) -> str:
 
 
 def _for_script(value: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """JSON that cannot close the script element around it."""
     told = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -145,7 +144,7 @@ def _printable(words: str) -> str:
 
 @cache
 def _vega(vega_lite: str) -> str:
-    """Vega, Vega-Lite and what draws them into a page, as one script."""
+    """Vega, Vega-Lite and vega-embed, as one script."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vega_lite)
 
 

@@ -1,8 +1,8 @@
 """How messages and their stages missed each other.
 
-A message is *queued* while it lies ready and its task has not started: work waited for the stage.
-A stage is *starved* while it idles before the message comes that ends its wait: the stage waited
-for work. A message that comes while the stage works, or that does not end its wait, starved nobody.
+A message is *queued* from its arrival until its task starts: work waited for the stage. A stage is
+*starved* while it idles until the message that ends its wait arrives: the stage waited for work. A
+message that arrives while the stage works, or that does not end its wait, starves nobody.
 """
 
 import polars as pl
@@ -17,7 +17,7 @@ _OF_A_STEP = ("to_rank", "step")
 
 def misalignment(frames: Frames) -> pl.DataFrame:
     """A row a directed link between pipeline ranks: how many messages it carried, and the median
-    and the 95th percentile over them of the seconds queued, and starved.
+    and 95th percentile of the seconds that they were queued and that they starved their stage.
 
     Raises RrfpError for a run that recorded no messages.
     """
@@ -60,9 +60,9 @@ def as_json(report: pl.DataFrame) -> dict[str, object]:
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
-    """Every message with its link and how long it was queued, and starved its stage, in ns."""
-    # Since when a rank was idle at a moment of a step: the end of its last task, or its entry. What
-    # comes before it entered the step finds neither, and starves nobody.
+    """Every message with its link, and how long in ns it was queued and starved its stage."""
+    # Since when a rank was idle: the end of its last task, or its entry into the step. A message
+    # that comes before the entry finds neither, and starves nobody.
     entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(
         pl.col("rank").alias("to_rank"),
         "step",
@@ -84,7 +84,7 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
             left_on="came_ns",
             right_on="since_ns",
             by=_OF_A_STEP,
-            # The very task that began with the message tells nothing of the time before.
+            # The task that began with this very message says nothing about the time before it.
             allow_exact_matches=False,
             check_sortedness=False,
         )

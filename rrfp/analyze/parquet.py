@@ -1,4 +1,4 @@
-"""The tables of a run as Parquet files: in a folder, some files of each table."""
+"""The tables of a run as Parquet files: in one folder, one or more files a table."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, run_frame
-from rrfp.trace.perfetto_format import FIELDS
+from rrfp.trace.perfetto.format import FIELDS
 
 if TYPE_CHECKING:
-    from rrfp.trace.perfetto_reader import Table, TraceReader
+    from rrfp.trace.perfetto.reader import Table, TraceReader
 
 _NUM_ROWS_OF_A_FILE = 500_000
 _RUN = "run.parquet"
 
 
 def read_tables(folder: Path) -> Frames:
-    """The tables that `write_tables` has put there; each is read when it is asked for.
+    """The tables that `write_tables` has written there; each is read when it is first asked for.
 
     May raise OSError and PolarsError.
     """
-    # A path is a name, whatever characters it has.
+    # A path may hold any character; none of them is a wildcard.
     run = pl.read_parquet(folder / _RUN, glob=False, hive_partitioning=False)
     sources = run.lazy().select("source", *PLACE)
     return Frames(
@@ -37,14 +37,14 @@ def read_tables(folder: Path) -> Frames:
 
 
 def check_tables(folder: Path) -> None:
-    """Raises OSError or PolarsError where a table is not there, or is none."""
+    """Raise OSError or PolarsError when a table is missing or cannot be read."""
     files = [_file(folder, name, 0) for name in SCHEMAS]
     for file in {folder / _RUN, *files, *folder.glob("*.parquet")}:
         pl.scan_parquet(file, glob=False).collect_schema()
 
 
 def write_tables(reader: "TraceReader", folder: Path) -> None:
-    """Read a trace into files of tables. Only so many rows of them are in memory at a time."""
+    """Read a trace into files of tables, with a bounded number of rows in memory."""
     writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
     for tables in reader.tables():
         for name, table in tables.items():
@@ -62,7 +62,7 @@ def _file(folder: Path, name: str, number: int) -> Path:
 
 
 class _TableWriter:
-    """Writes the rows of one table, a file for every so many."""
+    """Writes the rows of one table, several files if there are many."""
 
     def __init__(self, name: str, folder: Path, reader: "TraceReader") -> None:
         self._name = name
@@ -82,7 +82,7 @@ class _TableWriter:
             self.write()
 
     def write(self) -> None:
-        """Write what was added since the last file; the first one even where that is nothing."""
+        """Write what was added since the last file; the first file is written even if empty."""
         if not self._tables and self._num_files:
             return
         texts = pl.Series(self._reader.texts, dtype=pl.String)

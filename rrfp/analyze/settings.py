@@ -1,22 +1,18 @@
-"""What a run was set to, as its trace tells it; a foreign trace may tell anything, or nothing."""
+"""The settings of a run in its trace; other people's traces may hold anything there, or nothing."""
 
 from typing import Any
 
 from rrfp.analyze.frames import Frames
-from rrfp.schedule.dispatcher import DEFAULT_LIMIT, Dispatch
+from rrfp.trace.run_policy import stated_policy
 
 
 def run_settings(frames: Frames) -> dict[str, Any]:
-    """The settings, by flag; empty where the trace does not tell."""
+    """The settings by flag; empty if the trace has none."""
     settings = frames.settings.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
 def run_limit(frames: Frames) -> int | None:
-    """The limit on D that the run had; None: no one, or the trace does not tell."""
-    settings = run_settings(frames)
-    limit = settings.get("limit")
-    if type(limit) is int:
-        return limit
-    is_usual = settings.get("dispatch") == Dispatch.READY and settings.get("hold") is None
-    return DEFAULT_LIMIT if is_usual and not frames.settings.get("simulated") else None
+    """The limit on D that the run had; None where it had no limit, or the trace does not tell."""
+    limit = stated_policy(frames.settings).get("limit")
+    return limit if type(limit) is int else None

@@ -1,4 +1,4 @@
-"""Times as people read them: in the unit that leaves few digits before the point."""
+"""Times as people read them: in the unit that leaves few digits before the decimal point."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ from rrfp.trace.records import NS_PER_S
 
 
 class Unit(Enum):
-    """A unit of time, the largest first; its value is how many nanoseconds it has."""
+    """The units of time, the largest first; a unit's value is its length in nanoseconds."""
 
     S = NS_PER_S
     MS = 1_000_000
@@ -19,12 +19,12 @@ class Unit(Enum):
 
     @classmethod
     def of(cls, time_ns: float) -> "Unit":
-        """The largest unit that a time has one of."""
+        """The largest unit that a time reaches."""
         return next((unit for unit in cls if abs(time_ns) >= unit.value), cls.NS)
 
 
 def tell(time_ns: float) -> str:
-    """`1.23 s`, `45.6 ms`: three digits that count."""
+    """`1.23 s`, `45.6 ms`: three significant digits."""
     unit = Unit.of(time_ns)
     value = time_ns / unit.value
     return f"{value:.0f} {unit.symbol}" if value >= 100 else f"{value:#.3g} {unit.symbol}"

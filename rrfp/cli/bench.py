@@ -1,32 +1,23 @@
 """`rrfp bench`: race readiness-first against the orders and systems that people use."""
 
-import csv
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.options import RowFormat
+from rrfp.cli.progress import progress
+from rrfp.cli.race_output import draw_charts, print_rows, tell_over_pace
 from rrfp.errors import StoppedError, UsageError
-from rrfp.runtime.pace import MOST_OVER_PACE
 
 if TYPE_CHECKING:
-    from rrfp.bench.modelled import Modelled
-    from rrfp.bench.plan import Plan
-    from rrfp.bench.results import ResultRow
-    from rrfp.bench.runner import BenchDir, Hosts
-    from rrfp.megatron.settings import TrainSettings
-    from rrfp.megatron.turns import Failure
+    from rrfp.race.entries import Failure
+    from rrfp.race.lineup import Lineup
+    from rrfp.race.modelled import Modelled
+    from rrfp.race.runner import BenchDir, Hosts
     from rrfp.trace.rundir import RunDir
-
-_POLL_S = 1.0
+    from rrfp.train.settings import TrainSettings
 
 
 class ScaleName(StrEnum):
@@ -126,12 +117,12 @@ def bench(
 
     Example: rrfp bench rq1 --scale laptop --profile multimodal --steps 10
     """
-    from rrfp.bench.modelled import model_entries
-    from rrfp.bench.plan import Asked, make_plan
-    from rrfp.bench.presets import PRESETS, SCALES, preset_named
-    from rrfp.bench.results import results
-    from rrfp.bench.runner import BenchDir, Hosts, check
-    from rrfp.bench.systems import system_named
+    from rrfp.race.lineup import Asked, line_up
+    from rrfp.race.modelled import model_entries
+    from rrfp.race.presets import PRESETS, SCALES, preset_named
+    from rrfp.race.results import results
+    from rrfp.race.runner import BenchDir, Hosts, check
+    from rrfp.race.systems import system_named
 
     names = list(dict.fromkeys(preset))
     for name in names:
@@ -146,41 +137,41 @@ def bench(
         task_ms=task_ms,
         seed=seed,
     )
-    plan = make_plan([preset_named(name, SCALES[scale]) for name in names], SCALES[scale], asked)
+    lineup = line_up([preset_named(name, SCALES[scale]) for name in names], SCALES[scale], asked)
     if nnodes > 1 and out is None:
         raise UsageError("several hosts need --out DIR on a file system that all of them share")
     directory = out or Path("runs") / f"bench-{'-'.join(names)}-{scale}"
     hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
-    check(plan, hosts, directory)
+    check(lineup, hosts, directory)
     found = BenchDir(directory)
     if not hosts.leads:
-        _join(plan, found, hosts, retry=retry)
+        _join(lineup, found, hosts, retry=retry)
         return
     if force and nnodes > 1:
         raise UsageError(
             f"--force on several hosts could take from one what another has begun; remove "
             f"{directory} instead"
         )
-    with found.prepare(plan, force=force):
+    with found.prepare(lineup, force=force):
 
         def model() -> "dict[str, Modelled]":
-            with _progress("Simulating", len(plan.entries)) as advance:
-                return model_entries(plan.entries.values(), found.models, lambda: advance(1))
+            with progress("Simulating", len(lineup.entries)) as advance:
+                return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
 
         # Other hosts would not wait for it, so the estimate is left out there.
         models = model() if nnodes == 1 else None
         try:
-            _race(plan, found, hosts, models, retry=retry)
+            _race(lineup, found, hosts, models, retry=retry)
         except (KeyboardInterrupt, StoppedError):
             typer.echo(
                 f"What has ended is kept in {directory}; the same command goes on from there",
                 err=True,
             )
             raise
-        rows = results(plan, found.ended(plan), models or model())
-        _print(plan, rows, output_format)
-        _tell_over_pace(rows)
-        _draw(plan, rows, directory)
+        rows = results(lineup, found.ended(lineup), models or model())
+        print_rows(lineup, rows, output_format)
+        tell_over_pace(rows)
+        draw_charts(lineup, rows, directory)
 
 
 def _bound(text: str) -> str:
@@ -188,31 +179,31 @@ def _bound(text: str) -> str:
     return text if text == "paper" else f"hold {text}"
 
 
-def _join(plan: "Plan", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
+def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
     """Run this host's ranks of every race; host 0 says how it goes."""
-    from rrfp.bench.runner import race
+    from rrfp.race.runner import race
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
-    race(plan, found, hosts, _launch, _tell_failure, retry=retry)
+    race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
 
 
 def _race(
-    plan: "Plan",
+    lineup: "Lineup",
     found: "BenchDir",
     hosts: "Hosts",
     models: "dict[str, Modelled] | None",
     *,
     retry: bool,
 ) -> None:
-    from rrfp.bench.runner import race, time_left_s, turns_left
-    from rrfp.megatron.turns import Turn
+    from rrfp.race.entries import Turn
+    from rrfp.race.runner import race, time_left_s, turns_left
 
-    num_turns = sum(entry.settings.num_steps for entry in plan.entries.values())
+    num_turns = sum(entry.settings.num_steps for entry in lineup.entries.values())
 
     def num_ended() -> int:
-        return sum(isinstance(each, Turn) for each in found.ended(plan))
+        return sum(isinstance(each, Turn) for each in found.ended(lineup))
 
-    if not any(turns_left(plan, found, retry=retry)):
+    if not any(turns_left(lineup, found, retry=retry)):
         num_missing = num_turns - num_ended()
         failed = f", but for {num_missing} that failed: --retry runs those" if num_missing else ""
         typer.echo(
@@ -222,143 +213,26 @@ def _race(
         return
     estimate = ""
     if models is not None:
-        left_s = time_left_s(plan, found, models, retry=retry)
+        left_s = time_left_s(lineup, found, models, retry=retry)
         estimate = f"; what is left takes about {_duration(left_s)}"
     typer.echo(
-        f"{len(plan.entries)} entries, {num_turns} turns{estimate}. Results go to {found.path}",
+        f"{len(lineup.entries)} entries, {num_turns} turns{estimate}. Results go to {found.path}",
         err=True,
     )
-    with _progress("Racing", num_turns, num_ended):
-        race(plan, found, hosts, _launch, _tell_failure, retry=retry)
+    with progress("Racing", num_turns, num_ended):
+        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
 
 
 def _launch(settings: "TrainSettings", run: "RunDir") -> None:
-    from rrfp.megatron.launch import launch
-    from rrfp.megatron.process import Job
+    from rrfp.race.runner import RANK_MODULE
+    from rrfp.train.ranks.launch import launch
 
-    launch(settings, run, Job.RACE)
+    launch(settings, run, RANK_MODULE)
 
 
 def _tell_failure(failure: "Failure") -> None:
     typer.echo(f"left out, as it failed: {failure.entry}: {failure.error}", err=True)
 
 
-def _tell_over_pace(rows: "Sequence[ResultRow]") -> None:
-    """Warn of work that did not fit into its modelled time."""
-    over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
-    if over:
-        worst = max(over, key=lambda row: row.over_pace or 0.0)
-        typer.echo(
-            f"Warning: in {len(over)} of {len(rows)} rows the work of more than "
-            f"{MOST_OVER_PACE:.0%} of the tasks took longer than its model, {worst.over_pace:.1%} "
-            f"in {worst.planned.case.name}: {worst.label}; give them longer ones (--task-ms, or "
-            "other costs), or the machine less to do",
-            err=True,
-        )
-
-
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-@contextmanager
-def _progress(
-    what: str, total: int, num_done: Callable[[], int] | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Tells on a terminal how much is done and how long the rest will take; `num_done` is asked
-    now and then where nobody calls."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total, completed=num_done() if num_done else 0)
-        ended = Event()
-
-        def follow(ask: Callable[[], int]) -> None:
-            while not ended.wait(_POLL_S):
-                progress.update(task, completed=ask())
-
-        threads = [Thread(target=follow, args=(num_done,), daemon=True)] if num_done else []
-        for thread in threads:
-            thread.start()
-        try:
-            yield lambda count: progress.advance(task, count)
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
-
-
-def _print(plan: "Plan", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
-    match output_format:
-        case RowFormat.JSON:
-            print(json.dumps({"rows": [row.as_json() for row in rows]}, allow_nan=False))
-        case RowFormat.CSV:
-            _print_csv(rows)
-        case RowFormat.TABLE:
-            from rich.console import Console
-
-            from rrfp.cli.race_tables import race_tables
-
-            console = Console()
-            for preset in plan.presets:
-                of_preset = [row for row in rows if row.planned.preset == preset.name]
-                console.print(race_tables(preset, of_preset))
-
-
-def _print_csv(rows: "Sequence[ResultRow]") -> None:
-    """A line a row: the keys of the JSON, estimates in three columns each."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    for number, row in enumerate(rows):
-        flat: dict[str, object] = {}
-        found = row.as_json()
-        intervals = found.pop("intervals")
-        assert isinstance(intervals, dict)
-        for name, value in found.items():
-            if name == "step_time_s":
-                step_time = row.step_time_s
-                for part in ("median", "low", "high"):
-                    flat[f"{name}_{part}"] = None if step_time is None else getattr(step_time, part)
-                continue
-            flat[name] = value
-            if name in row.ratios:
-                flat[f"{name}_low"], flat[f"{name}_high"] = intervals.get(name, (None, None))
-        if number == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
-
-
-def _draw(plan: "Plan", rows: "Sequence[ResultRow]", directory: Path) -> None:
-    """A chart a preset, where what draws charts is installed."""
-    if any(find_spec(name) is None for name in ("altair", "vl_convert")):
-        typer.echo(
-            "No chart is drawn without the extra 'report' (pip install 'rrfp[report]')", err=True
-        )
-        return
-    from rrfp.analyze.charts.files import save
-    from rrfp.bench.chart import race_chart
-
-    for preset in plan.presets:
-        chart = race_chart(preset, [row for row in rows if row.planned.preset == preset.name])
-        if chart is None:
-            continue
-        for ending in ("svg", "png"):
-            save(chart, directory / f"{preset.name}.{ending}")
-        typer.echo(
-            f"The chart of {preset.name} is {directory / preset.name}.svg and .png", err=True
-        )

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rrfp.megatron.settings import TrainSettings
+from rrfp.train.settings import TrainSettings
 
 _POLL_S = 0.2
 _BAR_WIDTH = 40
@@ -41,8 +41,8 @@ class TrainDisplay:
     def __enter__(self) -> Self:
         settings = self._settings
         self._console.print(
-            f"Training {settings.layers} layers with {_layout(settings)}, "
-            f"dispatch {settings.dispatch}, hint {settings.resolved_hint}\n"
+            f"Training {settings.model.layers} layers with {_layout(settings)}, "
+            f"dispatch {settings.policy.dispatch}, hint {settings.hint.name}\n"
             f"The run's directory is {self._path.parent}",
             highlight=False,
             soft_wrap=True,
@@ -88,7 +88,7 @@ class TrainDisplay:
         last = self._last
         if last is None:
             seconds = time.monotonic() - self._start_s
-            return Text(f"starting {self._settings.world_size} ranks ... {seconds:.0f} s")
+            return Text(f"starting {self._settings.layout.world_size} ranks ... {seconds:.0f} s")
         speed = last["tokens"] / last["step_time_s"]
         heldout = "" if self._heldout is None else f"(held-out {self._heldout:.4f})   "
         return Text(
@@ -113,9 +113,10 @@ class TrainDisplay:
 
 def _layout(settings: TrainSettings) -> str:
     """The sizes of the run; those that few runs have are named where they matter."""
-    named = [f"pp {settings.pp}", f"tp {settings.tp}", f"dp {settings.num_replicas}"]
-    if settings.ep > 1:
-        named.append(f"ep {settings.ep}")
-    if settings.chunks > 1:
-        named.append(f"{settings.chunks} chunks in a {settings.placement}")
+    layout = settings.layout
+    named = [f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.num_replicas}"]
+    if layout.ep > 1:
+        named.append(f"ep {layout.ep}")
+    if layout.chunks > 1:
+        named.append(f"{layout.chunks} chunks in a {layout.placement}")
     return ", ".join(named)

@@ -8,19 +8,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rrfp.bench.presets import Measure, Preset
+from rrfp.race.presets import Measure, Preset
 
 if TYPE_CHECKING:
     from rrfp.analyze.compare import Estimate
-    from rrfp.bench.plan import Case
-    from rrfp.bench.results import ResultRow
+    from rrfp.race.lineup import Case
+    from rrfp.race.results import ResultRow
 
 
 def race_tables(preset: Preset, rows: "Sequence[ResultRow]") -> Group:
     """The preset's question, a table a case, and what must be known of some rows."""
     cases: dict[Case, list[ResultRow]] = {}
     for row in rows:
-        cases.setdefault(row.planned.case, []).append(row)
+        cases.setdefault(row.lineup_row.case, []).append(row)
     tables = [_table(case, of_case, preset.measure) for case, of_case in cases.items()]
     return Group(
         Text(f"{preset.name}: {preset.question}", style="bold"),
@@ -113,7 +113,7 @@ _OF: "dict[Measure, dict[str, Callable[[ResultRow], str]]]" = {
 
 def _notes(rows: "Sequence[ResultRow]") -> Iterator[str]:
     for row in rows:
-        where = f"{row.planned.case.name}: {row.label}"
+        where = f"{row.lineup_row.case.name}: {row.label}"
         if row.is_void:
             yield f"void: gradients are {row.gradient_difference:.1e} off the reference's, {where}"
         if row.error is not None:

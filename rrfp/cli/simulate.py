@@ -4,16 +4,19 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.options import NOT_WHOLE, RowFormat, tell_left_out
-from rrfp.schedule.hints import HINT_NAMES
+from rrfp.cli.options import RowFormat
+from rrfp.cli.output import NOT_WHOLE, tell_left_out
+from rrfp.cli.progress import progress
+from rrfp.schedule.hints.table import HINTS
+from rrfp.trace.run_policy import POLICY
 
 if TYPE_CHECKING:
     from rrfp.cli.sweep import Asked
@@ -35,7 +38,7 @@ def simulate(
     pp: Annotated[str | None, _setting("Pipeline ranks.", "N")] = None,
     microbatches: Annotated[str | None, _setting("Microbatches a step and replica.", "N")] = None,
     hint: Annotated[
-        str | None, _setting(f"{', '.join(HINT_NAMES)}, or an order file (.csv) [bf].")
+        str | None, _setting(f"{', '.join(HINTS)}, or an order file (.csv) [bf].")
     ] = None,
     dispatch: Annotated[
         str | None,
@@ -90,7 +93,8 @@ def simulate(
         ),
     ] = None,
     jitter: Annotated[
-        str | None, _setting("none (default), J0 to J3, lognormal:0.5, ...: see docs/costs.md.")
+        str | None,
+        _setting("none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."),
     ] = None,
     row: Annotated[
         list[str] | None,
@@ -148,8 +152,8 @@ def simulate(
     if out is None:
         from rrfp.simulate.trial import run_settings
 
-        with _progress(len(settings) * seeds) as finished:
-            rows = run_settings(settings, chosen, finished=finished)
+        with progress("Simulating", len(settings) * seeds) as advance:
+            rows = run_settings(settings, chosen, finished=lambda: advance(1))
     else:
         rows = _record(asked, settings, chosen, out, force)
     match output_format:
@@ -163,7 +167,7 @@ def simulate(
 
 def _tell_left_out(settings: "Sequence[Setting]") -> None:
     """Name the steps of recorded runs that are no costs."""
-    from rrfp.simulate.replay import RecordedCosts
+    from rrfp.replay.recorded_costs import RecordedCosts
 
     runs = [setting.costs for setting in settings if isinstance(setting.costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
@@ -180,19 +184,20 @@ def _record(
     """Simulate, one row after the other, and write the run of each."""
     from rrfp.simulate.recording import new_recording
     from rrfp.simulate.trial import run_settings
-    from rrfp.trace.perfetto_writer import write_trace
+    from rrfp.trace.run_files import write_run_files
 
     rows = []
     runs = _make_run_dirs(asked, out, force)
-    with _progress(len(settings) * len(seeds)) as finished:
+    with progress("Simulating", len(settings) * len(seeds)) as advance:
         for each, setting, run in zip(asked, settings, runs, strict=True):
-            described = _described(each, seeds)
+            described = _described(each, setting, seeds)
             recording = new_recording(
                 setting.shape, setting.num_members, setting.num_replicas, described
             )
-            rows += run_settings([setting], seeds, recordings=[recording], finished=finished)
-            run.run_json.write_text(f"{json.dumps(described, indent=2)}\n", encoding="utf-8")
-            write_trace(run.trace, recording)
+            rows += run_settings(
+                [setting], seeds, recordings=[recording], finished=lambda: advance(1)
+            )
+            write_run_files(run, recording)
     where = f"trace is {runs[0].trace}" if len(runs) == 1 else f"traces are below {out}"
     typer.echo(f"The {where}", err=True)
     return rows
@@ -218,30 +223,17 @@ def _make_run_dirs(asked: "Sequence[Asked]", out: Path, force: bool) -> "list[Ru
     return runs
 
 
-def _described(asked: "Asked", seeds: range) -> dict[str, object]:
+def _described(asked: "Asked", setting: "Setting", seeds: range) -> dict[str, object]:
     """What run.json tells: nothing of this machine or moment, so that it is always the same."""
     from rrfp import __version__
 
     return {
         "simulated": True,
         "settings": {**asked.described(), "seed": seeds.start, "seeds": len(seeds)},
+        POLICY: setting.policy.described(),
         "versions": {"rrfp": __version__},
         "world": asked.num_processes,
     }
-
-
-@contextmanager
-def _progress(num_trials: int) -> Iterator[Callable[[], None]]:
-    """Tells on a terminal how many trials are done, and leaves nothing behind."""
-    if num_trials == 1 or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        trials = progress.add_task("Simulating", total=num_trials)
-        yield lambda: progress.advance(trials)
 
 
 def _as_json(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> list[dict[str, object]]:

@@ -8,33 +8,28 @@ makes).
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from itertools import product
 from math import prod
+from typing import TypeVar
 
-from rrfp.admission_files import resolve_admission
 from rrfp.errors import RrfpError, UsageError
-from rrfp.hint_files import resolve_hint
+from rrfp.inputs.admission_files import resolve_admission
+from rrfp.inputs.hint_files import resolve_hint
+from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admission, Admit
-from rrfp.schedule.dispatcher import (
-    DEFAULT_LIMIT,
-    AgreementRule,
-    Dispatch,
-    WeightGradients,
-    check_weight_gradients,
-)
-from rrfp.schedule.hints import kinds_of
-from rrfp.schedule.order import Order
-from rrfp.schedule.rehearsal import check_binding, order_of
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.blocking import check_meets
-from rrfp.simulate.cost_files import resolve_costs
-from rrfp.simulate.flops import check_divided
+from rrfp.simulate.costs.flops import check_divided
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.trial import Setting, check_fits
-from rrfp.simulate.world import Policy
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 _MAX_ROWS = 10_000
 """More than anybody reads."""
@@ -96,29 +91,6 @@ class Asked:
         return {name: getattr(self, name) for name in SETTINGS}
 
 
-_TOGETHER: tuple[tuple[Callable[[Asked], bool], str], ...] = (
-    (
-        lambda a: a.limit is not None and a.hold is not None,
-        "--limit and --hold exclude each other; keep --hold {0.hold}, the exact bound, or --limit "
-        "{0.limit}",
-    ),
-    (
-        lambda a: a.links is LinkMode.BLOCKING and a.dispatch is not Dispatch.FIXED,
-        "--links blocking has both ranks wait for a message, which only an order that binds can "
-        "plan for; add --dispatch fixed or leave --links out",
-    ),
-    (
-        lambda a: a.dispatch is Dispatch.FIXED and a.agreement is not AgreementRule.INTERSECTION,
-        "--dispatch fixed has one order and nothing to agree on; leave --agreement out",
-    ),
-    (
-        lambda a: a.dispatch is Dispatch.FIXED and a.w is not WeightGradients.IDLE,
-        "--dispatch fixed runs weight gradients where its order has them; leave --w out",
-    ),
-)
-"""What does not go together, and the sentence that says so of the row it is formatted with."""
-
-
 def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]) -> list[Asked]:
     """The rows asked for, in order: the combinations of the sweeps, the first one slowest, and
     each of `rows` in every combination.
@@ -174,12 +146,17 @@ class _Sources:
 
     def __init__(self) -> None:
         self._fitting: set[tuple[str, str, Admission, Shape]] = set()
-        self.policy = cache(_policy)
+        self.hint = cache(resolve_hint)
+        self.fitted = cache(fitted)
         self.costs = cache(resolve_costs)
         self.admission = cache(resolve_admission)
         self.jitter = cache(parse_jitter)
-        self.check_binding = cache(check_binding)
         self.check_meets = cache(check_meets)
+
+    def policy(self, row: Asked) -> Policy:
+        return Policy(
+            self.hint(row.hint), None, row.dispatch, row.limit, row.hold, row.w, row.agreement
+        )
 
     def check_fits(self, costs: str, jitter: str, setting: Setting) -> None:
         key = costs, jitter, setting.admit, setting.shape
@@ -188,19 +165,12 @@ class _Sources:
             self._fitting.add(key)
 
 
-def _policy(name: str, shape: Shape, w: WeightGradients, needs_order: bool) -> tuple[Shape, Policy]:
-    """The shape with the hint's kinds, and a policy of the hint alone."""
-    hint = resolve_hint(name, shape)
-    check_weight_gradients(w, hint)
-    shape = replace(shape, kinds=kinds_of(hint))
-    order = order_of(hint, shape) if needs_order or isinstance(hint, Order) else None
-    return shape, Policy(hint, order, w=w)
-
-
 def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
-    for is_so, sentence in _TOGETHER:
-        if is_so(row):
-            raise UsageError(sentence.format(row))
+    if row.links is LinkMode.BLOCKING and row.dispatch is not Dispatch.FIXED:
+        raise UsageError(
+            "--links blocking has both ranks wait for a message, which only an order that binds "
+            "can plan for; add --dispatch fixed or leave --links out"
+        )
     shape = Shape(row.pp, row.microbatches, row.chunks, row.placement)
     num_forwards = row.num_processes * row.chunks * row.microbatches
     if num_forwards > _MAX_FORWARDS:
@@ -209,21 +179,15 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
             f"{row.microbatches} run {num_forwards} forwards, more than the {_MAX_FORWARDS} that "
             "are simulated; choose smaller ones"
         )
-    hold = None if row.hold is None else row.hold * row.chunks
-    binds = row.dispatch is Dispatch.FIXED
-    shape, policy = sources.policy(row.hint, shape, row.w, needs_order or binds)
-    if binds:
+    policy, shape = sources.fitted(sources.policy(row), shape, counts_places=needs_order)
+    if row.links is LinkMode.BLOCKING:
         assert policy.order is not None
-        sources.check_binding(policy.order, row.limit, hold)
-        if row.links is LinkMode.BLOCKING:
-            sources.check_meets(policy.order)
+        sources.check_meets(policy.order)
     costs = sources.costs(row.costs)
     check_divided(costs, row.costs, row.tp)
     return Setting(
         shape=shape,
-        policy=replace(
-            policy, dispatch=row.dispatch, limit=row.limit, hold=hold, rule=row.agreement
-        ),
+        policy=policy,
         costs=costs,
         jitter=sources.jitter(row.jitter),
         admit=sources.admission(row.admit, row.microbatches),
@@ -292,11 +256,11 @@ def count_or_none(name: str, text: str) -> int | None:
     return None if text == "none" else _count(name, text)
 
 
-def _choice(choices: type[StrEnum]) -> Callable[[str, str], StrEnum]:
-    def read(name: str, text: str) -> StrEnum:
-        if text not in list(choices):
+def _choice(*choices: _Choice) -> Callable[[str, str], _Choice]:
+    def read(name: str, text: str) -> _Choice:
+        if text not in choices:
             raise UsageError(f"--{name} is '{text}'; it must be one of {', '.join(choices)}")
-        return choices(text)
+        return choices[choices.index(text)]
 
     return read
 
@@ -305,20 +269,23 @@ def _text(_: str, text: str) -> str:
     return text
 
 
+read_dispatch = _choice(Dispatch.READY, Dispatch.FIXED)
+"""Reads `--dispatch` where Megatron's own schedule is no choice."""
+
 SETTINGS: dict[str, Callable[[str, str], object]] = {
     "hint": _text,
-    "dispatch": _choice(Dispatch),
-    "links": _choice(LinkMode),
+    "dispatch": read_dispatch,
+    "links": _choice(*LinkMode),
     "pp": _count,
     "microbatches": _count,
     "chunks": _count,
-    "placement": _choice(Placement),
+    "placement": _choice(*Placement),
     "tp": _count,
     "dp": _count,
     "limit": count_or_none,
     "hold": count_or_none,
-    "w": _choice(WeightGradients),
-    "agreement": _choice(AgreementRule),
+    "w": _choice(*WeightGradients),
+    "agreement": _choice(*AgreementRule),
     "admit": _text,
     "costs": _text,
     "jitter": _text,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rrfp.analyze.bubbles import Bubbles
-    from rrfp.analyze.whatif import WhatIf
+    from rrfp.replay.whatif import WhatIf
     from rrfp.simulate.trial import Row
 
 _HEADINGS = {

@@ -14,7 +14,8 @@ from rrfp.errors import RrfpError, UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rrfp.megatron.verification import Variant, Verdict
+    from rrfp.verify.sameness import Verdict
+    from rrfp.verify.variants import Variant
 
 
 class Format(StrEnum):
@@ -54,19 +55,19 @@ def verify(
 
     Example: rrfp verify --layout pp4 --hint bf --hint bfw
     """
-    from rrfp.megatron.launch import launch
-    from rrfp.megatron.process import Job
-    from rrfp.megatron.verification import HINTS, LAYOUTS, variants_of
-    from rrfp.megatron.verification import verify as verify_layout
+    from rrfp.train.ranks.launch import launch
+    from rrfp.verify.sameness import RANK_MODULE
+    from rrfp.verify.sameness import verify as verify_layout
+    from rrfp.verify.variants import CHOICES, LAYOUTS, variants_of
 
     chosen = {}
     for name in layout or LAYOUTS:
-        reference, *ours = variants_of(name, tuple(hint or HINTS), full=full)
+        reference, *ours = variants_of(name, tuple(hint or CHOICES), full=full)
         if ours:
             chosen[name] = [reference, *ours]
     if not chosen:
         raise UsageError(
-            f"{', '.join(hint or HINTS)} goes with none of the layouts "
+            f"{', '.join(hint or CHOICES)} goes with none of the layouts "
             f"{', '.join(layout or LAYOUTS)}; choose another --hint or --layout"
         )
     verdicts = []
@@ -86,7 +87,7 @@ def verify(
                 variants,
                 run,
                 steps=steps,
-                launch=lambda settings, run: launch(settings, run, Job.VERIFY),
+                launch=lambda settings, run: launch(settings, run, RANK_MODULE),
             )
     except RrfpError:
         # It names a log in the directory.

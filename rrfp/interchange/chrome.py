@@ -1,7 +1,7 @@
 """Writes a recording as Chrome's trace events, for viewers and scripts that read these.
 
-A pipeline is a process, and each track of a stage a thread of it. Times are microseconds with
-fractions; a message's arrow goes from its send by its receive to the task that takes it.
+A pipeline is a process, and each track of a stage is a thread of it. Times are microseconds with
+fractions. A message's arrow goes from its send through its receive to the task that takes it.
 """
 
 import gzip
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.flows import key_of, received_by, sent_by
+from rrfp.trace.perfetto.flows import key_of, received_by, sent_by
+from rrfp.trace.perfetto.tracks import COUNTER_TRACKS, assign_lanes, stage_name, stage_path
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.steps import STEP, told_step
-from rrfp.trace.tracks import COUNTER_TRACKS, assign_lanes, stage_name, stage_path
 from rrfp.trace.whole_file import open_whole
 
 _NS_PER_US = 1_000
@@ -37,7 +37,7 @@ _OTHERS = tuple(category for category in _TRACKS if category not in ("send", "re
 
 
 def write_chrome(path: Path, recording: Recording) -> None:
-    """Write a recording as one JSON file, gzipped where its name ends in .gz; whole or not at all.
+    """Write a recording as one JSON file, gzipped if its name ends in .gz; whole or not at all.
 
     Raises RrfpError when the file cannot be written.
     """
@@ -66,7 +66,7 @@ def _events(recording: Recording) -> Iterator[_Event]:
     pipelines: dict[int, str] = {}
     threads = _Threads()
     has_chunks = any(len(info.stages) > 1 for info in infos)
-    # An arrow's parts that have the same time are taken as they come in the file.
+    # A viewer takes parts of an arrow with the same time in the sequence of the file.
     for category in ("send", "receive", *_OTHERS):
         for records in recording.ranks:
             (number, name), _ = stage_path(records.info, infos)
@@ -131,7 +131,7 @@ def _of_rank(
 
 
 def _fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """The record's fields; the step of an evaluation goes by another name."""
+    """The record's fields; an evaluation's `step` becomes `evaluation`."""
     for name, value in record._asdict().items():
         yield told_step(value) if name == STEP else (name, value)
 

@@ -1,4 +1,4 @@
-"""Clocks put right by causality: no task begins before what it takes has ended."""
+"""Clocks put right by causality: no task begins before the task that gives it its input ends."""
 
 from collections.abc import Mapping
 
@@ -7,10 +7,10 @@ Link = tuple[int, int]
 
 
 def least_shifts(slacks_ns: Mapping[Link, int], ranks: list[int]) -> dict[int, int] | None:
-    """What to add to each rank's clock so that no message comes before it is sent; as little as
-    does it, and never less than 0. None: no shift does.
+    """The least to add to each rank's clock, from 0 on, so that no message comes before it is sent;
+    None if no shift achieves that.
 
-    `slacks_ns` is, by link, the least time in which a message seems to have come.
+    `slacks_ns` is, by link, the least time that a message seems to have taken.
     """
     shifts_ns = dict.fromkeys(ranks, 0)
     for _ in ranks:

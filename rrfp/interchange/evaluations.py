@@ -1,24 +1,22 @@
-"""Evaluations told by what they ran, where a trace numbers them among the steps that train."""
+"""Evaluations in traces that number them among the steps that train, told by what they ran."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TypeVar
 
-from rrfp.interchange.spans import RankSpans, TaskSpan, TransferSpan
+from rrfp.interchange.spans import RankSpans
 from rrfp.schedule.tasks import Kind
-from rrfp.trace.records import Phase, PhaseRecord, WaitRecord
+from rrfp.trace.records import Phase
 from rrfp.trace.steps import evaluation_step, is_evaluation
 
 _Place = tuple[int, int]
 """A rank and one of its stages."""
-_Span = TypeVar("_Span", TaskSpan, WaitRecord, TransferSpan, PhaseRecord)
 
 
 def tell_evaluations(ranks: list[RankSpans]) -> None:
-    """Number the steps that ran forwards only as evaluations, in their order; the others keep their
-    numbers, by which they are found in the trace that was imported.
+    """Number the steps that ran only forwards as evaluations, in their order. The others keep their
+    numbers, so that they can be found in the imported trace.
 
-    Where no step has a backward, or evaluations are told already, nothing is changed.
+    If no step has a backward, or the trace tells evaluations itself, nothing changes.
     """
     kinds: defaultdict[int, set[Kind]] = defaultdict(set)
     ran: defaultdict[int, defaultdict[_Place, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -31,8 +29,8 @@ def tell_evaluations(ranks: list[RankSpans]) -> None:
     finished = set.intersection(
         *({each.step for each in rank.phases if each.phase == Phase.SCHEDULE} for rank in ranks)
     )
-    # Of a step that was cut short, the backwards may be what is lacking: so may those of the last
-    # one, where the trace does not tell that the call of the schedule has ended.
+    # A step that was cut short may have lost its backwards. So may the last one, if the trace does
+    # not tell that the call of the schedule has ended.
     if not all(rank.tells_waits for rank in ranks):
         finished -= {max(kinds)}
     places = {(rank.info.rank, stage) for rank in ranks for stage in rank.info.stages}
@@ -43,16 +41,9 @@ def tell_evaluations(ranks: list[RankSpans]) -> None:
     ]
     numbers = {step: evaluation_step(number) for number, step in enumerate(tested)}
     for rank in ranks if numbers else ():
-        rank.tasks = _renumbered(rank.tasks, numbers)
-        rank.waits = _renumbered(rank.waits, numbers)
-        rank.transfers = _renumbered(rank.transfers, numbers)
-        rank.phases = _renumbered(rank.phases, numbers)
+        rank.renumber(numbers)
 
 
 def _is_whole(microbatches: Mapping[_Place, set[int]], places: set[_Place]) -> bool:
     """Whether every stage ran the same microbatches."""
     return microbatches.keys() == places and len(set(map(frozenset, microbatches.values()))) == 1
-
-
-def _renumbered(spans: list[_Span], numbers: Mapping[int, int]) -> list[_Span]:
-    return [span._replace(step=numbers.get(span.step, span.step)) for span in spans]

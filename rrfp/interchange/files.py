@@ -1,4 +1,4 @@
-"""Which files a run to import is made of, and what they are."""
+"""Which files make up a run to import, and what they hold."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from rrfp.trace.rundir import RunDir
 _PROFILES = (".json", ".json.gz")
 _TABLES = (".csv", ".csv.gz", ".parquet")
 _OF_A_RUN = RunDir(Path()).run_json.name
-"""Is no profile; a run's directory may be where its profiles went."""
+"""Not a profile, though a run's directory may hold its profiles too."""
 
 
 def import_run(paths: Sequence[Path]) -> Imported:
-    """Read one run from its files, or those in directories: profiles of torch.profiler, a file a
-    rank, or one table of StragglerAnalysis. Raises RrfpError when they are neither, or not whole.
+    """Read one run from files and directories of files: profiles of torch.profiler, a file a rank,
+    or one table of StragglerAnalysis. Raises RrfpError when they are neither, or not whole.
     """
     files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     tables = [file for file in files if file.name.endswith(_TABLES)]

@@ -1,4 +1,4 @@
-"""Reads a large JSON file an event at a time, compressed or not, in little memory."""
+"""Reads a large JSON file, compressed or not, one value at a time and in little memory."""
 
 import codecs
 import gzip
@@ -13,16 +13,16 @@ from rrfp.errors import RrfpError
 
 _CHUNK_BYTES = 1 << 20
 _LONGEST_VALUE = 64 << 20
-"""Characters of one value: an event, or what a profile says of itself."""
+"""In characters; a value is an event, or what a profile says about itself."""
 _MOST_EXPANSION = 200
-"""Profiles shrink to a tenth or so by gzip, which can shrink what is made for it a thousandfold."""
+"""gzip shrinks profiles to about a tenth; a file made to harm may shrink a thousandfold."""
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def open_bytes(path: Path) -> Iterator[bytes]:
-    """The contents of a file, expanded where its name ends in .gz.
+    """The contents of a file, expanded if its name ends in .gz.
 
-    Raises RrfpError when it cannot be read, is cut off, or expands beyond all measure.
+    Raises RrfpError when it cannot be read, is cut off, or expands too much.
     """
     is_packed = path.suffix == ".gz"
     num_bytes = 0
@@ -47,7 +47,7 @@ def open_bytes(path: Path) -> Iterator[bytes]:
 
 
 class JsonStream:
-    """The members of one JSON object, or the items of one array, as they come by."""
+    """The members of one JSON object, or the items of one array, one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,7 +59,7 @@ class JsonStream:
         self._is_ended = False
 
     def first(self) -> str:
-        """The next character that is no space, which stays; empty at the end."""
+        """The next character that is not a space, without taking it; empty at the end."""
         while True:
             found = _NO_SPACE.search(self._text, self._position)
             if found is not None:
@@ -71,7 +71,7 @@ class JsonStream:
             self._read(1)
 
     def keys(self) -> Iterator[str]:
-        """The keys of the object that begins here. After each one its value is to be taken."""
+        """The keys of the object that begins here. Take each key's value before the next key."""
         self._take("{")
         if self.first() == "}":
             self._take("}")
@@ -108,7 +108,7 @@ class JsonStream:
                 if self._is_ended or size > _LONGEST_VALUE:
                     raise self._broken() from None
             else:
-                # A number at the end of the text may go on.
+                # A number at the end of the text read so far may continue.
                 if end < len(self._text) or self._is_ended:
                     self._position = end
                     return value
@@ -122,7 +122,7 @@ class JsonStream:
         return found
 
     def _read(self, at_least: int) -> None:
-        """Read on, by so many characters where there are as many."""
+        """Read on, by at least so many characters if the file has them."""
         parts = [self._text[self._position :]]
         self._position = 0
         while at_least > 0 and not self._is_ended:

@@ -1,4 +1,4 @@
-"""The names of the ranges in a profile that tell of a pipeline's tasks.
+"""The names of ranges in a profile that tell of a pipeline's tasks.
 
 `rrfp.megatron.trace_native` names its ranges so, and import reads them back:
 
@@ -6,12 +6,12 @@
     rrfp wait transfer 12 step=7
     rrfp schedule step=7 rank=1 pp=1 tp=0 dp=0 stages=1,5
 
-In those of an evaluation stands `evaluation=0` in place of `step=7`.
+Those of an evaluation have `evaluation=0` in place of `step=7`.
 
-torch.distributed.pipelining's schedules that may have several stages a rank name theirs `PP:1F3`
-(stage, one of torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`,
-...); its GPipe says `Forward 3` and `Backward 3`, of the rank's one stage; its Schedule1F1B names
-nothing (torch 2.13, `torch/distributed/pipelining/schedules.py`).
+torch.distributed.pipelining's schedules for several stages a rank name theirs `PP:1F3` (stage, one
+of torch's letters, microbatch; also `PP:1SEND_F3`, `PP:1RECV_F3`, `PP:1REDUCE_GRAD`, ...). Its
+GPipe says `Forward 3` and `Backward 3` for the rank's only stage. Its Schedule1F1B names no ranges
+(torch 2.13, `torch/distributed/pipelining/schedules.py`).
 """
 
 import re
@@ -38,9 +38,9 @@ class TaskRange:
     kind: Kind
     microbatch: int
     stage: int | None
-    """None: the only stage of its rank."""
+    """None for the only stage of its rank."""
     step: int | None
-    """None: the range does not tell."""
+    """None if the range does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class WaitRange:
     cause: Cause
     step: int | None
     is_receive: bool = False
-    """Whether it is for the task that comes next, and not of the one before."""
+    """Whether it belongs to the next task rather than the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def task_range(kind: Kind, stage: int, chunk: int, microbatch: int, step: int) -
 
 
 def wait_range(cause: Cause, number: int, step: int) -> str:
-    """The name of the range of a step's wait of that number; names are unique in a profile, so
-    that what the GPU did in a range can be told by it."""
+    """The name of the range of a step's wait of that number. Names are unique in a profile, so that
+    they tell what the GPU did in a range."""
     return f"rrfp wait {cause} {number} {_told(step)}"
 
 
@@ -115,7 +115,7 @@ _OVERLAPPED = re.compile(r"PP:\(.*\)OVERLAP_F_B")
 
 
 def parse_range(name: str) -> Range | None:
-    """What a range's name tells; None for all others."""
+    """What a range's name tells; None for a name that tells nothing of a pipeline."""
     if name.startswith("rrfp "):
         return _parse_ours(name)
     if match := _ACTION.fullmatch(name):
@@ -157,5 +157,5 @@ def parse_profiler_step(name: str) -> int | None:
 
 
 def is_overlapped(name: str) -> bool:
-    """Whether a range holds a forward and a backward at once, which nothing tells apart."""
+    """Whether a range holds a forward and a backward at once, which cannot be told apart."""
     return _OVERLAPPED.fullmatch(name) is not None

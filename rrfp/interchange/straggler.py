@@ -1,10 +1,10 @@
 """Reads the traces of StragglerAnalysis (Lin et al., "Understanding Stragglers in Large Model
 Training Using What-if Analysis", 2025): one table, a row an operation, as CSV or Parquet.
 
-Its columns are those of the project's readme. Times are seconds, in the published traces of single
-precision, so that neighbours may overlap by microseconds: the later task then begins where the
-earlier one ends. They count from the beginning of each step there, so that steps lie on top of one
-another: they are laid end to end, as nothing tells what was between them.
+Its columns are those in the project's readme. Times are seconds, in the published traces of single
+precision, so that neighbouring tasks may overlap by microseconds; the later one then begins where
+the earlier one ends. They count from the beginning of each step there, so that all steps begin at
+once; the steps are laid end to end, as nothing tells what was between them.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from rrfp.interchange.json_stream import open_bytes
 from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
-from rrfp.trace.perfetto_format import MOST_OF_A_KIND, bounds_of
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, RankInfo, WaitRecord
 
 NUMBERS = ("dp_rank", "stage", "rank", "step", "mc", "mb_id")
@@ -34,7 +34,7 @@ _GRADIENT_SYNC = (
 )
 _OPTIMIZER = ("optimizer-clip-main-grad", "optimizer")
 _PASSED_OVER = ("params-all-gather", "gc")
-"""Before a step's first task, or nothing that a pipeline waits for."""
+"""These run before a step's first task, or the pipeline does not wait for them."""
 
 OPTYPES = (*_TASKS, *_TRANSFERS, *_GRADIENT_SYNC, *_OPTIMIZER, *_PASSED_OVER)
 _ROUNDING_NS = 100_000
@@ -47,7 +47,7 @@ _MOST = {
 
 
 def read_table(path: Path) -> tuple[list[RankSpans], Source]:
-    """The spans of a run from its table. Raises RrfpError for what is no such table."""
+    """The spans of a run from its table. Raises RrfpError for any other table."""
     table = _checked(path, _read(path))
     if not table["optype"].is_in(list(_TASKS)).any():
         raise RrfpError(
@@ -83,8 +83,8 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
             rank.phases.append(PhaseRecord(start_ns, end_ns, step, Phase.OPTIMIZER))
     for rank in ranks.values():
         rank.tasks = _apart(rank.tasks)
-        rank.phases += _schedules(rank)
-    # Of each tensor-parallel group the published traces have one rank only, and not how many.
+        rank.phases += rank.schedules()
+    # The published traces have one rank of each tensor-parallel group, and do not tell its size.
     return list(ranks.values()), Source("trace of StragglerAnalysis", 1, "cuda", True, None)
 
 
@@ -102,15 +102,15 @@ def _read(path: Path) -> pl.DataFrame:
 
 def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
     """The columns that are read, as whole numbers and nanoseconds of the run."""
-    lacking = [name for name in (*NUMBERS, *TIMES, "optype") if name not in table.columns]
-    if lacking:
+    missing = [name for name in (*NUMBERS, *TIMES, "optype") if name not in table.columns]
+    if missing:
         raise RrfpError(
-            f"{path} lacks the columns {', '.join(lacking)}; a table of StragglerAnalysis has "
+            f"{path} lacks the columns {', '.join(missing)}; a table of StragglerAnalysis has "
             f"{', '.join((*NUMBERS, *TIMES, 'optype'))}"
         )
     for name in (*NUMBERS, *TIMES, "optype"):
         found = table[name].dtype
-        # A text may hold numbers; what is null throughout is told of by its rows.
+        # A text may hold numbers. A column without any value is refused below, by its first row.
         allowed = (pl.String, pl.Null, *((pl.Categorical, pl.Enum) if name == "optype" else ()))
         if found not in allowed and (name == "optype" or not found.is_numeric()):
             kind = "text" if name == "optype" else "number"
@@ -146,7 +146,7 @@ def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
 
 
 def _laid_end_to_end(path: Path, table: pl.DataFrame) -> pl.DataFrame:
-    """Steps one after the other, where they lie on top of one another."""
+    """The steps one after the other, if they overlap."""
     steps = (
         table.group_by("step")
         .agg(pl.col("start_ns").min().alias("first_ns"), pl.col("end_ns").max().alias("last_ns"))
@@ -180,20 +180,6 @@ def _apart(tasks: list[TaskSpan]) -> list[TaskSpan]:
         is_rounding = 0 < ended_ns - task.start_ns <= min(_ROUNDING_NS, task.end_ns - task.start_ns)
         apart.append(task._replace(start_ns=ended_ns) if is_rounding else task)
     return apart
-
-
-def _schedules(rank: RankSpans) -> list[PhaseRecord]:
-    """A step's schedule lasts from its first task or message to the last gradient's reduction."""
-    spans = [
-        *((task.step, task.start_ns, task.end_ns) for task in rank.tasks),
-        *((transfer.step, transfer.start_ns, transfer.end_ns) for transfer in rank.transfers),
-        *((wait.step, wait.start_ns, wait.end_ns) for wait in rank.waits),
-    ]
-    extents: dict[int, tuple[int, int]] = {}
-    for step, start_ns, end_ns in spans:
-        first_ns, last_ns = extents.get(step, (start_ns, end_ns))
-        extents[step] = min(first_ns, start_ns), max(last_ns, end_ns)
-    return [PhaseRecord(*extent, step, Phase.SCHEDULE) for step, extent in extents.items()]
 
 
 def _largest(column: pl.Series) -> int:

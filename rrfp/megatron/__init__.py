@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp.megatron.compatibility import check_for_drop_in, check_for_trace
-from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.installation import megatrons_own, put
+from rrfp.megatron.settings import DispatchSettings
 from rrfp.trace.records import Record
 
 if TYPE_CHECKING:
@@ -61,6 +61,6 @@ def trace_native(out: Path | str | None = None) -> None:
     """
     original = megatrons_own("trace_native()")
     check_for_trace()
-    from rrfp.megatron.native_trace import NativeTrace
+    from rrfp.megatron.native.trace import NativeTrace
 
     put(NativeTrace(original, None if out is None else Path(out)).get)

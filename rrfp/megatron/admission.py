@@ -2,51 +2,18 @@
 
 The first rank of a replica decides, and the others take its order. So it does not matter that some
 ranks are given no data, that a cost function gives other numbers elsewhere, or that another host
-has another file of the same name. At a pace every rank works the order out from the same costs.
+has another file of the same name.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rrfp.admission_files import resolve_admission
-from rrfp.megatron.groups import step_groups
-from rrfp.megatron.item_costs import resolve_cost
-from rrfp.megatron.settings import TrainSettings
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.schedule.admission import Admit, admission_order
-
-if TYPE_CHECKING:
-    from rrfp.megatron.pacing import StepPacer
 
 _UNDECIDED = -1
-
-RunOrder = Callable[[int, Sequence[Any]], Sequence[int]]
-"""The order in which microbatches are admitted, from a step's number and its batches."""
-
-
-def run_order(settings: TrainSettings, pace: "StepPacer | None" = None) -> RunOrder:
-    """The admission order of a run's steps. Where tasks have a model, its costs decide.
-
-    Raises UsageError for an order or a cost that does not exist.
-    """
-    if pace is not None and pace.has_costs:
-        return lambda step, _: pace.order(step)
-    admission = resolve_admission(settings.admit, settings.microbatches)
-    cost = resolve_cost(settings.admit_cost)
-
-    def order(step: int, batches: Sequence[Any]) -> Sequence[int]:
-        if admission is Admit.GIVEN:
-            return range(len(batches))
-
-        def decide() -> Sequence[int]:
-            return admission_order(admission, step, len(batches), lambda: cost.weigh(batches))
-
-        return agreed_order(decide, len(batches), step_groups(None, None), torch.device("cpu"))
-
-    return order
 
 
 def agreed_order(

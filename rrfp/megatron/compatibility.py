@@ -21,12 +21,8 @@ from inspect import Parameter
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.hint_files import order_file
-from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.provenance import described, foreign_layer, is_ours
-from rrfp.schedule.hints import TURNS
-from rrfp.schedule.orders import ORDERS
-from rrfp.schedule.tasks import Kind
+from rrfp.megatron.settings import DispatchSettings
 
 _WORKS = "the released megatron-core 0.16.1"
 _CORE = "megatron.core"
@@ -148,7 +144,7 @@ def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> 
     drop-in is imported; `installs` says that `install()` asks. Loops ask for a schedule again and
     again: what was found good is not looked at twice."""
     stood_for = [STOOD_FOR]
-    if _may_split(settings.hint):
+    if settings.policy.hint.splits_backward:
         stood_for.append(STOOD_FOR_BY_SPLITTING)
     if installs:
         stood_for.append(INSTALLED_FOR)
@@ -163,15 +159,6 @@ def check_for_trace() -> None:
 def schedules() -> Any:
     """Megatron's module of that name. Raises UsageError where there is no Megatron-Core."""
     return _imported("pipeline_parallel.schedules")
-
-
-def _may_split(hint: str) -> bool:
-    if hint in TURNS:
-        return TURNS[hint].splits_backward
-    if hint in ORDERS:
-        return Kind.W in ORDERS[hint].kinds
-    # An order file says so only once the shape is known.
-    return order_file(hint) is not None
 
 
 def _check(called: Iterable[Needs], stood_for: Iterable[Needs]) -> None:

@@ -6,12 +6,10 @@ groups, opens the links at its first call, and then runs every step through the 
 Losses, gradients and gradient norms are those of Megatron's own schedule, bit for bit.
 """
 
-import atexit
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,18 +21,20 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.utils import get_model_config
 
-from rrfp.admission_files import resolve_admission
 from rrfp.errors import UsageError
+from rrfp.inputs.admission_files import resolve_admission
 from rrfp.megatron.admission import agreed_order
-from rrfp.megatron.dispatching import DispatchSettings
 from rrfp.megatron.groups import Place, device_of, place_in, step_groups
 from rrfp.megatron.item_costs import resolve_cost
-from rrfp.megatron.microbatch_data import DataHabits, MismatchedDataError, StepData
+from rrfp.megatron.layout_links import LayoutLinks, discard
 from rrfp.megatron.pipeline import Pipeline, tell_of_failure
-from rrfp.megatron.plans import Plan, make_plan
-from rrfp.megatron.random_streams import RandomStreams
 from rrfp.megatron.refusals import refuse, refuse_data
-from rrfp.megatron.stage import RankStep, StepArguments
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step.microbatch_data import MismatchedDataError, StepData
+from rrfp.megatron.step.random_streams import RandomStreams
+from rrfp.megatron.step.stage import RankStep, StepArguments
+from rrfp.megatron.step_policy import StepPolicy, step_policy
+from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.protocols import monotonic
@@ -44,7 +44,6 @@ from rrfp.schedule.admission import Admit, admission_order
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
-from rrfp.trace.steps import evaluation_step
 
 
 def get_forward_backward_func(
@@ -74,55 +73,16 @@ def get_forward_backward_func(
             "choose 2, or placement loop"
         )
     # Megatron's loops ask again for training and for every evaluation: all share the links.
-    return _shared(settings, record or _discard, delays, pace)
+    asked = (settings, record or discard, delays, pace)
+    if asked not in _schedules:
+        _schedules[asked] = ForwardBackward(*asked)
+    return _schedules[asked]
 
 
-@cache
-def _shared(
-    settings: DispatchSettings,
-    record: Callable[[Record], None],
-    delays: Delays | None,
-    pace: Pace | None,
-) -> "ForwardBackward":
-    return ForwardBackward(settings, record, delays, pace)
-
-
-def _discard(_: Record) -> None:
-    pass
-
+_schedules: dict[object, "ForwardBackward"] = {}
+"""Those of this process, by what they were asked for. Each closes its links at the process' end."""
 
 _names = itertools.count()
-
-
-@dataclass(slots=True)
-class _Links:
-    """What a layout's calls have in common: the same process groups, and as many chunks a rank."""
-
-    record: Callable[[Record], None] = _discard
-    pipeline: Pipeline | None = None
-    """None before the first step, and after a failure or a close."""
-    num_trained: int = 0
-    num_evaluated: int = 0
-    habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
-        default_factory=lambda: defaultdict(DataHabits)
-    )
-    """By whether a step only looks at its data, and by the identities of the models: several may
-    have the same groups."""
-
-    def count_step(self, *, forward_only: bool) -> int:
-        """The number of a step that begins, in the records and on the links. A step that fails
-        counts, too: it may have failed on some ranks only."""
-        if forward_only:
-            self.num_evaluated += 1
-            return evaluation_step(self.num_evaluated - 1)
-        self.num_trained += 1
-        return self.num_trained - 1
-
-    def close(self, *, farewell: bool = True) -> None:
-        """Without a farewell, for a rank that fails, the neighbours take this rank for lost."""
-        if self.pipeline is not None:
-            self.pipeline.close(farewell=farewell)
-            self.pipeline = None
 
 
 class ForwardBackward:
@@ -144,13 +104,13 @@ class ForwardBackward:
         # The same on every rank, for all of them make their functions in the same sequence.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
-        self._links: defaultdict[tuple[Place, int], _Links] = defaultdict(_Links)
+        self._links: defaultdict[tuple[Place, int], LayoutLinks] = defaultdict(LayoutLinks)
         """By the place of this rank and its number of chunks: an actor and a critic in one process
         may differ in both."""
-        self._recorded: _Links | None = None
+        self._recorded: LayoutLinks | None = None
         """Whose records are taken: a record is of one pipeline, the first one that is opened."""
-        self._plans: dict[tuple[Shape, bool], Plan] = {}
-        atexit.register(self.close)
+        self._step_policies: dict[tuple[Shape, bool], StepPolicy] = {}
+        at_end.call(self.close)
         self.last_step: StepSummary | None = None
         """What the last step came to on this rank."""
 
@@ -175,7 +135,7 @@ class ForwardBackward:
         """One step, by Megatron's contract: what the loss function gave for each microbatch, in
         microbatch order (empty but on the rank of the last stage); with `admit`, in the order
         in which they are admitted. `model` and `data_iterator` are lists where a rank has several
-        chunks, by chunk; `rrfp.megatron.microbatch_data` says which objects will do as a data
+        chunks, by chunk; `rrfp.megatron.step.microbatch_data` says which objects will do as a data
         iterator. `seq_length`, `micro_batch_size`, `decoder_seq_length` and
         `adjust_tensor_shapes_fn` are not needed: messages carry their shapes. Raises UsageError for
         what cannot run out of order, PeerLostError and StallError. When anything is raised, the
@@ -191,10 +151,10 @@ class ForwardBackward:
         admits_given = forward_only or self._admission is Admit.GIVEN
         try:
             given = _data_of(data_iterator, len(models))
-            plan = self._plan(place, num_microbatches, len(models), forward_only)
-            keeps_order = plan.keeps_microbatch_order and admits_given
-            refuse_data(given, plan, self._settings.admit, keeps_order=keeps_order)
-            refuse(config, models, plan, place.pp_rank)
+            steering = self._steering(place, num_microbatches, len(models), forward_only)
+            keeps_order = steering.keeps_microbatch_order and admits_given
+            refuse_data(given, steering, self._settings.admit, keeps_order=keeps_order)
+            refuse(config, models, steering, place.pp_rank)
             data = StepData(
                 given,
                 num_microbatches,
@@ -204,7 +164,9 @@ class ForwardBackward:
                 or len(place.pipeline),
             )
             streams = RandomStreams(device_of(models, groups))
-            pipeline = self._connected(links, opening, place, plan.shape, forward_only=forward_only)
+            pipeline = self._connected(
+                links, opening, place, steering.shape, streams.device, forward_only=forward_only
+            )
         except BaseException as error:
             if opening is not None:
                 tell_of_failure(default_store(), opening, place.rank, error)
@@ -227,12 +189,12 @@ class ForwardBackward:
         try:
             pace = None
             if self._pace is not None and not forward_only:
-                pace = self._pace.start_step(step, plan.shape)
+                pace = self._pace.start_step(step, steering.shape)
             return self._run_step(
                 links.record,
                 step,
                 pipeline,
-                plan,
+                steering,
                 models,
                 config,
                 groups,
@@ -247,7 +209,7 @@ class ForwardBackward:
 
     def _admitted(
         self,
-        links: _Links,
+        links: LayoutLinks,
         step: int,
         data: StepData,
         num_microbatches: int,
@@ -278,7 +240,7 @@ class ForwardBackward:
         record: Callable[[Record], None],
         step: int,
         pipeline: Pipeline,
-        plan: Plan,
+        steering: StepPolicy,
         models: list[Any],
         config: Any,
         groups: Any,
@@ -289,7 +251,7 @@ class ForwardBackward:
     ) -> list[Any]:
         start_ns = monotonic()
         forward_only = arguments.forward_only
-        shape, pp_rank = plan.shape, pipeline.place.pp_rank
+        shape, pp_rank = steering.shape, pipeline.place.pp_rank
         last_stage_rank = shape.rank_of(shape.num_stages - 1)
         has_last_stage = pp_rank == last_stage_rank
         finalizes = config.finalize_model_grads_func is not None and not forward_only
@@ -309,10 +271,10 @@ class ForwardBackward:
             grad_order=self._settings.grad_order,
             cp_size=groups.cp.size(),
             # W adds gradients by itself, where hooks do not see them.
-            follows_hooks=plan.is_the_same_on_replicas and not shape.splits_backward,
+            follows_hooks=steering.is_the_same_on_replicas and not shape.splits_backward,
         )
         try:
-            summary = pipeline.run_step(step, plan, compute, pace)
+            summary = pipeline.run_step(step, steering, compute, pace)
         except BaseException:
             compute.abandon()
             raise
@@ -339,29 +301,32 @@ class ForwardBackward:
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 
-    def _plan(
+    def _steering(
         self, place: Place, num_microbatches: int, num_chunks: int, forward_only: bool
-    ) -> Plan:
-        """The plan of a step, worked out once for each shape."""
+    ) -> StepPolicy:
+        """What steers a step, worked out once for each shape."""
         placement = self._settings.placement
         shape = Shape(len(place.pipeline), num_microbatches, num_chunks, placement)
         key = (shape, forward_only)
-        if key not in self._plans:
-            self._plans[key] = make_plan(self._settings, shape, forward_only=forward_only)
-        return self._plans[key]
+        if key not in self._step_policies:
+            self._step_policies[key] = step_policy(
+                self._settings.policy, shape, forward_only=forward_only
+            )
+        return self._step_policies[key]
 
     def _connected(
         self,
-        links: _Links,
+        links: LayoutLinks,
         opening: str | None,
         place: Place,
         shape: Shape,
+        device: torch.device,
         *,
         forward_only: bool,
     ) -> Pipeline:
         """The pipeline of these links, with credit enough for this step; `opening` is its name if
         it is to be opened."""
-        num_credits = self._settings.num_credits(
+        num_credits = self._settings.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=forward_only
         )
         if links.pipeline is None:
@@ -375,6 +340,7 @@ class ForwardBackward:
                 links.record,
                 default_store(),
                 opening,
+                device,
                 num_credits=num_credits,
                 delays=self._delays,
             )

@@ -15,8 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from rrfp.errors import UsageError
-from rrfp.megatron.failure import first_line
+from rrfp.errors import UsageError, first_line
 
 
 class CostName(StrEnum):

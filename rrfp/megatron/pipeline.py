@@ -2,24 +2,24 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
+import torch
 from torch.distributed import Store
 
-from rrfp.errors import RrfpError
-from rrfp.megatron.dispatching import DispatchSettings
-from rrfp.megatron.failure import first_line
+from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.groups import Place, coupled_pipelines
-from rrfp.megatron.plans import Plan
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import Compute, Inbox
 from rrfp.runtime.rendezvous import Rendezvous
-from rrfp.runtime.socket_transport import SocketTransport
 from rrfp.runtime.stall import StoreStallBoard
+from rrfp.runtime.transport.factory import transport_maker
 from rrfp.runtime.worker import StepSummary, Worker
-from rrfp.schedule.dispatcher import Dispatch, Dispatcher
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record
 
@@ -35,6 +35,7 @@ class Pipeline:
         record: Callable[[Record], None],
         store: Store,
         name: str,
+        device: torch.device,
         *,
         num_credits: int,
         delays: Delays | None = None,
@@ -42,12 +43,10 @@ class Pipeline:
         """Meet the ranks that this one works with; all ranks of the run call it together.
 
         `shape` is that of any step: ranks, chunks and placement count. `name` tells this opening
-        from others of the same run. `num_credits` messages fit on each link. Raises PeerLostError
-        naming a rank that did not come within `connect_s`.
+        from others of the same run. Messages carry tensors on `device`, and `num_credits` of them
+        fit on each link. Raises PeerLostError naming a rank that did not come within `connect_s`.
         """
         self.place = place
-        self._num_chunks = shape.num_chunks
-        self._settings = settings
         prefix = _prefix(name)
         pipelines = [place.pipeline]
         # A fixed order is one order for everybody already.
@@ -55,9 +54,10 @@ class Pipeline:
             meeting = Rendezvous(store, prefix, place.rank, settings.connect_s)
             pipelines = coupled_pipelines(place, meeting)
         members = [pipeline[place.pp_rank] for pipeline in pipelines]
-        neighbours = _neighbours(place, shape) | _star(place.rank, members)
+        neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
+        neighbours |= _star(place.rank, members)
         inbox = Inbox()
-        self._transport = SocketTransport(
+        self._transport = transport_maker(device)(
             place.rank,
             store,
             neighbours,
@@ -69,6 +69,7 @@ class Pipeline:
             connect_s=settings.connect_s,
             delays=delays,
         )
+        self._transport.open()
         self._agreement = StarAgreement(place.rank, members, self._transport, record)
         self._worker = Worker(
             place.pipeline,
@@ -80,26 +81,18 @@ class Pipeline:
             delays=delays,
             stall_s=settings.stall_s,
         )
+        self._worker.open()
 
     def grant(self, num_credits: int) -> None:
         """Let each link hold at least so many messages."""
         self._transport.grant(num_credits)
 
     def run_step(
-        self, step: int, plan: Plan, compute: Compute, pace: StepPace | None
+        self, step: int, steering: StepPolicy, compute: Compute, pace: StepPace | None
     ) -> StepSummary:
         """Run every task of one step on this rank, at that pace if there is one."""
-        settings, group = self._settings, self._agreement.group
         dispatcher = Dispatcher(
-            plan.shape,
-            self.place.pp_rank,
-            plan.hint,
-            dispatch=settings.dispatch,
-            limit=settings.effective_limit,
-            hold=settings.hold_slots(self._num_chunks),
-            w=settings.w,
-            order=plan.order,
-            group=None if group is None else replace(group, rule=settings.agreement),
+            steering.shape, self.place.pp_rank, steering.policy, self._agreement.group
         )
         return self._worker.run_step(step, dispatcher, compute, pace)
 
@@ -118,17 +111,6 @@ def tell_of_failure(store: Store, name: str, rank: int, error: BaseException) ->
 
 def _prefix(name: str) -> str:
     return f"rrfp/{name}"
-
-
-def _neighbours(place: Place, shape: Shape) -> set[int]:
-    """The other ranks that hold the stages next to this rank's."""
-    stages = {
-        neighbour
-        for stage in shape.stages_of(place.pp_rank)
-        for neighbour in (stage - 1, stage + 1)
-        if 0 <= neighbour < shape.num_stages
-    }
-    return {place.pipeline[shape.rank_of(stage)] for stage in stages} - {place.rank}
 
 
 def _star(rank: int, members: list[int]) -> set[int]:

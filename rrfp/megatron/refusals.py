@@ -6,9 +6,10 @@ from typing import Any
 from megatron.core.utils import get_attr_wrapped_model
 
 from rrfp.errors import UsageError
-from rrfp.megatron.microbatch_data import is_iterator, shared
-from rrfp.megatron.plans import Plan, hints_in_order
-from rrfp.megatron.tracked_state import refuse_stateful
+from rrfp.megatron.step.microbatch_data import is_iterator, shared
+from rrfp.megatron.step.tracked_state import refuse_stateful
+from rrfp.megatron.step_policy import StepPolicy, hints_in_order
+from rrfp.runtime.transport.factory import transport_maker
 from rrfp.schedule.tasks import Kind
 
 _REFUSED = {
@@ -23,8 +24,8 @@ _REFUSED = {
 }
 
 
-def refuse(config: Any, models: Sequence[Any], plan: Plan, pp_rank: int) -> None:
-    """Raise UsageError for a configuration that does not work under this plan, or for chunks that
+def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: int) -> None:
+    """Raise UsageError for a configuration that does not work under this policy, or for chunks that
     are not this pipeline rank's stages."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
@@ -40,14 +41,16 @@ def refuse(config: Any, models: Sequence[Any], plan: Plan, pp_rank: int) -> None
     for model in models:
         _refuse_device(model)
         _refuse_sharded(model)
-    _refuse_two_copies_on_a_rank(config, models, plan)
+    _refuse_two_copies_on_a_rank(config, models, steering)
     for chunk, model in enumerate(models):
-        _refuse_misplaced(model, chunk, plan, pp_rank)
-    if Kind.B in plan.shape.kinds:
-        _refuse_other_splits(config, plan)
+        _refuse_misplaced(model, chunk, steering, pp_rank)
+    if Kind.B in steering.shape.kinds:
+        _refuse_other_splits(config, steering)
 
 
-def refuse_data(given: Sequence[Any], plan: Plan, admit: str, *, keeps_order: bool) -> None:
+def refuse_data(
+    given: Sequence[Any], steering: StepPolicy, admit: str, *, keeps_order: bool
+) -> None:
     """Raise UsageError for data objects that must be viewed by microbatch and cannot be: where
     microbatches do not keep their order, or several chunks draw from one object."""
     for each in shared(given):
@@ -61,22 +64,23 @@ def refuse_data(given: Sequence[Any], plan: Plan, admit: str, *, keeps_order: bo
         if each is None or is_iterator(each):
             continue
         fact = f"the data iterator, a {type(each).__name__}, has no __next__"
-        if plan.keeps_microbatch_order:
+        if steering.keeps_microbatch_order:
             raise UsageError(
                 f"{fact}, and admit '{admit}' takes its items in another order; leave "
                 "admit out, or pass an iterator of one item a microbatch"
             )
-        hints = ", ".join(hints_in_order(plan.shape))
+        hints = ", ".join(hints_in_order(steering.shape))
         raise UsageError(
-            f"{fact}, and {plan.order.name} takes microbatches in another order than they come in; "
-            f"choose a hint that keeps it ({hints}), or pass an iterator of one item a microbatch"
+            f"{fact}, and {steering.hint_name} takes microbatches in another order than they come "
+            f"in; choose a hint that keeps it ({hints}), or pass an iterator of one item a "
+            "microbatch"
         )
 
 
-def _refuse_other_splits(config: Any, plan: Plan) -> None:
-    name, splits = plan.order.name, plan.shape.splits_backward
+def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
+    name, splits = steering.hint_name, steering.shape.splits_backward
     if getattr(config, "defer_embedding_wgrad_compute", False) and (
-        splits or not plan.keeps_microbatch_order
+        splits or not steering.keeps_microbatch_order
     ):
         raise UsageError(
             f"defer_embedding_wgrad_compute cannot follow {name}: it pairs forwards and backwards "
@@ -91,15 +95,11 @@ def _refuse_other_splits(config: Any, plan: Plan) -> None:
 
 def _refuse_device(model: Any) -> None:
     for parameter in model.parameters():
-        if parameter.device.type != "cpu":
-            raise UsageError(
-                f"the model is on {parameter.device} and messages carry CPU tensors only; there is "
-                "no transport for other devices in this version"
-            )
+        transport_maker(parameter.device)
 
 
-def _refuse_misplaced(model: Any, chunk: int, plan: Plan, pp_rank: int) -> None:
-    shape = plan.shape
+def _refuse_misplaced(model: Any, chunk: int, steering: StepPolicy, pp_rank: int) -> None:
+    shape = steering.shape
     stage = shape.stage_of(pp_rank, chunk)
     for attribute, is_there in (
         ("pre_process", stage == 0),
@@ -124,8 +124,8 @@ def _refuse_sharded(model: Any) -> None:
         )
 
 
-def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], plan: Plan) -> None:
-    shape = plan.shape
+def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], steering: StepPolicy) -> None:
+    shape = steering.shape
     is_on_one_rank = shape.rank_of(0) == shape.rank_of(shape.num_stages - 1)
     if shape.num_stages == 1 or not is_on_one_rank:
         return

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.protocols import Clock, Decided, Reported, Transport, monotonic
-from rrfp.schedule.dispatcher import Group, InputArrived
+from rrfp.runtime.protocols import Clock, Decided, Links, Reported, monotonic
+from rrfp.schedule.dispatcher import Group
+from rrfp.schedule.stimuli import InputArrived
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import AgreementRecord, Record
 
@@ -23,12 +24,12 @@ class StarAgreement:
         self,
         rank: int,
         members: Sequence[int],
-        transport: Transport,
+        links: Links,
         record: Callable[[Record], None],
         clock: Clock = monotonic,
     ) -> None:
         """`members` are the group's global ranks, the same list on each; the first one leads."""
-        self._transport = transport
+        self._links = links
         self._record = record
         self._clock = clock
         self._leader, *self._followers = members
@@ -43,7 +44,7 @@ class StarAgreement:
     def report(self, step: int, task: Task) -> None:
         """A task's input is here; a follower tells its leader."""
         if self.group is not None and not self.group.leads:
-            self._transport.report(self._leader, step, task)
+            self._links.report(self._leader, step, task)
 
     def reported(self, event: Reported) -> InputArrived:
         """What a follower's report is to the leader's dispatcher."""
@@ -76,7 +77,7 @@ class StarAgreement:
         start_ns = self._clock()
         if self.group.leads:
             for follower in self._followers:
-                self._transport.decide(follower, step, self._position, task)
+                self._links.decide(follower, step, self._position, task)
         else:
             decision = self._decisions.popleft()
             if decision.position != self._position:

@@ -33,6 +33,9 @@ class AheadThread:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._thread = Thread(target=self._run, name="rrfp-ahead", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; `close` ends it."""
         self._thread.start()
 
     @contextmanager

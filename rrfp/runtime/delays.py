@@ -15,12 +15,13 @@ class Delays:
     rank: int
     longest_s: float
 
+    def draws(self, name: str) -> Callable[[], float]:
+        """A function that draws the next delay of this stream, in seconds. One owner a stream, so
+        that its sequence does not depend on other threads."""
+        source = random.Random(f"{self.seed}/{self.rank}/{name}")
+        return lambda: source.uniform(0.0, self.longest_s)
+
     def stream(self, name: str) -> Callable[[], None]:
-        """A function that sleeps for the next delay of this stream. One thread a stream, so that
-        its sequence does not depend on other threads."""
-        draws = random.Random(f"{self.seed}/{self.rank}/{name}")
-
-        def delay() -> None:
-            time.sleep(draws.uniform(0.0, self.longest_s))
-
-        return delay
+        """A function that sleeps for the next delay of this stream."""
+        draw = self.draws(name)
+        return lambda: time.sleep(draw())

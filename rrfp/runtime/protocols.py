@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from rrfp.errors import RrfpError
-from rrfp.schedule.dispatcher import Group, InputArrived
+from rrfp.schedule.dispatcher import Group
+from rrfp.schedule.stimuli import InputArrived
 from rrfp.schedule.tasks import Task
 
 Clock = Callable[[], int]
@@ -130,12 +131,12 @@ class Inbox:
             return events
 
 
-class Transport(Protocol):
-    """Moves messages between ranks without ever making the compute thread wait.
+class Links(Protocol):
+    """A rank's links, as the worker and the agreement use them: they never make the compute thread
+    wait.
 
     Links are directed and first-in-first-out. `send` waits for nothing; a peer that cannot be
-    reached is told through the inbox as `Failed`, never by an exception on another thread. Opening
-    and closing is its owner's affair.
+    reached is told through the inbox as `Failed`, never by an exception on another thread.
     """
 
     def send(self, peer: int, message: Message) -> None: ...
@@ -148,6 +149,27 @@ class Transport(Protocol):
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
         """Tell the member `peer` the next task of the agreed sequence (`Decided` there)."""
+
+
+class Transport(Links, Protocol):
+    """A rank's links with their life; `rrfp.runtime.transport.factory` makes the one that fits.
+
+    Its owner opens it once, before anything else, and closes it once. A constructor meets nobody
+    and starts nothing.
+    """
+
+    def open(self) -> None:
+        """Meet the peers and connect every link; returns when all are there. Raises PeerLostError
+        naming a rank that did not come; then nothing is left open."""
+
+    def grant(self, num_credits: int) -> None:
+        """Let every incoming link hold at least so many messages that were not consumed, for a step
+        with more in flight; a smaller number changes nothing. Its sources need not know."""
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Send what is queued, say farewell on every link and release everything, within a bounded
+        time; a second call does nothing. With `farewell=False`, for a rank that fails, nothing is
+        waited for, and the peers are told at once that this rank is lost."""
 
 
 class Agreement(Protocol):

@@ -32,28 +32,18 @@ from rrfp.runtime.protocols import (
     Failed,
     Inbox,
     Left,
+    Links,
     Message,
     PeerLostError,
     Reported,
     StallError,
-    Transport,
     monotonic,
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, listed
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    DecideAhead,
-    Dispatcher,
-    InputArrived,
-    Instruction,
-    RunTask,
-    StepDone,
-    Stimulus,
-    TaskAgreed,
-    Wait,
-    Waited,
-)
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
@@ -81,7 +71,7 @@ class Worker:
         self,
         pp_ranks: Sequence[int],
         inbox: Inbox,
-        transport: Transport,
+        links: Links,
         agreement: Agreement,
         record: Callable[[Record], None],
         board: StallBoard,
@@ -96,7 +86,7 @@ class Worker:
         `decides_ahead` lets the leader of a group decide for the next task while one runs."""
         self._pp_ranks = pp_ranks
         self._inbox = inbox
-        self._transport = transport
+        self._links = links
         self._agreement = agreement
         self._record = record
         self._board = board
@@ -111,11 +101,19 @@ class Worker:
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
         self._decided_ahead: RunTask | None = None
         self._ahead: AheadThread | None = None
-        if agreement.group is not None:
-            if not agreement.group.leads:
-                inbox.watch(self._report)
-            elif decides_ahead:
-                self._ahead = AheadThread(self._decide_ahead, clock)
+        self._decides_ahead = decides_ahead
+
+    def open(self) -> None:
+        """Take up this rank's part in its group, before the first step; the leader's decisions
+        ahead are made on a thread of the worker's own."""
+        group = self._agreement.group
+        if group is None:
+            return
+        if not group.leads:
+            self._inbox.watch(self._report)
+        elif self._decides_ahead:
+            self._ahead = AheadThread(self._decide_ahead, self._clock)
+            self._ahead.start()
 
     def close(self) -> None:
         """End the worker's own thread, between two steps or after one that failed."""
@@ -209,7 +207,7 @@ class Worker:
             inputs = self._inputs.pop(task)
             sending_rank = shape.rank_of(sender.stage)
             if sending_rank != pp_rank:
-                self._transport.consumed(self._pp_ranks[sending_rank], step)
+                self._links.consumed(self._pp_ranks[sending_rank], step)
         start_ns = self._clock()
         ahead, pace = self._ahead, self._pace
         with (
@@ -227,7 +225,7 @@ class Worker:
                 self._inputs[receiver] = outputs
             else:
                 latency_ns = 0 if pace is None else pace.message_ns(receiver)
-                self._transport.send(
+                self._links.send(
                     self._pp_ranks[receiving_rank], Message(step, receiver, outputs, latency_ns)
                 )
         self._record(
@@ -270,27 +268,26 @@ class Worker:
     def _row(self, cause: Cause, waited_s: float) -> StallRow:
         dispatcher = self._dispatcher
         pp_rank = dispatcher.rank
-        task, needs = dispatcher.best_waiting() or ("-", [])
+        story = dispatcher.story()
+        best = story.best_waiting
         lacks = []
-        for needed in needs:
+        for needed in () if best is None else best.lacks:
             needed_rank = dispatcher.shape.rank_of(needed.stage)
             is_own = needed_rank == pp_rank
             lacks.append(
                 f"{needed} here" if is_own else f"{needed} from rank {self._pp_ranks[needed_rank]}"
             )
-        ready = dispatcher.ready_tasks()
-        missing_members = dict(dispatcher.unfinished())
         debts: dict[int, str] = {}
-        for here in ready:
-            for peer, what in self._agreement.owed(missing_members[here]).items():
-                debts.setdefault(peer, f"for {here} {what} from rank {peer}")
+        for here in story.ready:
+            for peer, what in self._agreement.owed(here.missing_members).items():
+                debts.setdefault(peer, f"for {here.task} {what} from rank {peer}")
         return StallRow(
             rank=self._pp_ranks[pp_rank],
             pp_rank=pp_rank,
             waited_s=waited_s,
             cause=cause,
-            ready=listed(ready),
-            best_waiting=str(task),
+            ready=listed([each.task for each in story.ready]),
+            best_waiting="-" if best is None else str(best.task),
             lacks="; ".join(listed(part) for part in (lacks, [*debts.values()]) if part) or "-",
         )
 

@@ -9,17 +9,45 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rrfp.errors import UsageError
+from rrfp.schedule.hints.hint import W_FILLS_IDLE_TIME, Rounds, WeightGradients
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task, format_task, parse_task
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every rank runs, in sequence; as a hint it ranks, under fixed dispatch it binds."""
+    """What every rank runs, in sequence. As a hint it ranks by place: the first entry that is ready
+    is best. Under fixed dispatch it binds."""
 
     name: str
     shape: Shape
     rows: tuple[tuple[Task, ...], ...]
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.shape.splits_backward
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return self.splits_backward
+
+    def on(self, shape: Shape) -> "Order":
+        """Raises UsageError for another shape than its own."""
+        if replace(shape, kinds=self.shape.kinds) != self.shape:
+            raise UsageError(
+                f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
+            )
+        return self
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        """By place in the rank's row."""
+        keys = [0] * shape.num_tasks_of_a_rank
+        for place, task in enumerate(self.rows[rank]):
+            keys[shape.index_of(task)] = place
+        return keys
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        return order_rounds(w)
 
     def peak_depth(self, rank: int) -> int:
         """The largest D (chunk-forwards minus chunk-backwards run) that this order reaches."""
@@ -38,6 +66,14 @@ class Order:
         return Order(self.name, replace(self.shape, kinds=FORWARD_ONLY), rows)
 
 
+def order_rounds(w: WeightGradients) -> Rounds:
+    """How an order is asked: all kinds by their places, or weight gradients when nothing else may
+    run."""
+    if w is WeightGradients.RANKED:
+        return Rounds(((Kind.F, Kind.B, Kind.W),), {})
+    return Rounds(((Kind.F, Kind.B), W_FILLS_IDLE_TIME), {})
+
+
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:
     """The most forwards at once whose task of the kind `ends` has not run yet."""
     steps = {Kind.F: 1, ends: -1}
@@ -52,11 +88,7 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
     line, stands twice or beside the other kind of backward, when a task is missing, and when the
     text is no CSV.
     """
-    reader = csv.reader(text.splitlines(), strict=True)
-    try:
-        lines = [[cell.strip() for cell in row] for row in reader]
-    except csv.Error as error:
-        raise UsageError(f"{name}, line {reader.line_num}: {error}; write plain CSV") from None
+    lines = _cells(text, name)
     while lines and not any(lines[-1]):
         lines.pop()
     if len(lines) != shape.num_ranks:
@@ -64,13 +96,29 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
             f"{name} has {len(lines)} lines for {shape.num_ranks} pipeline ranks; "
             "an order file has one line a rank"
         )
-    splits = any("I" in cell or "W" in cell for cells in lines for cell in cells)
-    shape = replace(shape, kinds=SPLIT_BACKWARD if splits else WHOLE_BACKWARD)
+    shape = replace(shape, kinds=SPLIT_BACKWARD if _splits(lines) else WHOLE_BACKWARD)
     rows = tuple(
         _parse_row(cells, shape, rank, f"{name}, line {rank + 1}")
         for rank, cells in enumerate(lines)
     )
     return Order(name, shape, rows)
+
+
+def splits(text: str, name: str) -> bool:
+    """Whether an order file splits its backward; raises UsageError for a text that is no CSV."""
+    return _splits(_cells(text, name))
+
+
+def _cells(text: str, name: str) -> list[list[str]]:
+    reader = csv.reader(text.splitlines(), strict=True)
+    try:
+        return [[cell.strip() for cell in row] for row in reader]
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {reader.line_num}: {error}; write plain CSV") from None
+
+
+def _splits(lines: list[list[str]]) -> bool:
+    return any("I" in cell or "W" in cell for cells in lines for cell in cells)
 
 
 def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[Task, ...]:

@@ -11,10 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from rrfp.errors import UsageError
-from rrfp.schedule.dispatcher import ComputeIdle, Dispatch, Dispatcher, InputArrived, RunTask
-from rrfp.schedule.hints import Hint, kinds_of
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.hint import Hint, kinds_of
+from rrfp.schedule.instructions import RunTask
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Task, format_task
 
 Timeline = tuple[tuple[Task | None, ...], ...]
@@ -71,48 +74,66 @@ class Rehearsal:
 def order_of(hint: Hint, shape: Shape) -> Order:
     """The order that a hint gives when all times are equal; an order gives itself.
 
-    Its backward is split as the hint says; the kinds of `shape` do not count.
+    Its backward is split as the hint says; the kinds of `shape` do not count. Raises UsageError for
+    a shape that the hint is not made for.
     """
+    hint = hint.on(shape)
     if isinstance(hint, Order):
         return hint
     shape = replace(shape, kinds=kinds_of(hint))
-    timeline = _play([Dispatcher(shape, rank, hint) for rank in range(shape.num_ranks)])
+    policy = Policy(hint)
+    timeline = _play([Dispatcher(shape, rank, policy) for rank in range(shape.num_ranks)])
     rows = tuple(tuple(task for task in row if task is not None) for row in timeline)
     return Order(hint.name, shape, rows)
 
 
 def rehearse(order: Order) -> Rehearsal:
     """Run an order in lockstep as `fixed` dispatch does."""
-    shape = order.shape
-    dispatchers = [
-        Dispatcher(shape, rank, order, dispatch=Dispatch.FIXED) for rank in range(shape.num_ranks)
-    ]
-    return Rehearsal(order, _play(dispatchers))
+    policy = Policy(order, dispatch=Dispatch.FIXED)
+    ranks = range(order.shape.num_ranks)
+    return Rehearsal(order, _play([Dispatcher(order.shape, rank, policy) for rank in ranks]))
 
 
-def check_binding(order: Order, limit: int | None = None, hold: int | None = None) -> None:
-    """Raise UsageError when an order, run as fixed dispatch, deadlocks or passes a bound.
+def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
+    """A policy for steps of this shape, and the shape with the kinds of its hint.
 
-    `limit` bounds D; `hold` the activations kept, in slots of one chunk and one microbatch.
+    Its hint is that of the shape, and it has the order that the hint gives, unless nobody counts
+    places against that: of a million tasks it takes as long as a step. Raises UsageError for a
+    shape that the hint is not made for, and for an order that binds and deadlocks or passes a
+    bound.
     """
+    hint = policy.hint.on(shape)
+    shape = replace(shape, kinds=kinds_of(hint))
+    binds = policy.dispatch is not Dispatch.READY
+    order = order_of(hint, shape) if binds or counts_places else None
+    if binds:
+        assert order is not None
+        check_binding(order, policy)
+    return replace(policy, hint=hint, order=order), shape
+
+
+def check_binding(order: Order, policy: Policy) -> None:
+    """Raise UsageError when an order, run as fixed dispatch, deadlocks or passes a bound of the
+    policy."""
     blocked = rehearse(order).blocked
     if blocked:
         raise UsageError(deadlock_sentence(order, blocked))
     ranks = range(order.shape.num_ranks)
     rank = max(ranks, key=order.peak_depth)
     depth = order.peak_depth(rank)
-    if limit is not None and depth > limit:
+    if policy.limit is not None and depth > policy.limit:
         raise UsageError(
             f"order {order.name} runs {depth} forwards ahead of their backwards on rank {rank}, "
-            f"above the limit of {limit}; raise --limit to {depth} or use --dispatch ready"
+            f"above the limit of {policy.limit}; raise --limit to {depth} or use --dispatch ready"
         )
+    num_chunks = order.shape.num_chunks
+    slots = policy.hold_slots(num_chunks)
     rank = max(ranks, key=order.peak_held)
     held = order.peak_held(rank)
-    if hold is not None and held > hold:
-        num_chunks = order.shape.num_chunks
+    if slots is not None and held > slots:
         raise UsageError(
             f"order {order.name} keeps {held / num_chunks:g} microbatches on rank {rank}, above "
-            f"the hold of {hold / num_chunks:g}; raise --hold to {-(-held // num_chunks)} or use "
+            f"the hold of {slots / num_chunks:g}; raise --hold to {-(-held // num_chunks)} or use "
             "--dispatch ready"
         )
 

@@ -1,6 +1,6 @@
 """The pipeline's shape: which tasks a step has, where they run, and what each of them needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -76,6 +76,14 @@ class Shape:
                 for microbatch in range(self.num_microbatches):
                     yield Task(stage, kind, microbatch)
 
+    def index_of(self, task: Task) -> int:
+        """The place of a task among those of its rank, in the sequence of `tasks_of`."""
+        stage, kind, microbatch = task
+        lane = stage // self.num_ranks
+        if kind is not Kind.F:
+            lane += self.num_chunks * (1 if kind is Kind.B else 2)
+        return lane * self.num_microbatches + microbatch
+
     @property
     def num_tasks_of_a_rank(self) -> int:
         return len(self.kinds) * self.num_chunks * self.num_microbatches
@@ -92,29 +100,68 @@ class Shape:
     def prerequisites(self, task: Task) -> tuple[Task, ...]:
         """The tasks that must have run before this one (paper section 3.1)."""
         stage, kind, microbatch = task
-        if kind is Kind.F:
-            return (Task(stage - 1, Kind.F, microbatch),) if stage > 0 else ()
         if kind is Kind.W:
             return (Task(stage, Kind.B, microbatch),)
-        forward = Task(stage, Kind.F, microbatch)
-        if stage == self.num_stages - 1:
-            return (forward,)
-        return (forward, Task(stage + 1, Kind.B, microbatch))
-
-    def receiver(self, task: Task) -> Task | None:
-        """The task on a neighbouring stage that takes this one's output, if there is one."""
-        stage, kind, microbatch = task
-        if kind is Kind.F and stage + 1 < self.num_stages:
-            return Task(stage + 1, Kind.F, microbatch)
-        if kind is Kind.B and stage > 0:
-            return Task(stage - 1, Kind.B, microbatch)
-        return None
+        sender = self.sender(task)
+        received = () if sender is None else (sender,)
+        return received if kind is Kind.F else (Task(stage, Kind.F, microbatch), *received)
 
     def sender(self, task: Task) -> Task | None:
         """The task on a neighbouring stage whose output this one takes, if there is one."""
-        stage, kind, microbatch = task
-        if kind is Kind.F and stage > 0:
-            return Task(stage - 1, Kind.F, microbatch)
-        if kind is Kind.B and stage + 1 < self.num_stages:
-            return Task(stage + 1, Kind.B, microbatch)
-        return None
+        return self._on_stage(sending_stage(task.kind, task.stage), task)
+
+    def receiver(self, task: Task) -> Task | None:
+        """The task on a neighbouring stage that takes this one's output, if there is one."""
+        return self._on_stage(receiving_stage(task.kind, task.stage), task)
+
+    def link(self, task: Task) -> tuple[int, int] | None:
+        """The pipeline ranks that send and receive the message for a task.
+
+        None when no message comes for it: it takes no other stage's output, or one of its own rank.
+        """
+        sender = self.sender(task)
+        if sender is None:
+            return None
+        source, destination = self.rank_of(sender.stage), self.rank_of(task.stage)
+        return None if source == destination else (source, destination)
+
+    def neighbours(self, rank: int) -> set[int]:
+        """The other pipeline ranks that hold a stage next to one of this rank's."""
+        adjacent = {each for stage in self.stages_of(rank) for each in (stage - 1, stage + 1)}
+        return {self.rank_of(each) for each in adjacent if 0 <= each < self.num_stages} - {rank}
+
+    def _on_stage(self, stage: int | None, task: Task) -> Task | None:
+        if stage is None or not 0 <= stage < self.num_stages:
+            return None
+        return Task(stage, task.kind, task.microbatch)
+
+
+def sending_stage(kind: str, stage: int) -> int | None:
+    """The stage whose output a task of this kind and stage takes, if the pipeline has it; a weight
+    gradient takes none."""
+    if kind == Kind.F:
+        return stage - 1
+    return stage + 1 if kind == Kind.B else None
+
+
+def receiving_stage(kind: str, stage: int) -> int | None:
+    """The stage that takes the output of a task of this kind and stage, if the pipeline has it; a
+    weight gradient has none."""
+    if kind == Kind.F:
+        return stage + 1
+    return stage - 1 if kind == Kind.B else None
+
+
+def shape_of_stages(
+    stages: Mapping[int, tuple[int, ...]], num_microbatches: int, kinds: tuple[Kind, ...]
+) -> Shape | None:
+    """The shape in which each pipeline rank holds these stages; None where no placement has them
+    so."""
+    num_ranks, num_chunks = 1 + max(stages), len(next(iter(stages.values())))
+    for placement in Placement:
+        if placement is Placement.V and num_chunks != 2:
+            continue
+        shape = Shape(num_ranks, num_microbatches, num_chunks, placement, kinds)
+        if all(stages.get(rank) == shape.stages_of(rank) for rank in range(num_ranks)):
+            return shape
+    return None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rrfp.errors import UsageError
 from rrfp.schedule.admission import Admission, Admit, admission_order
-from rrfp.simulate.costs import StepCosts
+from rrfp.simulate.costs.model import StepCosts
 from rrfp.simulate.world import TaskTimes
 
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import Dispatch, Waited
+from rrfp.schedule.instructions import Waited
 from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.engine import CAME, ENDED, IDLE, Log, PipelineRun, Step
-from rrfp.simulate.world import Policy, TaskTimes, World
+from rrfp.simulate.world import TaskTimes, World
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class BlockingStep(Step):
                 "async"
             )
         super().__init__(shape, policy, world, log)
+        # The sending and the receiving rank of each message.
+        self._links: dict[Task, tuple[int, int]] = {}
         self._ranks = [self._plan(row) for row in policy.order.rows]
         self._half_met: set[Task] = set()
 
@@ -75,10 +78,12 @@ class BlockingStep(Step):
         before: Task | None = None
         for unit in units:
             for task in unit:
-                if self._is_message(self.shape.sender(task), task):
+                link = self.shape.link(task)
+                if link is not None:
                     rank.receives[before].append(task)
+                    self._links[task] = link
                 receiver = self.shape.receiver(task)
-                if receiver is not None and self._is_message(task, receiver):
+                if receiver is not None and self.shape.link(receiver) is not None:
                     rank.sends[unit[-1]].append(receiver)
             before = unit[-1]
         return rank
@@ -92,11 +97,6 @@ class BlockingStep(Step):
         num_warmup = 2 * (shape.num_ranks - 1 - rank) + (shape.num_chunks - 1) * shape.num_ranks
         starts_with_all = all(task.kind is Kind.F for task in row[:num_forwards])
         return shape.num_chunks > 1 and not (starts_with_all and num_warmup >= num_forwards)
-
-    def _is_message(self, sender: Task | None, receiver: Task) -> bool:
-        """Whether what a task takes of another comes from another rank."""
-        rank_of = self.shape.rank_of
-        return sender is not None and rank_of(sender.stage) != rank_of(receiver.stage)
 
     def play(self) -> PipelineRun:
         for rank in range(self.shape.num_ranks):
@@ -117,7 +117,7 @@ class BlockingStep(Step):
         this = self._ranks[rank]
         sent = [] if ended is None else this.sends[ended]
         needed = this.receives[ended]
-        peers = {other for task in (*sent, *needed) for other in self._ends(task) if other != rank}
+        peers = {other for task in (*sent, *needed) for other in self._links[task] if other != rank}
         self._open(rank, now_ns, sent)
         if not sent or self.shape.num_chunks > 1 or len(peers) == 1:
             self._open(rank, now_ns, needed)
@@ -133,7 +133,7 @@ class BlockingStep(Step):
                 self._half_met.add(task)
                 continue
             self._half_met.remove(task)
-            sender, receiver = self._ends(task)
+            sender, receiver = self._links[task]
             end_ns = now_ns
             if self.world.transfer is not None:
                 end_ns += self.world.transfer(sender, receiver, task)
@@ -146,14 +146,8 @@ class BlockingStep(Step):
                     self.log.passed(sender, receiver, member, now_ns, end_ns, task)
             self.push(end_ns, CAME, receiver, 0, task)
 
-    def _ends(self, message: Task) -> tuple[int, int]:
-        """The ranks that send and receive a message."""
-        sender = self.shape.sender(message)
-        assert sender is not None
-        return self.shape.rank_of(sender.stage), self.shape.rank_of(message.stage)
-
     def _passed(self, now_ns: int, task: Task) -> None:
-        sender, receiver = self._ends(task)
+        sender, receiver = self._links[task]
         for member in range(self.world.num_members):
             self.came(receiver, member, now_ns, task)
         for rank in (sender, receiver):
@@ -187,5 +181,5 @@ def check_meets(order: Order) -> None:
     rank sends and receives, and when, follows from its row alone."""
     shape = order.shape
     times = [[1] * shape.num_microbatches] * shape.num_stages
-    policy = Policy(order, order, Dispatch.FIXED)
+    policy = Policy(order, dispatch=Dispatch.FIXED)
     BlockingStep(shape, policy, World(TaskTimes(times, times, times)), None).play()

@@ -107,11 +107,10 @@ def _chain(shape: Shape, times: TaskTimes, transfer: Transfer | None) -> list[_P
             continue
         for stage in in_sequence:
             rank = shape.rank_of(stage)
-            sender = shape.sender(Task(stage, kind, 0))
+            link = shape.link(Task(stage, kind, 0))
             message_ns = nothing
-            if transfer is not None and sender is not None and shape.rank_of(sender.stage) != rank:
-                from_rank = shape.rank_of(sender.stage)
-                message_ns = [transfer(from_rank, rank, Task(stage, kind, m)) for m in microbatches]
+            if transfer is not None and link is not None:
+                message_ns = [transfer(*link, Task(stage, kind, m)) for m in microbatches]
             is_split = kind is Kind.B and shape.splits_backward
             aside_ns = times_ns[Kind.W][stage] if is_split else nothing
             places.append(_Place(rank, message_ns, times_ns[kind][stage], aside_ns))

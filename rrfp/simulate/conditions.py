@@ -6,7 +6,7 @@ from rrfp.schedule.admission import Admission
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import admitted
 from rrfp.simulate.bounds import Floor, floor
-from rrfp.simulate.costs import Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.costs.model import Costs, Links, StepCosts, check_takes_time
 from rrfp.simulate.jitter import Jitter
 from rrfp.simulate.world import Stretch, TaskTimes
 

@@ -13,10 +13,8 @@ Messages pass beside the work here, one at a time on a directed link, in the seq
 were sent. `rrfp.simulate.blocking` is the other way.
 """
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import itemgetter
@@ -24,20 +22,13 @@ from typing import Protocol
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    DecideAhead,
-    Dispatcher,
-    Group,
-    InputArrived,
-    RunTask,
-    Stimulus,
-    TaskAgreed,
-    Waited,
-)
+from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.instructions import RunTask, Waited
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import Policy, World
+from rrfp.simulate.world import World
 
 ENDED, CAME, DECIDES_AHEAD = range(3)
 """What an event is, and its priority among those of one instant."""
@@ -103,10 +94,7 @@ class Step:
         # Followers decide nothing: without a log nobody asks why they wait.
         num_members = world.num_members if log is not None else 1
         self.members: list[list[Dispatcher]] = [
-            [
-                policy.dispatcher(shape, rank, self._group(policy, each))
-                for each in range(num_members)
-            ]
+            [Dispatcher(shape, rank, policy, self._group(each)) for each in range(num_members)]
             for rank in range(shape.num_ranks)
         ]
         """The dispatchers of each rank, its leader's first."""
@@ -117,9 +105,9 @@ class Step:
         self._forward_ns, self._backward_ns = times[Kind.F], times[Kind.B]
         self._weight_gradient_ns = times.get(Kind.W, ())
 
-    def _group(self, policy: Policy, member: int) -> Group | None:
+    def _group(self, member: int) -> Group | None:
         num_members = self.world.num_members
-        return Group(num_members, member == 0, policy.rule) if num_members > 1 else None
+        return Group(num_members, member == 0) if num_members > 1 else None
 
     def push(self, time_ns: int, what: int, rank: int, member: int, task: Task) -> None:
         events = self._events.get(time_ns)
@@ -320,31 +308,6 @@ def _receiving_stages(shape: Shape) -> Iterator[tuple[tuple[int, Kind], tuple[in
     for stage in range(shape.num_stages):
         for kind in shape.kinds:
             receiver = shape.receiver(Task(stage, kind, 0))
-            if receiver is not None:
-                rank = shape.rank_of(receiver.stage)
-                if rank != shape.rank_of(stage):
-                    yield (stage, kind), (rank, receiver.stage)
-
-
-def play(shape: Shape, policy: Policy, world: World, log: Log | None = None) -> PipelineRun:
-    """Run one step of one pipeline, from 0 ns until nothing happens any more.
-
-    Raises RrfpError when tasks are left then: a binding order that deadlocks over its links.
-    """
-    from rrfp.simulate.blocking import BlockingStep
-
-    step = (BlockingStep if world.blocking else AsyncStep)(shape, policy, world, log)
-    with _collector_paused():
-        return step.play()
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A step makes millions of tuples and no cycles, which the collector would look for."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+            link = None if receiver is None else shape.link(receiver)
+            if receiver is not None and link is not None:
+                yield (stage, kind), (link[1], receiver.stage)

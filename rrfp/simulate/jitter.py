@@ -17,9 +17,9 @@ import numpy as np
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.costs import FACTORS, LONGEST_S, Links, check_link, check_rank
+from rrfp.simulate.costs.model import FACTORS, LONGEST_S, Links, check_link, check_rank
+from rrfp.simulate.costs.ranges import parse_ranges
 from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, log, lognormals, uniforms
-from rrfp.simulate.ranges import parse_ranges
 from rrfp.simulate.world import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.dispatcher import RunTask, Stimulus, Waited
+from rrfp.schedule.instructions import RunTask, Waited
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.stimuli import Stimulus
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import (
     AgreementRecord,
@@ -132,8 +133,7 @@ def _messages_of_a_step(shape: Shape) -> Counter[tuple[int, int]]:
     counts: Counter[tuple[int, int]] = Counter()
     for stage in range(shape.num_stages):
         for kind in shape.kinds:
-            receiver = shape.receiver(Task(stage, kind, 0))
-            if receiver is not None:
-                link = shape.rank_of(stage), shape.rank_of(receiver.stage)
+            link = shape.link(Task(stage, kind, 0))
+            if link is not None:
                 counts[link] += shape.num_microbatches
     return counts

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.engine import play
+from rrfp.simulate.play import play
 from rrfp.simulate.recording import StepLog, end_of
-from rrfp.simulate.world import Policy, World
+from rrfp.simulate.world import World
 from rrfp.trace.records import Recording
 
 

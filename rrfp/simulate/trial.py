@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from rrfp.schedule.admission import Admission, Admit
-from rrfp.schedule.dispatcher import Dispatch
-from rrfp.schedule.hints import TURNS
+from rrfp.schedule.hints.alternation import BF, BFW
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.bounds import Floor, paper_bound_ns
 from rrfp.simulate.conditions import Conditions, conditions
-from rrfp.simulate.costs import Costs
+from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.draws import uniforms
 from rrfp.simulate.jitter import NO_JITTER, Jitter
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import Policy, World
+from rrfp.simulate.world import World
 from rrfp.trace.records import NS_PER_S, Recording
 
 
@@ -207,7 +207,7 @@ def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int
     """The paper's upper bound: of `bf` and `bfw`, one chunk, free links, and nothing withheld."""
     shape, policy = setting.shape, setting.policy
     applies = (
-        policy.hint in (TURNS["bf"], TURNS["bfw"])
+        policy.hint in (BF, BFW)
         and policy.dispatch is Dispatch.READY
         and policy.hold is None
         and (policy.limit is None or policy.limit >= shape.num_microbatches)

@@ -1,54 +1,14 @@
-"""What a simulated step is made of: the policy that steers it, and the world that it meets.
+"""The world that a simulated step meets: everything that no dispatcher decides.
 
-A policy is what a dispatcher is made from. A world is everything that no dispatcher decides: how
-long tasks and messages take, and what comes between. All times are whole nanoseconds, so that sums
-are exact and the same on every machine.
+That is how long tasks and messages take, and what comes between. All times are whole nanoseconds,
+so that sums are exact and the same on every machine.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rrfp.schedule.dispatcher import (
-    AgreementRule,
-    Dispatch,
-    Dispatcher,
-    Group,
-    WeightGradients,
-)
-from rrfp.schedule.hints import Hint
-from rrfp.schedule.order import Order
-from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What steers every rank of a step."""
-
-    hint: Hint
-    order: Order | None = None
-    """The order that the hint gives; without it, positions in the hint are not counted."""
-    dispatch: Dispatch = Dispatch.READY
-    limit: int | None = None
-    """The D at which the paper's backpressure starts."""
-    hold: int | None = None
-    """The bound on activations held, in slots of one chunk and one microbatch."""
-    w: WeightGradients = WeightGradients.IDLE
-    rule: AgreementRule = AgreementRule.INTERSECTION
-
-    def dispatcher(self, shape: Shape, rank: int, group: Group | None = None) -> Dispatcher:
-        return Dispatcher(
-            shape,
-            rank,
-            self.hint,
-            dispatch=self.dispatch,
-            limit=self.limit,
-            hold=self.hold,
-            w=self.w,
-            order=self.order,
-            group=group,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The trace floor: what is recorded, how ranks spill it, and the Perfetto file it becomes."""
+"""What is recorded, how ranks spill it, and the Perfetto file it becomes."""

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, pairwise
 from typing import Any
 
-from rrfp.trace.flows import MessageKey, TaskKey, key_of, received_by, sent_by
-from rrfp.trace.perfetto_reader import TraceContents
+from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
+from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
     Phase,
     PhaseRecord,
@@ -192,12 +192,12 @@ def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
     for source, destination, sequence in sends:
         links[source, destination].add(sequence)
     for (source, destination), found in sorted(links.items()):
-        num_lacking = max(found) + 1 - len(found)
-        if num_lacking > 0:
-            # A damaged number may be huge: only the first few that are lacking are looked for.
-            lacking = (f"number {number}" for number in count() if number not in found)
-            examples = list(islice(lacking, min(num_lacking, _NUM_EXAMPLES + 1)))
-            told = _tell("lost: {}", "messages", examples, num_lacking)
+        num_missing = max(found) + 1 - len(found)
+        if num_missing > 0:
+            # A damaged number may be huge: only the first few missing ones are looked for.
+            missing = (f"number {number}" for number in count() if number not in found)
+            examples = list(islice(missing, min(num_missing, _NUM_EXAMPLES + 1)))
+            told = _tell("lost: {}", "messages", examples, num_missing)
             yield f"{told} of the link from rank {source} to {destination}"
 
 
@@ -250,12 +250,12 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
     if twice:
         yield _tell("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
 
-    lacking = [_name(key) for key in _lacking_tasks(counts, set(torn))]
-    if lacking:
-        yield _tell("lost: {}", "tasks", lacking) + f" on rank {rank}"
+    missing = [_name(key) for key in _missing_tasks(counts, set(torn))]
+    if missing:
+        yield _tell("lost: {}", "tasks", missing) + f" on rank {rank}"
 
 
-def _lacking_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
+def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
     """In a finished step every stage runs each kind that it runs for the same microbatches."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)

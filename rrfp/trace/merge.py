@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.perfetto_writer import write_trace
+from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written, read_spill

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.perfetto_format import MOST_OF_A_KIND
+from rrfp.errors import UsageError
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 
 RUNS = Path("runs")
 """Where runs go that were given no directory, below the working directory."""
@@ -70,33 +70,6 @@ def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
             f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
             f"another one with --out"
         ) from error
-
-
-def resolve_trace(path: Path | None) -> Path:
-    """The trace of a run, given its directory or the trace itself; None means the newest run.
-
-    Where the run's records were never merged (its launcher died), they are merged now. Raises
-    RrfpError when there is no trace.
-    """
-    if path is None:
-        if not LATEST.exists():
-            raise RrfpError(f"there is no run yet ({LATEST} is missing); 'rrfp train' makes one")
-        path = LATEST
-    if not path.exists():
-        raise RrfpError(f"there is no run or trace at {path}")
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise RrfpError(f"{path} is no file; save the trace to one first, it is read twice")
-    run = RunDir(path)
-    if run.trace.exists():
-        return run.trace
-    if not run.records.is_dir():
-        raise RrfpError(f"{path} has no {run.trace.name}; was it trained with --no-trace?")
-    # Perfetto's module is slow to import, and most runs are merged already.
-    from rrfp.trace.merge import encode_run
-
-    return encode_run(path)
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:

@@ -5,8 +5,8 @@ only, has a negative one: -1, -2, ... are evaluation 0, evaluation 1, ... So the
 do not rise with time. Earlier versions numbered evaluations among the others.
 """
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 from rrfp.trace.records import Phase, Recording
 
@@ -67,18 +67,38 @@ def in_order(steps: Iterable[int]) -> list[int]:
     return sorted(steps, key=lambda step: (is_evaluation(step), abs(step)))
 
 
+def spread_evenly(steps: Sequence[int], most: int) -> list[int]:
+    """At most so many of a run's steps, spread evenly over them.
+
+    Each comes from the middle of its part: the first step of a run warms caches up.
+    """
+    num = min(len(steps), most)
+    return [steps[(2 * part + 1) * len(steps) // (2 * num)] for part in range(num)]
+
+
 def step_windows(recording: Recording) -> dict[int, Window]:
     """The window of each step that every rank finished, by step."""
-    num_ranks: Counter[int] = Counter()
+    return windows_of(
+        (
+            (records.info.rank, phase.step, phase.start_ns, phase.end_ns)
+            for records in recording.ranks
+            for phase in records.phases
+            if phase.phase == Phase.SCHEDULE
+        ),
+        len(recording.ranks),
+    )
+
+
+def windows_of(schedules: Iterable[tuple[int, int, int, int]], num_ranks: int) -> dict[int, Window]:
+    """The window of each step that all of a run's ranks finished, by step.
+
+    `schedules` has the `SCHEDULE` phases of the run: rank, step, start and end in ns. A window goes
+    from the first rank's entry into the schedule to the last one's return from it.
+    """
     windows: dict[int, Window] = {}
-    for records in recording.ranks:
-        schedules = [phase for phase in records.phases if phase.phase == Phase.SCHEDULE]
-        num_ranks.update({phase.step for phase in schedules})
-        for start_ns, end_ns, step, _ in schedules:
-            first_ns, last_ns = windows.get(step, (start_ns, end_ns))
-            windows[step] = min(first_ns, start_ns), max(last_ns, end_ns)
-    return {
-        step: windows[step]
-        for step, count in sorted(num_ranks.items())
-        if count == len(recording.ranks)
-    }
+    finished: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, step, start_ns, end_ns in schedules:
+        finished[step].add(rank)
+        first_ns, last_ns = windows.get(step, (start_ns, end_ns))
+        windows[step] = min(first_ns, start_ns), max(last_ns, end_ns)
+    return {step: windows[step] for step in sorted(windows) if len(finished[step]) == num_ranks}

@@ -1,13 +1,7 @@
 """Stimuli of a dispatcher as records, and back: what a rank took in can be handed in again."""
 
 from rrfp.errors import RrfpError
-from rrfp.schedule.dispatcher import (
-    ComputeIdle,
-    DecideAhead,
-    InputArrived,
-    Stimulus,
-    TaskAgreed,
-)
+from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, StimulusRecord, TaskRecord
 from rrfp.trace.steps import step_name

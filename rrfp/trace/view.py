@@ -7,9 +7,8 @@ trace, that file only, and its content policy lets it do so from port 9001 only.
 be asked for is listed before the first request, so that no path leads anywhere else; a request
 under another host name (DNS rebinding) or from a page of another site is refused.
 
-`/` leads to the UI with the trace and a first look at it, so that the address to open is short. The
-UI that is served from here is kept from asking any other host for anything, by the policy that goes
-with it.
+`/` leads to the UI with the trace and an initial view of it, so that the address to open is short.
+A policy keeps the UI that is served from here from asking any other host for anything.
 """
 
 import importlib.util
@@ -22,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from rrfp.errors import RrfpError
-from rrfp.trace.first_look import FirstLook
+from rrfp.trace.initial_view import InitialView
 
 PUBLIC_UI = "https://ui.perfetto.dev"
 PUBLIC_UI_PORT = 9001
@@ -62,11 +61,11 @@ def find_local_ui() -> Path | None:
 
 
 class TraceServer(ThreadingHTTPServer):
-    """A server of one trace, and of the UI's own files where `ui` names their folder.
+    """A server of one trace, and of the UI's own files if `ui` names their folder.
 
-    `look` is what the UI shows first, None being `FirstLook()`. `port` None takes the public UI's
-    port, or with a local UI any other where that is taken. Raises RrfpError when the port is in
-    use.
+    `initial_view` is what the UI shows first; None means `InitialView()`. `port` None takes the
+    port that the public UI reads from, or with a local UI any other if that one is in use. Raises
+    RrfpError when the port is in use.
     """
 
     daemon_threads = True
@@ -77,11 +76,11 @@ class TraceServer(ThreadingHTTPServer):
         *,
         ui: Path | None,
         port: int | None = None,
-        look: FirstLook | None = None,
+        initial_view: InitialView | None = None,
     ) -> None:
         self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
         self.has_ui = ui is not None
-        self._arguments = (look or FirstLook()).ui_arguments()
+        self._arguments = (initial_view or InitialView()).ui_arguments()
         ports = [PUBLIC_UI_PORT if port is None else port]
         if port is None and self.has_ui:
             ports.append(0)
@@ -97,7 +96,7 @@ class TraceServer(ThreadingHTTPServer):
         return f"http://{_ADDRESS}:{self.port}/"
 
     def ui_address(self, host: str) -> str:
-        """The UI with the trace and the first look, for a browser that sees this server as `host`
+        """The UI with the trace and the initial view, for a browser that sees this server as `host`
         (through a tunnel its port may be another)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
         return f"{ui}#!/?url=http://{host}{_TRACE_PATH}&{self._arguments}"

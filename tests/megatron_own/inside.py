@@ -1,7 +1,7 @@
 """Runs Megatron's tests on forked CPU ranks; a script of its own process, where the package named
 `tests` is Megatron's.
 
-Megatron's tests are written for torchrun, NCCL and eight GPUs. `prepare_host` makes Megatron-Core
+Megatron's tests are written for torchrun, NCCL and eight GPUs. `prepare_cpu` makes Megatron-Core
 run on the CPU; what is left for the shims here is what the tests and `megatron.training` name
 themselves: `.cuda()`, `device="cuda"`, the nccl backend, Transformer Engine's layers, packages that
 `megatron.training` imports and these tests have no use for, and a download of test data.
@@ -10,7 +10,6 @@ Megatron is imported once; then every test gets ranks forked from here, so that 
 hangs leaves nothing behind for the next. A line of JSON on stdout tells what became of each.
 """
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -34,6 +33,8 @@ from unittest import mock
 
 import pytest
 import torch
+
+from rrfp.runtime.at_end import at_end
 
 FILES = (
     "tests/unit_tests/pipeline_parallel/test_schedules.py",
@@ -100,9 +101,9 @@ def main(job: Job) -> None:
 
 
 def _prepare(job: Job) -> None:
-    from rrfp.megatron.host import prepare_host
+    from rrfp.megatron.cpu.patches import prepare_cpu
 
-    prepare_host("cpu")
+    prepare_cpu()
     _put_cpu_in_place_of_cuda(job.num_ranks)
     _put_local_layers_in_place_of_transformer_engines()
     _put_stubs(job.checkout)
@@ -283,7 +284,7 @@ def _run(job: Job, number: int, items: list[str]) -> dict[str, Any]:
         temporary = f"--basetemp={logs}/temp/rank{rank}"
         (logs / "temp").mkdir(exist_ok=True)
         _pytest(job, ["-s", temporary, *items], _Outcomes(files[rank]))
-        atexit._run_exitfuncs()
+        at_end.run()
 
     start_s = time.monotonic()
     deadline_s = start_s + job.limit_s

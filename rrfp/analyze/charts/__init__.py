@@ -1,1 +1,1 @@
-"""Charts of a run, a module a family: each takes the run's frames and gives an altair chart."""
+"""Charts of a run, one module a family: each takes the run's frames and returns an altair chart."""

@@ -25,10 +25,11 @@ _ROW_PX = 24
 
 
 def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
-    """A bar a rank, a part a cause, in shares of the window; the rest of it is work.
+    """A bar a rank with a part a cause, in shares of the window; the rest of the window is work.
 
-    `structural` is by pipeline rank that part of a bubble, as a share of the window: a line marks
-    it on each bar, and right of it is excess. Raises RrfpError when no step was finished.
+    `structural` is the structural part of the bubble by pipeline rank, as a share of the window. A
+    line marks it on each bar; what lies right of it is excess. Raises RrfpError when no step was
+    finished.
     """
     divided = bubbles(frames).with_structural(structural)
     labels = _labels(frames)
@@ -109,7 +110,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
 
 
 def _labels(frames: Frames) -> dict[int, str]:
-    """The label of each rank: its stages, and where it is among those that share them."""
+    """The label of each rank: its stages, and its place among the ranks that share them."""
     run = frames.run.sort("pp_rank", "dp_rank", "tp_rank")
     several = [name for name in ("dp_rank", "tp_rank") if run[name].n_unique() > 1]
     return {

@@ -22,12 +22,12 @@ from rrfp.errors import RrfpError
 _COLUMNS = 2
 _NUM_BINS = 60
 _LEAST_DECADES = 0.1
-"""How much the axis covers at least."""
+"""The axis covers at least so much."""
 _DIRECTION_COLOURS = {"forward": KIND_COLOURS["F"], "backward": KIND_COLOURS["B"]}
 
 
 def task_times(frames: Frames) -> Any:
-    """The times of each rank's tasks by kind, over all steps; RrfpError where there are none."""
+    """The times of each rank's tasks by kind, over all steps. Raises RrfpError without tasks."""
     times = frames.tasks.select(
         "pp_rank", pl.col("kind").alias("what"), (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
     )
@@ -35,8 +35,8 @@ def task_times(frames: Frames) -> Any:
 
 
 def message_times(frames: Frames) -> Any:
-    """The times of the messages that each rank received, from the first byte written to the last
-    one there, over all steps; RrfpError for a run that recorded none."""
+    """The times of the messages that each rank received, over all steps: from the first byte
+    written to the last one received. Raises RrfpError for a run that recorded no messages."""
     times = frames.messages.select(
         pl.col("to_pp_rank").alias("pp_rank"),
         pl.when(pl.col("kind") == "F")
@@ -58,7 +58,7 @@ def _distributions(
     title: str,
     prefix: str = "",
 ) -> Any:
-    """Times in bins that are equally wide in the logarithm, as shares of each rank's and kind's."""
+    """Times in bins of equal width on a logarithmic axis, as shares of a rank's times of a kind."""
     if times.is_empty():
         raise RrfpError(f"the trace has no {noun}s; see 'rrfp trace check'")
     if times["ns"].max() <= 0:  # type: ignore[operator]
@@ -69,7 +69,7 @@ def _distributions(
         pl.col("ns").clip(1).log10().alias("log")
     )
     low, high = times.select(pl.min("log"), pl.max("log").alias("high")).row(0)
-    # A single value gets a bar of its own in the middle.
+    # A single value gets a bar in the middle.
     margin = max(0.0, _LEAST_DECADES - (high - low)) / 2
     low, high = low - margin, high + margin
     width = (high - low) / _NUM_BINS
@@ -108,7 +108,7 @@ def _distributions(
             x2="high:Q",
             y=alt.Y("share:Q", stack=None, title=None, axis=alt.Axis(format="%", tickCount=3)),
             y2=alt.Y2Datum(0),
-            # Filled palely and drawn round, so that one kind does not hide another.
+            # Pale, with an outline, so that one kind does not hide another.
             fill=alt.Fill("what:N", scale=scale, title=None),
             stroke=alt.Stroke("what:N", scale=scale, title=None),
             tooltip=[
@@ -129,7 +129,7 @@ def _distributions(
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers between two, few enough to be told apart."""
+    """Round numbers between two, few enough to read."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 2, 5), (1,)):
         ticks = [step * 10.0**decade for decade in decades for step in steps]

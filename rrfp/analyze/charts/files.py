@@ -1,4 +1,4 @@
-"""Every kind of chart by name, and the files and specifications that charts become."""
+"""Every kind of chart by name, and the files and specifications made from charts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import figure, page
-from rrfp.analyze.structural import structural_of
-from rrfp.errors import RrfpError, UsageError
+from rrfp.analyze.structural import structural_shares
+from rrfp.errors import UsageError
 from rrfp.trace.whole_file import open_whole
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
@@ -38,25 +38,16 @@ _OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
 
 
 def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
-    """A chart of a run; of one step, the slowest unless another is asked for, where it shows one.
+    """A chart of a run. A kind that shows one step shows the slowest, unless `step` names another.
 
-    Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks or
-    that the chart has no use for.
+    Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks, or
+    for any step with a kind that shows all.
     """
     if kind in _OF_A_STEP:
         return _OF_A_STEP[kind](frames, step)
     if step is not None:
         raise UsageError(f"the {kind} chart shows all steps; leave out --step, or choose --steps")
     return _OF_A_RUN[kind](frames)
-
-
-def structural_shares(frames: Frames) -> list[float]:
-    """The structural part of the bubble by pipeline rank, as shares of the window; none where the
-    run cannot be replayed."""
-    try:
-        return [part.structural for part in structural_of(frames).ranks]
-    except RrfpError:
-        return []
 
 
 def spec_of(chart: Any) -> dict[str, Any]:
@@ -69,22 +60,22 @@ def spec_of(chart: Any) -> dict[str, Any]:
 def save(chart: Any, path: Path) -> None:
     """Write a chart as .png, .svg or .html, whole or not at all.
 
-    Raises UsageError for another ending, or a place where no file can be.
+    Raises UsageError for another ending, or if the file cannot be written.
     """
     check_ending(path)
     write_file(path, _ENDINGS[path.suffix.lower()](spec_of(chart)))
 
 
 def check_ending(path: Path) -> None:
-    """UsageError for a file that no chart can be."""
+    """Raise UsageError for a name that does not end as a chart's."""
     if path.suffix.lower() not in _ENDINGS:
         raise UsageError(
-            f"'{path}' is no file for a chart; let it end with {' or '.join(_ENDINGS)}"
+            f"'{path}' is no file for a chart; give it a name that ends in {' or '.join(_ENDINGS)}"
         )
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; UsageError for a place where none can be."""
+    """Write a file whole or not at all. Raises UsageError if it cannot be written."""
     if path.is_dir():
         raise UsageError(f"{path} is a directory; name a file in it with -o")
     try:
@@ -110,7 +101,7 @@ def _as_page(spec: dict[str, Any]) -> bytes:
 
 
 def _on_white(spec: dict[str, Any]) -> dict[str, Any]:
-    """A file has no page below it."""
+    """The specification on white: a file has no page behind it."""
     return {**spec, "background": "white"}
 
 

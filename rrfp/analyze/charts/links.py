@@ -6,7 +6,7 @@ import altair as alt
 import polars as pl
 
 from rrfp.analyze.charts.style import WIDTH_PX, finished
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.units import Unit
 from rrfp.errors import RrfpError
@@ -26,7 +26,7 @@ def misalignment_map(frames: Frames) -> Any:
     Raises RrfpError for a run without messages or finished steps.
     """
     messages = timed_messages(frames)
-    whole = windows(frames)
+    whole = frames.windows
     if messages.is_empty() or whole.is_empty():
         raise RrfpError(
             "the trace has no messages between stages; record one with 'rrfp train' under its own "

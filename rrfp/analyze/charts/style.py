@@ -12,7 +12,7 @@ import altair as alt
 import polars as pl
 
 from rrfp.analyze.bubbles import CAUSES
-from rrfp.analyze.frames import Frames, windows
+from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.steps import in_order, step_name
 
@@ -110,7 +110,7 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
 
     Raises RrfpError when no step was finished by every rank, UsageError for one that was not.
     """
-    whole = windows(frames)
+    whole = frames.windows
     if whole.is_empty():
         raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
     whole = whole.filter(pl.col("start_ns") < pl.col("end_ns"))

@@ -1,0 +1,1 @@
+"""`rrfp analyze report`: all that a run's trace tells, as one page."""

@@ -1,0 +1,147 @@
+"""The tables of a report, each made from a run's tables or from a report's figures."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from rrfp.analyze.bubbles import CAUSES, bubbles
+from rrfp.analyze.critical_path import critical_path
+from rrfp.analyze.deviations import deviations
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.html import Markup, paragraph, table
+from rrfp.analyze.misalignment import misalignment
+from rrfp.analyze.units import Unit, tell
+from rrfp.replay.whatif import WhatIf
+from rrfp.trace.steps import step_name
+
+_MOST_OWNERS = 12
+_MOST_SETTINGS = 200
+_MOST_LETTERS = 300
+
+
+def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
+    """Each rank's time by cause. Without structural shares, because the run cannot be replayed, the
+    table leaves out the structural part and the excess."""
+    divided = bubbles(frames).with_structural(structural_shares)
+    causes = [cause for cause in CAUSES if any(rank.causes_ns[cause] for rank in divided.ranks)]
+    rows = []
+    for rank in divided.ranks:
+        parts_ns = [rank.busy_ns, rank.bubble_ns]
+        if rank.structural_ns is not None and rank.excess_ns is not None:
+            parts_ns += [rank.structural_ns, rank.excess_ns]
+        parts_ns += [rank.causes_ns[cause] for cause in causes]
+        stages = " ".join(map(str, rank.stages))
+        rows.append([rank.rank, stages, *(_percent(ns, rank.window_ns) for ns in parts_ns)])
+    parts = ["structural", "excess"] if structural_shares else []
+    return table(
+        "Each rank's time, in % of it",
+        ["rank", "stage", "work", "bubble", *parts, *causes],
+        rows,
+        texts=0,
+    )
+
+
+def critical_path_table(frames: Frames) -> Markup:
+    """Who owns how much of the slowest step's critical path."""
+    path = critical_path(frames)
+    owners = path.owners
+    rows: list[list[object]] = [
+        [owner.pp_rank, owner.kind, tell(owner.time_ns), _percent(owner.time_ns, path.length_ns)]
+        for owner in owners[:_MOST_OWNERS]
+    ]
+    rest_ns = sum(owner.time_ns for owner in owners[_MOST_OWNERS:])
+    if rest_ns:
+        num_more = len(owners) - _MOST_OWNERS
+        rows.append([f"{num_more} more", "", tell(rest_ns), _percent(rest_ns, path.length_ns)])
+    return table(
+        f"Critical path of {step_name(path.step)}: who owns its {tell(path.length_ns)}",
+        ["pipeline rank", "kind", "time", "%"],
+        rows,
+        texts=2,
+    )
+
+
+def deviation_table(frames: Frames) -> Markup:
+    """How far each pipeline rank departed from its hint's order."""
+    return table(
+        "Departures from the hint's order, by pipeline rank",
+        ["pipeline rank", "dispatches", "deviating %", "mean displacement", "max", "Kendall"],
+        [
+            [
+                row["pp_rank"],
+                row["dispatches"],
+                f"{100 * row['deviating_fraction']:.1f}",
+                f"{row['mean_displacement']:.2f}",
+                row["max_displacement"],
+                f"{row['kendall_tau_distance']:.4f}",
+            ]
+            for row in deviations(frames).to_dicts()
+        ],
+    )
+
+
+def link_table(frames: Frames) -> Markup:
+    """How messages and stages missed each other, link by link."""
+    links = misalignment(frames)
+    columns = [f"{what}_s_{share}" for what in ("queued", "starved") for share in ("median", "p95")]
+    return table(
+        "Messages queued for their stage, and stages starved of messages, by link",
+        ["link", "messages", *(name.replace("_s_", " ").replace("_", " ") for name in columns)],
+        [
+            [
+                f"{row['from']} to {row['to']}, {row['direction']}",
+                row["messages"],
+                *(tell(row[name] * Unit.S.value) if row[name] else "0" for name in columns),
+            ]
+            for row in links.to_dicts()
+        ],
+    )
+
+
+def whatif_table(report: WhatIf) -> Markup:
+    """What a step would have taken with each change."""
+    own = report.as_it_was
+    return table(
+        "What a step would have taken",
+        ["replayed", "time", "saved %", "most held"],
+        [
+            [f"as it was: {report.run.told}", tell(own.makespan_ns), "", _most(own.peak_held)],
+            *(
+                [row.what, tell(row.makespan_ns), f"{100 * row.saving:.1f}", _most(row.peak_held)]
+                for row in report.rows
+            ),
+        ],
+    )
+
+
+def settings_parts(frames: Frames) -> Iterator[Markup]:
+    """What the run was set to, and how many settings the table leaves out."""
+    flat = list(_flattened(frames.settings))
+    if not flat:
+        yield paragraph("The trace does not tell the settings of its run.")
+        return
+    rows = [(key.removeprefix("settings."), shortened(value)) for key, value in flat]
+    yield table("What the run was set to", ["setting", "value"], rows[:_MOST_SETTINGS], texts=2)
+    if len(rows) > _MOST_SETTINGS:
+        yield paragraph(f"{len(rows) - _MOST_SETTINGS} more are not shown.")
+
+
+def shortened(words: str) -> str:
+    """At most 300 letters of a text."""
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
+
+
+def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of nested settings, under dotted names; a list is one leaf."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flattened(part, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _percent(part_ns: float, whole_ns: float) -> str:
+    return f"{100 * part_ns / whole_ns:.1f}"
+
+
+def _most(held: Sequence[float]) -> str:
+    return f"{max(held):g}"

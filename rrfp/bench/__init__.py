@@ -1,1 +1,0 @@
-"""The race: the paper's questions as presets, their plan, and what came of it."""

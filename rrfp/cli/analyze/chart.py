@@ -1,0 +1,44 @@
+"""`rrfp analyze chart`: one chart of a run as a file."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rrfp.analyze.charts.kinds import ChartKind
+from rrfp.cli.analyze.frames import read_frames
+from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
+from rrfp.cli.output import tell_evaluations
+from rrfp.cli.report_extra import check_report_extra
+
+
+def chart(
+    kind: Annotated[ChartKind, typer.Argument(metavar="KIND", help="Which chart.")],
+    path: TracePath = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="A .png, .svg or .html file [KIND.png]."),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="The step that gantt, hint and progress show; the slowest without it."
+        ),
+    ] = None,
+    steps: Steps = None,
+    evaluations: Evaluations = False,
+) -> None:
+    """Draw one chart of a run into a file.
+
+    The page that an .html file holds is interactive, and needs no network.
+    """
+    check_report_extra()
+
+    from rrfp.analyze.charts.files import check_ending, draw, save
+
+    out = out or Path(f"{kind}.png")
+    check_ending(out)
+    frames = read_frames(path, steps, evaluations)
+    tell_evaluations(frames)
+    save(draw(kind, frames, step_asked(frames, step, evaluations=evaluations)), out)
+    typer.echo(f"The chart is {out}")

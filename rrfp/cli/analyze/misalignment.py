@@ -1,0 +1,29 @@
+"""`rrfp analyze misalignment`: how messages and their stages missed each other."""
+
+from typing import Annotated
+
+import typer
+
+from rrfp.cli.analyze.frames import print_report, read_frames
+from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, TracePath
+from rrfp.cli.output import check_threshold
+
+
+def misalignment(
+    path: TracePath = None,
+    steps: Steps = None,
+    stage: Stage = None,
+    evaluations: Evaluations = False,
+    output_format: FrameFormat = Format.TABLE,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(min=0, help="Exit with 1 when a link's p95 of seconds starved is above this."),
+    ] = None,
+) -> None:
+    """Show on each link how long messages lay ready, and how long stages idled for them."""
+    from rrfp.analyze import misalignment as module
+
+    frames = read_frames(path, steps, evaluations)
+    report = module.misalignment(frames if stage is None else frames.of_stage(stage))
+    print_report(frames, report, module.as_json(report), output_format)
+    check_threshold(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")

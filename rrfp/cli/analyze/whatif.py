@@ -1,0 +1,129 @@
+"""`rrfp analyze whatif`: a run replayed otherwise."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rrfp.cli.analyze.frames import read_frames
+from rrfp.cli.options import Format, FrameFormat, Steps, TracePath
+from rrfp.cli.output import (
+    NOT_WHOLE,
+    check_threshold,
+    print_frame,
+    tell_evaluations,
+    tell_left_out,
+)
+from rrfp.inputs.hint_files import resolve_hint
+from rrfp.trace.records import NS_PER_S
+
+if TYPE_CHECKING:
+    from rrfp.replay.recorded import RecordedRun
+    from rrfp.replay.whatif import Change, WhatIf
+
+
+def whatif(
+    path: TracePath = None,
+    hint: Annotated[
+        list[str] | None,
+        typer.Option(help="A hint's name or an order file; may be given several times."),
+    ] = None,
+    dispatch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ready|fixed",
+            help="What the hint is to the dispatcher; --hint, --limit or --hold without it make it "
+            "ready.",
+        ),
+    ] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Forwards a rank may run ahead of its backwards, or none."),
+    ] = None,
+    hold: Annotated[
+        int | None,
+        typer.Option(min=1, help="Activations kept on a rank, in whole-rank microbatches."),
+    ] = None,
+    without_jitter: Annotated[
+        bool, typer.Option("--without-jitter", help="Let every task take the mean of its kind.")
+    ] = False,
+    median_stage: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="STAGE", help="Make a stage as fast as the one in the middle."),
+    ] = None,
+    free_links: Annotated[
+        bool, typer.Option("--free-links", help="Let messages take no time.")
+    ] = False,
+    w_share: Annotated[
+        float | None,
+        typer.Option(
+            help="The weight gradient's share of a backward that was recorded whole, for hints "
+            "that split it; without it, that of F, B and W as 1 : 0.9 : 0.6."
+        ),
+    ] = None,
+    steps: Steps = None,
+    output_format: FrameFormat = Format.TABLE,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Exit with 1 when a row would save more than this."),
+    ] = None,
+) -> None:
+    """Replay a run under other hints and bounds, or without what slowed it.
+
+    The run's own policy is replayed first; how far that is from what was
+    measured tells whether the replay is sound. What is asked for holds together
+    in every row, and each --hint makes one; without any, a sensible set is shown.
+    Savings are shares of the run's own replayed time.
+    """
+    from rrfp.analyze.frames import recording_of
+    from rrfp.analyze.whatif import whatif_frame
+    from rrfp.cli.sweep import count_or_none, read_dispatch
+    from rrfp.replay.whatif import Change, what_if
+
+    chosen = None if dispatch is None else read_dispatch("dispatch", dispatch)
+    bound = None if limit is None else count_or_none("limit", limit)
+
+    def changes(run: "RecordedRun") -> "list[Change]":
+        hints = [resolve_hint(text).on(run.shape) for text in hint] if hint else [None]
+        return [
+            Change(
+                each,
+                chosen,
+                bound,
+                hold,
+                limit is not None and bound is None,
+                without_jitter=without_jitter,
+                median_stage=median_stage,
+                free_links=free_links,
+            )
+            for each in hints
+        ]
+
+    choices = (hint, dispatch, limit, hold, without_jitter or None, median_stage)
+    is_asked = free_links or any(choice is not None for choice in choices)
+    frames = read_frames(path, steps, evaluations=False)
+    report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
+    tell_left_out(report.run.left_out, NOT_WHOLE)
+    if output_format is Format.TABLE:
+        tell_evaluations(frames, "only steps that train are replayed")
+    as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
+    print_frame(whatif_frame(report), as_json, output_format, lambda: _print_table(report))
+    check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
+
+
+def _print_table(report: "WhatIf") -> None:
+    from rich.console import Console
+
+    from rrfp.cli.tables import whatif_table
+
+    # The name of an order file may look like a style.
+    console = Console(highlight=False, markup=False, emoji=False)
+    num_steps = len(report.run.steps)
+    console.print(
+        f"{num_steps} {'steps' if num_steps > 1 else 'step'}, measured "
+        f"{report.measured_ns / NS_PER_S:.4g} s each (median); replayed as it was, the run is "
+        f"{report.replay_error:.1%} off."
+    )
+    console.print(whatif_table(report))
+    console.print(report.bubble.whole.told)
+    for sentence in filter(None, (report.conclusion, report.caution)):
+        console.print(sentence)

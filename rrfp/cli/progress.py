@@ -1,0 +1,54 @@
+"""A bar on a terminal that tells how much of a command's work is done."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+_POLL_S = 1.0
+
+
+@contextmanager
+def progress(
+    what: str, total: int, num_done: Callable[[], int] | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Show on a terminal how much of `total` is done and how long the rest will take.
+
+    Yields what to call when more is done. If nobody can call it, `num_done` is asked now and then.
+    The bar leaves nothing behind.
+    """
+    if total == 1 or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total, completed=num_done() if num_done else 0)
+        ended = Event()
+
+        def follow(ask: Callable[[], int]) -> None:
+            while not ended.wait(_POLL_S):
+                progress.update(task, completed=ask())
+
+        threads = [Thread(target=follow, args=(num_done,), daemon=True)] if num_done else []
+        for thread in threads:
+            thread.start()
+        try:
+            yield lambda count: progress.advance(task, count)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()

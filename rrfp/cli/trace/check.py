@@ -1,0 +1,32 @@
+"""`rrfp trace check`: whether a trace holds all of its run."""
+
+import typer
+
+from rrfp.cli.options import TracePath
+
+
+def check(path: TracePath = None) -> None:
+    """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is.
+
+    For a whole trace it also states what recording cost.
+    """
+    from rrfp.trace.check import check_contents
+    from rrfp.trace.cost import recording_fraction
+    from rrfp.trace.locate import resolve_trace
+    from rrfp.trace.perfetto.reader import read_contents
+
+    trace = resolve_trace(path)
+    contents = read_contents(trace)
+    problems = check_contents(contents)
+    for problem in problems:
+        print(problem)
+    if problems:
+        typer.echo(f"{trace}: {len(problems)} problem(s)", err=True)
+        raise typer.Exit(1)
+    fraction = recording_fraction(contents.recording)
+    cost = (
+        ""
+        if fraction is None
+        else f"; recording it took at most {fraction:.2%} of a rank's time in its steps"
+    )
+    print(f"{trace} is whole{cost}")

@@ -1,0 +1,1 @@
+"""What makes Megatron-Core run on the CPU."""

@@ -1,0 +1,260 @@
+"""Makes Megatron-Core 0.16.1 run on the CPU, its own schedules and optimizers included.
+
+Megatron-Core names CUDA in about thirty places of its training path. They are of five kinds, and
+each kind is met in one way, by the *chosen* device and never by what the machine has:
+
+1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
+   ``device="cuda"``: the modules in `_MODULES` get, under the name ``torch``, a copy of torch's
+   namespace in which ``cuda`` is torch's own CPU counterpart and the functions that create tensors
+   take "cuda" for "cpu". torch itself is not touched, and nothing is looked up through a wrapper.
+2. Type checks by name (``tensor.type() == 'torch.cuda.FloatTensor'``) and ``tensor.cuda()``: the
+   functions in `_FUNCTIONS` get the CPU's names instead, in their constants and attribute names.
+3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
+4. Megatron's wrapper of torch's norms refuses sequence parallelism: here it gives torch's norm with
+   its weights tagged for Megatron's gradient finalisation.
+5. The exchange of tokens between experts looks for Transformer Engine's matrix product by a name
+   that is not there without it, and has its split sizes from a copy off the GPU.
+6. The loss reduces over the tensor-parallel group three times a microbatch, also where that is one
+   rank: on a GPU this costs a launch, with gloo a thread's waking up. There it is left out.
+
+`prepare_cpu` must run before any other part of this package imports megatron.
+"""
+
+import contextlib
+import importlib
+import inspect
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+_CORE = "megatron.core"
+
+_IMPORTS = ("datasets.indexed_dataset", "models.gpt.gpt_layer_specs", "optimizer")
+"""What the rest of this package imports, besides `_MODULES`."""
+
+_MODULES = (
+    "distributed.distributed_data_parallel",
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rope_utils",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.gpt.gpt_model",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "parallel_state",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "tensor_parallel.utils",
+    "timers",
+    "transformer.dot_product_attention",
+    "transformer.moe.router",
+    "transformer.moe.token_dispatcher",
+    "transformer.utils",
+    "utils",
+)
+"""Where ``torch.cuda`` or ``device="cuda"`` is met, under megatron.core."""
+
+_FUNCTIONS = (
+    "models.common.language_module.language_module:"
+    "LanguageModule.setup_embeddings_and_output_layer",
+    "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+    "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+    "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+    "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+)
+"""Where a CUDA tensor is asked for by the name of its type, or made by ``tensor.cuda()``."""
+
+_CPU_NAMES = {
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+    "cuda": "cpu",
+}
+
+_CREATORS = ("arange", "empty", "full", "ones", "tensor", "zeros")
+
+_prepared = False
+
+
+def prepare_cpu() -> None:
+    """Import Megatron-Core and fit it to the CPU. Calling it again does nothing."""
+    global _prepared
+    if not _prepared:
+        with _without_import_warnings():
+            for name in (*_IMPORTS, *_MODULES):
+                _core(name)
+        _install_cpu_torch()
+        _install_cpu_random_states()
+        _install_norm()
+        _install_expert_exchange()
+        _install_loss_reduction()
+        for path in _FUNCTIONS:
+            _use_cpu_names(path)
+        _prepared = True
+
+
+@contextlib.contextmanager
+def _without_import_warnings() -> Iterator[None]:
+    # Megatron tells at import that Transformer Engine and Apex are missing, and uses deprecated
+    # parts of torch; on the CPU neither is news to anybody.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _core(name: str) -> Any:
+    return importlib.import_module(f"{_CORE}.{name}")
+
+
+class _CpuStream(torch.cpu.Stream):
+    """Torch's, which records no events."""
+
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
+
+
+class _CpuInPlaceOfCuda(ModuleType):
+    """``torch.cuda`` as Megatron uses it, on the CPU: torch's own CPU counterparts."""
+
+    current_device = staticmethod(torch.cpu.current_device)
+    current_stream = staticmethod(torch.cpu.current_stream)
+    default_stream = staticmethod(torch.cpu.current_stream)
+    stream = staticmethod(torch.cpu.stream)
+    synchronize = staticmethod(torch.cpu.synchronize)
+    Stream = _CpuStream
+    is_available = staticmethod(lambda: False)
+    empty_cache = staticmethod(lambda: None)
+    get_rng_state = staticmethod(torch.get_rng_state)
+    manual_seed = staticmethod(torch.manual_seed)
+
+
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def created(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return create(*args, **kwargs)
+
+    return created
+
+
+def _install_cpu_torch() -> None:
+    cpu_torch = ModuleType("torch", torch.__doc__)
+    vars(cpu_torch).update(vars(torch))
+    vars(cpu_torch).update({name: _on_cpu(getattr(torch, name)) for name in _CREATORS})
+    vars(cpu_torch)["cuda"] = _CpuInPlaceOfCuda("torch.cuda")
+    for name in _MODULES:
+        _core(name).torch = cpu_torch
+
+
+def _use_cpu_names(path: str) -> None:
+    module, _, name = path.partition(":")
+    found = operator.attrgetter(name)(_core(module))
+    function = inspect.unwrap(getattr(found, "__func__", found))
+    assert isinstance(function, FunctionType)
+    function.__code__ = _with_cpu_names(function.__code__)
+
+
+def _with_cpu_names(code: CodeType) -> CodeType:
+    def renamed(value: object) -> object:
+        if isinstance(value, CodeType):
+            return _with_cpu_names(value)
+        if isinstance(value, tuple):
+            return tuple(renamed(item) for item in value)
+        return _CPU_NAMES.get(value, value) if isinstance(value, str) else value
+
+    names = tuple(_CPU_NAMES.get(name, name) for name in code.co_names)
+    constants = tuple(renamed(constant) for constant in code.co_consts)
+    return code.replace(co_names=names, co_consts=constants)
+
+
+def _install_cpu_random_states() -> None:
+    module = _core("tensor_parallel.random")
+
+    class CpuRNGStatesTracker(module.CudaRNGStatesTracker):  # type: ignore[name-defined, misc]
+        """Named random states of the CPU generator, with Megatron's interface."""
+
+        _current_state_name: str
+
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            if seed in self.seeds_:
+                raise ValueError(f"seed {seed} already belongs to a random state")
+            if name in self.states_:
+                raise ValueError(f"random state {name} already exists")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            outer_name = self._current_state_name
+            outer_state = torch.get_rng_state()
+            if outer_name in self.states_:
+                self.states_[outer_name] = outer_state
+            torch.set_rng_state(self.states_[name])
+            self._current_state_name = name
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(self.states_.get(outer_name, outer_state))
+                self._current_state_name = outer_name
+
+    def get_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+        torch.set_rng_state(new_state)
+
+    module.CudaRNGStatesTracker = CpuRNGStatesTracker
+    module._get_cuda_rng_state = get_state
+    module._set_cuda_rng_state = set_state
+
+
+def _install_norm() -> None:
+    norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+
+    def tagged_norm(
+        _cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> torch.nn.Module:
+        norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
+        parameter: Any  # Megatron keeps its tags as attributes that torch's type does not declare.
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = tagged_norm
+
+
+def _install_loss_reduction() -> None:
+    distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
+    vars(distributed).update(vars(torch.distributed))
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
+        if group.size() > 1:
+            torch.distributed.all_reduce(tensor, op=op, group=group)
+
+    vars(distributed)["all_reduce"] = all_reduce
+    module = _core("tensor_parallel.cross_entropy")
+    loss_torch = ModuleType("torch", torch.__doc__)
+    vars(loss_torch).update(vars(torch))
+    vars(loss_torch)["distributed"] = distributed
+    module.torch = loss_torch
+
+
+def _install_expert_exchange() -> None:
+    def sizes(
+        tensor: torch.Tensor | None, as_numpy: bool = False, **_unused: object
+    ) -> torch.Tensor | npt.NDArray[Any] | None:
+        return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+    _core("transformer.moe.moe_utils").te_general_gemm = None
+    _core("transformer.moe.token_dispatcher").maybe_move_tensor_to_cpu = sizes

@@ -1,0 +1,291 @@
+"""Megatron-Core's own schedule function, run unchanged and recorded.
+
+For the duration of a call its `forward_step` and `backward_step`, its blocking transfers and its
+gradient finalisation are timed where the schedule looks them up, and put back afterwards. Which
+task a call is follows from its arguments.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_model_config
+
+from rrfp.interchange.ranges import task_range, wait_range
+from rrfp.megatron.native.pace import NativePace
+from rrfp.megatron.native.timing import HostTimer, Timer
+from rrfp.runtime.pace import Pace
+from rrfp.runtime.worker import StepSummary
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Shape
+from rrfp.schedule.tasks import Kind
+from rrfp.trace.fixed_schedule import FixedScheduleCounts
+from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+from rrfp.trace.steps import evaluation_step, step_name
+
+Named = Callable[[str], AbstractContextManager[Any]]
+"""Opens a range of that name in a profile, such as `torch.profiler.record_function`."""
+
+
+class NativeSchedule:
+    """Called as Megatron's function is, once a step; keeps what the last step came to."""
+
+    def __init__(
+        self,
+        pp_rank: int,
+        record: Callable[[Record], None],
+        timer: Timer | None = None,
+        named: Named = nullcontext,
+        name_of_step: Callable[[int], str] = step_name,
+        pace: Pace | None = None,
+    ) -> None:
+        """`timer` is that of the host unless given; `named` opens a range around each task, each wait
+        and each step, whose name `name_of_step` tells. Records come when their times are known, in
+        the order of the calls; calls that train and evaluations are counted apart
+        (`rrfp.trace.steps`). `pace` gives tasks and transfers of training steps a model's times,
+        where work is the host's."""
+        self._pp_rank = pp_rank
+        self._record = record
+        self._timer = timer or HostTimer()
+        self._named = named
+        self._name_of_step = name_of_step
+        self._pace = pace
+        self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        self._steps: deque[_Tally] = deque()
+        self._num_trained = 0
+        self._num_evaluations = 0
+        self.step: int | None = None
+        """The step of the last call; None before the first one."""
+        self.last_step: StepSummary | None = None
+        """What the last step whose times are known came to on this rank."""
+
+    def __call__(self, **arguments: Any) -> list[Any]:
+        """One step by Megatron's own schedule; its arguments and what it gives are Megatron's."""
+        data = self.run(_schedule(len(_chunks(arguments["model"]))), **arguments)
+        self.settle()
+        return data
+
+    def run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
+        """One step by one of Megatron's schedule functions; `settle` records it."""
+        chunks = _chunks(arguments["model"])
+        forward_only = bool(arguments.get("forward_only", False))
+        step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
+        self._num_evaluations += forward_only
+        self._num_trained += not forward_only
+        self.step = step
+        kinds = FORWARD_ONLY if forward_only else WHOLE_BACKWARD
+        shape = Shape(self._num_ranks, arguments["num_microbatches"], len(chunks), kinds=kinds)
+        pace = None
+        if self._pace is not None and not forward_only:
+            pace = NativePace(self._pace.start_step(step, shape), shape, self._pp_rank)
+        tally = _Tally(
+            step,
+            chunks,
+            shape,
+            self._pp_rank,
+            self._timer,
+            self._named,
+            pace,
+        )
+        with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
+            # Marks lie inside their ranges: what a range costs while a profiler runs is no work.
+            start = self._timer.mark()
+            data = schedule(**arguments)
+            end = self._timer.mark()
+        tally.add(start, end, PhaseRecord, step, Phase.SCHEDULE)
+        self._steps.append(tally)
+        return data
+
+    def close(self) -> None:
+        """Record the steps whose times are still to come."""
+        self.settle(wait=True)
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Record the steps whose times are known by now, or all of them."""
+        while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
+            for record in records:
+                self._record(record)
+            self.last_step = self._steps.popleft().summary(records)
+
+
+def _chunks(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
+
+
+def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
+    """Megatron's function, by its own name: what looks it up may have been replaced by ours."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return schedules.forward_backward_no_pipelining  # type: ignore[no-any-return]
+    if num_chunks == 1:
+        return schedules.forward_backward_pipelining_without_interleaving  # type: ignore[no-any-return]
+    return schedules.forward_backward_pipelining_with_interleaving  # type: ignore[no-any-return]
+
+
+class _Tally:
+    """Marks the tasks and waits of one step as they begin and end."""
+
+    def __init__(
+        self,
+        step: int,
+        chunks: list[Any],
+        shape: Shape,
+        pp_rank: int,
+        timer: Timer,
+        named: Named,
+        pace: NativePace | None,
+    ) -> None:
+        self._step = step
+        self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
+        self._shape = shape
+        self._pp_rank = pp_rank
+        self._timer = timer
+        self._named = named
+        self._pace = pace
+        self._num_forwards = [0] * len(chunks)
+        self._forwarded: dict[int, tuple[int, int]] = {}
+        """Chunk and microbatch, by the identity of the output that the schedule keeps of them."""
+        self._counts = FixedScheduleCounts(releases=Kind.B)
+        self._num_waits = 0
+        self._marks: list[Any] = []
+        self._rows: list[tuple[type[Any], int, int, tuple[Any, ...]]] = []
+        """Of each record its type, the places of its two marks, and its other fields."""
+
+    def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `forward_step`, recorded."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            chunk = self._chunks[id(kwargs["model"] if "model" in kwargs else args[2])]
+            count = self._num_forwards[chunk]
+            self._num_forwards[chunk] += 1
+            microbatch = kwargs.get("current_microbatch")
+            microbatch = count if microbatch is None else microbatch
+            result = self._run(Kind.F, chunk, microbatch, partial(function, *args, **kwargs))
+            self._forwarded[id(result[0])] = chunk, microbatch
+            return result
+
+        return recorded
+
+    def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `backward_step`, recorded."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
+            of = self._forwarded.pop(id(output), None)
+            if of is None:  # of no forward of this call: none of its tasks
+                return function(*args, **kwargs)
+            return self._run(Kind.B, *of, partial(function, *args, **kwargs))
+
+        return recorded
+
+    def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's `_communicate`, recorded, and the later waits for what it left under way."""
+        if self._pace is not None:
+            function = self._pace.transfer(function)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            *received, under_way = self._transfer(function)(*args, **kwargs)
+            if isinstance(under_way, dict):  # by overlap_p2p_comm; otherwise all is done
+                under_way = {
+                    name: _UnderWay(handle, self._transfer(handle.wait))
+                    for name, handle in under_way.items()
+                }
+            return *received, under_way
+
+        return recorded
+
+    def _transfer(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded as a wait for a transfer."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            cause = self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank)
+            return self.wait(cause, function)(*args, **kwargs)
+
+        return recorded
+
+    def wait(self, cause: Cause, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded as a wait of that cause."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self._named(wait_range(cause, self._num_waits, self._step)):
+                start = self._timer.mark()
+                result = function(*args, **kwargs)
+                end = self._timer.mark()
+            self.add(start, end, WaitRecord, self._step, cause)
+            self._num_waits += 1
+            return result
+
+        return recorded
+
+    def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
+        """Keep a record between two marks until their times are known."""
+        self._rows.append((record, len(self._marks), len(self._marks) + 1, fields))
+        self._marks += (start, end)
+
+    def records(self, *, wait: bool) -> list[Any] | None:
+        """What was recorded; None while times are still to come."""
+        times_ns = self._timer.times_ns(self._marks, wait=wait)
+        if times_ns is None:
+            return None
+        return [
+            record(times_ns[start], times_ns[end], *fields)
+            for record, start, end, fields in self._rows
+        ]
+
+    def summary(self, records: list[Any]) -> StepSummary:
+        """What the step came to."""
+        schedule = records[-1]
+        busy_ns = sum(r.end_ns - r.start_ns for r in records if isinstance(r, TaskRecord))
+        peak_held = self._counts.peak_held / len(self._chunks)
+        return StepSummary(schedule.start_ns, schedule.end_ns, busy_ns, peak_held)
+
+    def _run(self, kind: Kind, chunk: int, microbatch: int, function: Callable[[], Any]) -> Any:
+        stage = self._shape.stage_of(self._pp_rank, chunk)
+        with self._named(task_range(kind, stage, chunk, microbatch, self._step)):
+            start = self._timer.mark()
+            with nullcontext() if self._pace is None else self._pace.task(stage, kind, microbatch):
+                result = function()
+            end = self._timer.mark()
+        task = kind, stage, chunk, microbatch
+        self.add(start, end, TaskRecord, self._step, *task, *self._counts.ran(kind))
+        return result
+
+
+class _UnderWay:
+    """The handle of a transfer, with a `wait` of its own."""
+
+    def __init__(self, handle: Any, wait: Callable[..., Any]) -> None:
+        self._handle = handle
+        self.wait = wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+@contextmanager
+def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
+    with ExitStack() as restored:
+        _replace(restored, schedules, "forward_step", tally.forward)
+        _replace(restored, schedules, "backward_step", tally.backward)
+        # Every transfer of every schedule passes through this method, and nothing else does.
+        _replace(restored, P2PCommunicator, "_communicate", tally.communicate)
+        if config.finalize_model_grads_func is not None:
+            _replace(
+                restored,
+                config,
+                "finalize_model_grads_func",
+                partial(tally.wait, Cause.GRADIENT_SYNC),
+            )
+        yield
+
+
+def _replace(
+    restored: ExitStack, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]
+) -> None:
+    original = getattr(owner, name)
+    restored.callback(setattr, owner, name, original)
+    setattr(owner, name, wrap(original))

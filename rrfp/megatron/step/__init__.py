@@ -1,0 +1,1 @@
+"""What a rank computes in one step on a Megatron model, task by task."""

@@ -1,0 +1,319 @@
+"""What `forward_step_func` draws its data from, task by task, whatever the order of the tasks.
+
+Megatron hands the training loop's own object to one microbatch after the other, of several chunks
+by turns, under the loop's own random states. The data are the same here:
+
+- With one chunk whose microbatches keep their order, the object itself is handed on, whatever it
+  is, and everything outside of the model runs under the loop's random states, as natively.
+- Elsewhere (several chunks, an order that takes microbatches otherwise, an admission order) an
+  iterator is handed on as a view of the microbatch's own items. They are drawn under the loop's
+  random states. What else the forward draws at random belongs to its task.
+- Out of order, items are drawn in the order in which they come, and put aside until their
+  microbatch runs. Between chunks, items are drawn in Megatron's order as soon as it matters: when
+  drawing has moved the loop's random states, or two chunks share an iterator.
+- With several chunks whose microbatches keep their order, an object that is no iterator is handed
+  on itself, and must leave the loop's random states alone.
+
+Which chunks draw at all, and how many items a microbatch takes, shows only as they run; until then
+all are assumed to be alike. Where that proves wrong, the step ends with a sentence, for it would
+train on other data than under Megatron's own schedule.
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from rrfp.errors import UsageError
+
+if TYPE_CHECKING:
+    from rrfp.megatron.step.random_streams import TaskStreams
+
+
+class MismatchedDataError(UsageError, RuntimeError):
+    """Data iterators that do not go with the model chunks. Megatron raises a RuntimeError."""
+
+
+@dataclass(slots=True)
+class DataHabits:
+    """What the steps so far have shown of a training loop's data."""
+
+    order_matters: bool = False
+    """Between the chunks of a rank: what one of them draws depends on what others drew before."""
+    silent_chunks: set[int] = field(default_factory=set)
+    """Those that are given an iterator and do not draw from it."""
+    num_items: int = 1
+    """How many a microbatch takes."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What has been drawn for one microbatch of a chunk."""
+
+    items: deque[Any] = field(default_factory=deque)
+    num_taken: int = 0
+    is_ahead: bool = False
+    """Drawn before the microbatch asked, and not asked for yet."""
+
+
+class StepData:
+    """The data of one step on this rank."""
+
+    def __init__(
+        self,
+        given: Sequence[Any],
+        num_microbatches: int,
+        habits: DataHabits,
+        *,
+        keeps_order: bool,
+        group_size: int,
+    ) -> None:
+        """`given` has the loop's object for each chunk, or None. `keeps_order` says that every
+        chunk takes its microbatches in the order in which they come; where it does not, all of
+        them must be iterators. Megatron runs the chunks by turns, `group_size` microbatches of
+        each.
+        """
+        self._given = given
+        self._habits = habits
+        self._keeps_order = keeps_order
+        self._has_several = len(given) > 1
+        self._slots: list[list[_Slot]] = [[] for _ in given]
+        """By chunk, of the microbatches up to the last one drawn, by their numbers as they come."""
+        self._places = _places(num_microbatches, len(given), group_size)
+        self._last_moved = -1
+        """The latest place, in Megatron's order, whose draw moved the caller's states."""
+        self._silent: set[tuple[int, int]] = set()
+        """The microbatches of each chunk that have run and drew nothing."""
+        self._is_shared = bool(shared(given))
+
+    @property
+    def _must_order(self) -> bool:
+        return self._is_shared or (self._has_several and self._habits.order_matters)
+
+    def given(self, chunk: int) -> Any:
+        """The loop's own object for a chunk, or None."""
+        return self._given[chunk]
+
+    def first(self, chunk: int, num_microbatches: int) -> list[Any]:
+        """The items of a chunk before any is used, one a microbatch, in the order in which they
+        come."""
+        self._habits.num_items = 1
+        for number in range(num_microbatches):
+            self._draw_up_to(chunk, number)
+        return [slot.items[0] for slot in self._slots[chunk]]
+
+    @contextmanager
+    def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
+        """What `forward_step_func` is to draw from for the microbatch that comes at that number;
+        its forward runs inside, and draws at random from `streams`."""
+        given = self._given[chunk]
+        if self._keeps_order and not self._has_several:
+            with streams.inside_calls_of(model):
+                try:
+                    yield given
+                except StopIteration:
+                    _raise_ended(number)
+        elif given is None or isinstance(given, Sequence):
+            # A sequence's items are there already: drawing them moves nothing.
+            with streams.inside():
+                yield given
+        elif is_iterator(given):
+            with streams.inside():
+                yield _View(self, chunk, number, streams)
+            self._settle(chunk, number)
+        else:
+            before = CallersStates()
+            with streams.inside_calls_of(model):
+                yield given
+            if CallersStates() != before:
+                raise UsageError(
+                    f"the forward of chunk {chunk} draws from the training loop's random states, "
+                    f"and its data, a {type(given).__name__}, have no __next__ by which they could "
+                    "be drawn in Megatron's order; pass an iterator, or draw from generators of "
+                    "their own, one a chunk"
+                )
+
+    def take(self, chunk: int, number: int) -> Any:
+        """The next item of a microbatch."""
+        slots = self._slots[chunk]
+        if number >= len(slots):
+            self._draw_up_to(chunk, number)
+        elif not slots[number].items:
+            self._check_may_draw_on(chunk, number)
+            if not self._draw(chunk, number):
+                _raise_ended(number)
+        slot = slots[number]
+        slot.is_ahead = False
+        slot.num_taken += 1
+        return slot.items.popleft()
+
+    def _settle(self, chunk: int, number: int) -> None:
+        """See what the microbatch, which has run, tells about the others."""
+        slots = self._slots[chunk]
+        if number >= len(slots):
+            self._silent.add((chunk, number))
+            self._habits.silent_chunks.add(chunk)
+            return
+        slot = slots[number]
+        if slot.items:
+            raise UsageError(
+                f"forward_step_func took {slot.num_taken} of the "
+                f"{slot.num_taken + len(slot.items)} items that were drawn for microbatch {number} "
+                f"of chunk {chunk}, because others take as many; let it take as many for each, and "
+                "pass None as the iterator of a chunk that takes no data"
+            )
+        self._habits.num_items = slot.num_taken
+
+    def _draw_up_to(self, chunk: int, number: int) -> None:
+        """Draw what Megatron would have drawn by now, and the first item of this microbatch."""
+        self._habits.silent_chunks.discard(chunk)
+        while number >= len(self._slots[chunk]):
+            each = self._next_in_order() if self._must_order else chunk
+            slots = self._slots[each]
+            slots.append(_Slot(is_ahead=True))
+            this = each, len(slots) - 1
+            if this in self._silent:
+                slots[-1].is_ahead = False
+                continue
+            num_items = 1 if this == (chunk, number) else self._habits.num_items
+            for _ in range(num_items):
+                if self._draw(*this):
+                    continue
+                if each == chunk or slots[-1].items:
+                    _raise_ended(this[1])
+                # It may be a stand-in for data, of a chunk that never draws.
+                slots.pop()
+                self._habits.silent_chunks.add(each)
+                break
+
+    def _next_in_order(self) -> int:
+        """The chunk for which Megatron would draw next."""
+        due = (
+            (place, chunk)
+            for chunk, slots in enumerate(self._slots)
+            if chunk not in self._habits.silent_chunks
+            and is_iterator(self._given[chunk])
+            and (place := self._places.get((chunk, len(slots)))) is not None
+        )
+        return min(due)[1]
+
+    def _draw(self, chunk: int, number: int) -> bool:
+        """Draw an item for a microbatch; False: there is no more."""
+        with self._watched(chunk, number):
+            try:
+                item = next(self._given[chunk])
+            except StopIteration:
+                return False
+        self._slots[chunk][number].items.append(item)
+        return True
+
+    def _check_may_draw_on(self, chunk: int, number: int) -> None:
+        """Whether another item for this microbatch is what Megatron would draw now."""
+        own = self._places[chunk, number]
+        # Those drawn ahead were assumed to need as many as others did.
+        is_more = self._slots[chunk][number].num_taken >= self._habits.num_items
+        chunks = range(len(self._slots)) if self._must_order else (chunk,)
+        for each in chunks:
+            for other, slot in enumerate(self._slots[each]):
+                if (slot.is_ahead and is_more) or self._places[each, other] > own:
+                    raise UsageError(
+                        "forward_step_func asked for another item for microbatch "
+                        f"{number}, when others had been given theirs; put all that a microbatch "
+                        "needs into one item, or take microbatches in order, as hint bf does"
+                    )
+
+    @contextmanager
+    def _watched(self, chunk: int, number: int) -> Iterator[None]:
+        """Draw inside; of several chunks, see whether that moves the caller's random states."""
+        if not self._has_several:
+            yield
+            return
+        before = CallersStates()
+        yield
+        if CallersStates() == before:
+            return
+        place = self._places[chunk, number]
+        if place < self._last_moved:
+            raise UsageError(
+                f"the data of chunk {chunk} are drawn from the training loop's own random states, "
+                "and not in Megatron's order, for another chunk drew first; draw them from "
+                "generators of their own, one a chunk"
+            )
+        self._last_moved = place
+        self._habits.order_matters = True
+
+
+class _View:
+    """One microbatch's items, as an iterator."""
+
+    def __init__(self, data: StepData, chunk: int, number: int, streams: "TaskStreams") -> None:
+        self._data = data
+        self._chunk = chunk
+        self._number = number
+        self._streams = streams
+
+    def __iter__(self) -> "_View":
+        return self
+
+    def __next__(self) -> Any:
+        with self._streams.outside():
+            return self._data.take(self._chunk, self._number)
+
+
+class CallersStates:
+    """The random states that a training loop may draw its data from, as they were at a time."""
+
+    def __init__(self) -> None:
+        self._torchs = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._torchs.append(torch.cuda.get_rng_state())
+        self._pythons = random.getstate()
+        numpys: Any = np.random.get_state()
+        self._numpys = (numpys[1].tobytes(), *numpys[2:])
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, CallersStates)
+        return (
+            self._pythons == other._pythons
+            and self._numpys == other._numpys
+            and all(map(torch.equal, self._torchs, other._torchs))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def shared(given: Sequence[Any]) -> list[Any]:
+    """The objects that several chunks draw from."""
+    drawn_from = [each for each in given if each is not None and not isinstance(each, Sequence)]
+    counts = Counter(map(id, drawn_from))
+    return [each for each in drawn_from if counts[id(each)] > 1]
+
+
+def is_iterator(given: Any) -> bool:
+    """Whether its items can be drawn one by one, so that microbatches can have views of them."""
+    return hasattr(type(given), "__next__")
+
+
+def _raise_ended(number: int) -> NoReturn:
+    raise UsageError(
+        f"the data iterator ended after {number} microbatches of this step; give it as many items "
+        "as the step takes"
+    ) from None
+
+
+@lru_cache(maxsize=16)
+def _places(num_microbatches: int, num_chunks: int, group_size: int) -> dict[tuple[int, int], int]:
+    """The place of each chunk's microbatches in Megatron's order of forwards on a rank."""
+    order = (
+        (chunk, number)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for number in range(start, min(start + group_size, num_microbatches))
+    )
+    return {slot: place for place, slot in enumerate(order)}

@@ -1,0 +1,204 @@
+"""Random states by task, so that dropout does not depend on the order in which tasks run.
+
+Every forward has **streams** of its own for torch's default generators and for the named states of
+Megatron's tracker, seeded by the step, the stage and the microbatch. They are in force while the
+model runs. Data are always drawn under the **caller's** random states, which then move as under
+Megatron's own schedule; `rrfp.megatron.step.microbatch_data` says what else sees those.
+
+A step's seeds come from the tracker's named states, which belong to the model alone; each moves on
+by one draw a training step, so that a checkpoint that saves them resumes with the same masks. The
+default generators take theirs from the state `data-parallel-rng`, which Megatron seeds as it seeds
+them, and which is alike on the ranks of a tensor-parallel group: the generators themselves may
+differ there, where one rank loads the data for all. A loop that never seeded the tracker has only
+the generators: a seed is then a digest of the generator's state, which moves on by one draw after a
+step in which a task drew from it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    is_graph_safe_cuda_rng_tracker,
+)
+
+from rrfp.errors import UsageError
+
+Generators = Mapping[str, torch.Generator]
+
+
+class RandomStreams:
+    """The random streams of one rank's tasks."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is the model's. Raises UsageError for a tracker of Transformer Engine or for
+        CUDA graphs, whose states are generators that a captured graph holds on to."""
+        if is_graph_safe_cuda_rng_tracker(get_cuda_rng_tracker()):
+            raise UsageError(
+                f"the random states of {type(get_cuda_rng_tracker()).__name__} cannot be set for "
+                "each task; leave te_rng_tracker and use_cudagraphable_rng off"
+            )
+        self.device = device
+        self._defaults = {"default": torch.default_generator}
+        if device.type == "cuda":
+            index = torch.cuda.current_device()
+            self._defaults["cuda default"] = torch.cuda.default_generators[index]
+        self._scratch = torch.Generator(device)
+        self._default_seeds: dict[str, int] = {}
+        self._named_seeds: dict[str, int] = {}
+        self._to_advance: set[str] = set()
+        self._watches_draws = False
+
+    def start_step(self, *, advances: bool = True) -> None:
+        """Choose this step's seeds. An evaluation advances no state, so that training does not
+        depend on it."""
+        self._named_seeds = {}
+        states = {}
+        for name, state in _named_states().items():
+            self._scratch.set_state(state)
+            self._named_seeds[name] = _draw(self._scratch)
+            states[name] = self._scratch.get_state()
+        if advances:
+            _set_named_states(states)
+        shared = self._named_seeds.get(get_data_parallel_rng_tracker_name())
+        self._default_seeds = {
+            name: _digest(generator) if shared is None else shared
+            for name, generator in self._defaults.items()
+        }
+        self._watches_draws = advances and shared is None
+        self._to_advance.clear()
+
+    def finish_step(self) -> None:
+        """Move on the default generators that only their own states seed."""
+        for name in self._to_advance:
+            _draw(self._defaults[name])
+
+    @contextmanager
+    def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
+        """The streams of a task; the caller's states are in force until the task puts them in."""
+        named = {}
+        for name, seed in self._named_seeds.items():
+            self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))
+            named[name] = self._scratch.get_state()
+        defaults = {}
+        for name, seed in self._default_seeds.items():
+            generator = torch.Generator(self._defaults[name].device)
+            generator.manual_seed(_task_seed(seed, name, stage, microbatch))
+            defaults[name] = generator.get_state()
+        streams = TaskStreams(self._defaults, defaults, named)
+        yield streams
+        if self._watches_draws:
+            self._to_advance |= streams.moved_from(defaults)
+
+
+class TaskStreams:
+    """The random streams of one task: in force inside, put aside outside."""
+
+    def __init__(
+        self,
+        generators: Generators,
+        defaults: Mapping[str, torch.Tensor],
+        named: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._generators = generators
+        # Of whichever is not in force, the task's or the caller's.
+        self._defaults = dict(defaults)
+        self._named = dict(named)
+        self._is_in_force = False
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Draw from the task's streams, which go on where they were left."""
+        with self._switched(is_in_force=True):
+            yield
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Draw from the caller's random states."""
+        with self._switched(is_in_force=False):
+            yield
+
+    @contextmanager
+    def inside_calls_of(self, model: Any) -> Iterator[None]:
+        """Draw from the task's streams whenever the model is called, whole or by what it wraps."""
+        calls: list[ExitStack] = []
+
+        def enter(*_: object) -> None:
+            calls.append(ExitStack())
+            calls[-1].enter_context(self.inside())
+
+        def leave(*_: object) -> None:
+            calls.pop().close()
+
+        with ExitStack() as hooks:
+            while isinstance(model, torch.nn.Module):
+                # First in and last out, so that a user's own hooks draw as the model does.
+                for handle in (
+                    model.register_forward_pre_hook(enter, prepend=True),
+                    model.register_forward_hook(leave, always_call=True),
+                ):
+                    hooks.callback(handle.remove)
+                model = getattr(model, "module", None)
+            try:
+                yield
+            finally:
+                while calls:
+                    leave()
+
+    def moved_from(self, defaults: Mapping[str, torch.Tensor]) -> set[str]:
+        """The default streams that are not in these states any more; asked outside."""
+        return {name for name, state in defaults.items() if not state.equal(self._defaults[name])}
+
+    @contextmanager
+    def _switched(self, *, is_in_force: bool) -> Iterator[None]:
+        if self._is_in_force == is_in_force:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, generator in self._generators.items():
+            state = generator.get_state()
+            generator.set_state(self._defaults[name])
+            self._defaults[name] = state
+        named = _named_states()
+        _set_named_states(self._named)
+        self._named = named
+        self._is_in_force = not self._is_in_force
+
+
+def _named_states() -> dict[str, torch.Tensor]:
+    states: dict[str, torch.Tensor] = get_cuda_rng_tracker().get_states()
+    return states
+
+
+def _set_named_states(states: dict[str, torch.Tensor]) -> None:
+    # A tracker that is given states, even none, takes itself for initialized.
+    if states:
+        get_cuda_rng_tracker().set_states(states)
+
+
+def _draw(generator: torch.Generator) -> int:
+    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+    return int(drawn.item())
+
+
+def _digest(generator: torch.Generator) -> int:
+    return _hashed(generator.get_state().numpy().tobytes())
+
+
+def _task_seed(seed: int, name: str, stage: int, microbatch: int) -> int:
+    # By name, for Megatron starts several states from one seed.
+    return _hashed(f"{seed} {name} {stage} {microbatch}".encode())
+
+
+def _hashed(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big")

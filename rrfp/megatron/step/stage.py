@@ -1,0 +1,267 @@
+"""A rank's part of one step on a Megatron model: what F, B and W do on each of its chunks.
+
+Megatron's own `forward_step` and `backward_step` do the work, so that loss scaling, gradient
+scaling and deallocation are theirs; around them stands what running out of order needs: data and
+random streams of its own for every microbatch, weight gradients kept apart, and gradients and
+losses in microbatch order.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    check_first_val_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.utils import get_model_type, make_viewless_tensor
+
+from rrfp.megatron.settings import GradOrder
+from rrfp.megatron.step.gradients import gradient_sum
+from rrfp.megatron.step.microbatch_data import StepData
+from rrfp.megatron.step.random_streams import RandomStreams
+from rrfp.megatron.step.reduction import Reduction, each
+from rrfp.megatron.step.tracked_state import TrackedLosses
+from rrfp.megatron.step.weight_gradients import DeferredWeightGradients, deferrable_weights
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepArguments:
+    """What Megatron's training loop passes to its schedule, as far as the tasks need it."""
+
+    forward_step_func: Callable[..., Any]
+    data: StepData
+    order: Sequence[int]
+    """The number of the item, as the data have them, that each microbatch is."""
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+
+
+class RankStep:
+    """Runs the tasks of one step on this rank's model chunks (the runtime's `Compute`)."""
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        config: Any,
+        arguments: StepArguments,
+        shape: Shape,
+        rank: int,
+        streams: RandomStreams,
+        *,
+        grad_order: GradOrder,
+        cp_size: int,
+        follows_hooks: bool,
+    ) -> None:
+        """`shape` and `rank` say which stages the chunks are. `follows_hooks` says that replicas
+        run their backwards alike (`Reduction`)."""
+        self._shape = shape
+        self._arguments = arguments
+        self._streams = streams
+        self._tracked = TrackedLosses()
+        is_training = not arguments.forward_only
+        self._chunks = [
+            ChunkStep(model, config, arguments, chunk, shape, rank, grad_order, cp_size)
+            for chunk, model in enumerate(models)
+        ]
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=streams.device)
+        """What the loss function counted; 0 but on the last stage."""
+        self._streams.start_step(advances=is_training)
+        self._reduction = None
+        if is_training:
+            _gather_parameters(models, config)
+            self._reduction = Reduction(
+                models,
+                config,
+                is_first_rank=rank == 0,
+                follows_hooks=follows_hooks,
+                # Deferred embedding gradients come after the last task.
+                starts_early=not config.defer_embedding_wgrad_compute,
+            )
+
+    def run(self, task: Task, inputs: Tensors) -> Tensors:
+        index = self._shape.chunk_of(task.stage)
+        chunk, microbatch = self._chunks[index], task.microbatch
+        if task.kind is Kind.F:
+            number = self._arguments.order[microbatch]
+            with (
+                self._tracked.task(microbatch),
+                self._streams.task(task.stage, microbatch) as streams,
+                self._arguments.data.of(index, number, chunk.model, streams) as data,
+            ):
+                outputs, num_tokens = chunk.forward(microbatch, inputs, data)
+            self.num_tokens += num_tokens
+            return outputs
+        assert self._reduction is not None
+        if task.kind is Kind.B:
+            ends = chunk.is_completed_by_backward(microbatch)
+            with (
+                self._reduction.around_last_backward(index) if ends else nullcontext(),
+                self._tracked.task(microbatch),
+            ):
+                outputs = chunk.backward(microbatch, inputs)
+        else:
+            chunk.weight_gradient(microbatch)
+            outputs = ()
+        if chunk.has_all_gradients:
+            self._reduction.complete(index)
+        return outputs
+
+    def forward_data(self) -> list[Any]:
+        """What the loss function gave, in microbatch order (empty but on the last stage)."""
+        by_microbatch = sorted(self._chunks[-1].reduced.items())
+        return [item for _, items in by_microbatch for item in items]
+
+    def abandon(self) -> None:
+        """Leave what the step has entered, when a task has failed."""
+        if self._reduction is not None:
+            self._reduction.abandon()
+
+    def finish(self) -> None:
+        """Start the gradient reductions that no task has started, and leave the losses for the
+        log where Megatron looks for them."""
+        self._tracked.finish()
+        self._streams.finish_step()
+        if self._reduction is not None:
+            self._reduction.finish()
+
+
+class ChunkStep:
+    """One model chunk in one step."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        arguments: StepArguments,
+        chunk: int,
+        shape: Shape,
+        rank: int,
+        grad_order: GradOrder,
+        cp_size: int,
+    ) -> None:
+        self.model = model
+        self._config = config
+        self._arguments = arguments
+        # Megatron passes it where a rank has several chunks, and checks it against the model's.
+        self._vp_stage = chunk if shape.num_chunks > 1 else None
+        stage = shape.stage_of(rank, chunk)
+        self._is_first_stage = stage == 0
+        self._is_last_stage = stage == shape.num_stages - 1
+        self._cp_size = cp_size
+        deferred = deferrable_weights(model) if shape.splits_backward else []
+        left_out = set(deferred)
+        at_once = [weight for weight in model.parameters() if weight not in left_out]
+        num = shape.num_microbatches
+        self._gradients = gradient_sum(grad_order, at_once, num)
+        self._deferred = (
+            DeferredWeightGradients(model, gradient_sum(grad_order, deferred, num))
+            if shape.splits_backward
+            else None
+        )
+        # What a forward keeps for its backward: its input and output tensors.
+        self._kept: dict[int, tuple[list[torch.Tensor | None], list[torch.Tensor]]] = {}
+        self._num_left = dict.fromkeys(shape.kinds, shape.num_microbatches)
+        self.reduced: dict[int, list[Any]] = {}
+        """By microbatch, what the loss function gave (empty but on the last stage)."""
+
+    def forward(self, microbatch: int, inputs: Tensors, data: Any) -> tuple[Tensors, torch.Tensor]:
+        """The outputs for the next stage, and the number of tokens that the loss counted. `data`
+        is what the forward step draws from."""
+        arguments, config = self._arguments, self._config
+        input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
+        for tensor in input_tensors:
+            if tensor is not None:
+                tensor.requires_grad_()
+        is_first = self._num_left[Kind.F] == arguments.num_microbatches
+        self._num_left[Kind.F] -= 1
+        reduced = self.reduced[microbatch] = []
+        with self._deferring(microbatch):
+            outputs, num_tokens = forward_step(
+                arguments.forward_step_func,
+                data,
+                self.model,
+                arguments.num_microbatches,
+                input_tensors,
+                reduced,
+                config,
+                self._cp_size,
+                collect_non_loss_data=arguments.collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(
+                    arguments.first_val_step, arguments.forward_only, is_first
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self._vp_stage,
+                is_last_stage=self._is_last_stage,
+            )
+        if self._is_last_stage:
+            sent: Tensors = ()
+        else:
+            if config.deallocate_pipeline_outputs:
+                # It empties the tensor in place, which the base of a view would not notice.
+                outputs[0] = make_viewless_tensor(
+                    outputs[0], requires_grad=outputs[0].requires_grad, keep_graph=True
+                )
+            sent = tuple(output.detach() for output in outputs)
+        if not arguments.forward_only:
+            self._kept[microbatch] = (input_tensors, outputs)
+            if not self._is_last_stage:
+                deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
+        return sent, num_tokens
+
+    def is_completed_by_backward(self, microbatch: int) -> bool:
+        """Whether this backward, run now, is the last to change the chunk's gradients."""
+        return self._deferred is None and self._gradients.completes(microbatch)
+
+    def backward(self, microbatch: int, gradients: Tensors) -> Tensors:
+        """The gradients for the stage before; those of the parameters are added up here, but for
+        the ones that W computes."""
+        self._num_left[Kind.B] -= 1
+        input_tensors, outputs = self._kept.pop(microbatch)
+        with self._deferring(microbatch), self._gradients.adding(microbatch):
+            if gradients and gradients[0] is None:
+                # The next stage did not use this output. Megatron would read None as the loss's.
+                input_gradients = [None] * len(input_tensors)
+            else:
+                input_gradients = backward_step(
+                    input_tensors,
+                    outputs,
+                    list(gradients) or [None],
+                    get_model_type(self.model),
+                    self._config,
+                )
+        return () if self._is_first_stage else tuple(input_gradients)
+
+    def weight_gradient(self, microbatch: int) -> None:
+        """Add up the gradients that the microbatch's B left out."""
+        assert self._deferred is not None
+        self._num_left[Kind.W] -= 1
+        self._deferred.run(microbatch)
+
+    @property
+    def has_all_gradients(self) -> bool:
+        return not any(self._num_left.values())
+
+    def _deferring(self, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._deferred is None else self._deferred.task(microbatch)
+
+
+def _gather_parameters(models: Sequence[Any], config: Any) -> None:
+    """Start the gathering of the parameters that the distributed optimizer has spread, in one order
+    on every replica. Megatron starts it somewhat ahead of each chunk's first forward; which that
+    is cannot be known here."""
+    functions = each(config.param_sync_func, len(models))
+    # As Megatron has it: with one chunk the first forward starts it.
+    if functions is not None and len(models) > 1:
+        for function, model in zip(functions, models, strict=True):
+            function(model.parameters())

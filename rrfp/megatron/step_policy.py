@@ -1,0 +1,69 @@
+"""What steers the steps of one shape, and what is known of the order in which their tasks run."""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from rrfp.errors import UsageError
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted, order_of
+from rrfp.schedule.shape import FORWARD_ONLY, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """What steers the steps of one shape."""
+
+    shape: Shape
+    policy: Policy
+    """Of this shape, with its order."""
+    keeps_microbatch_order: bool
+    """On every stage, tasks of a kind run in microbatch order whatever the timing: each rank
+    prefers the smallest one that is there, and first-in-first-out links keep that order."""
+    is_the_same_on_replicas: bool
+    """Data-parallel replicas run the backwards of a stage in one order, and their last ones from
+    the largest chunk down: a microbatch comes back through the larger chunks first."""
+
+    @property
+    def hint_name(self) -> str:
+        return self.policy.hint.name
+
+
+def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:
+    """Fit a policy to steps of this shape, whose kinds do not count.
+
+    Raises UsageError for a hint that does not go with the shape or the bounds.
+    """
+    policy, shape = fitted(policy, shape)
+    order = policy.order
+    assert order is not None
+    if forward_only:
+        shape, order = replace(shape, kinds=FORWARD_ONLY), order.forwards()
+        hint = order if isinstance(policy.hint, Order) else policy.hint
+        # Without a backward there are no weight gradients to rank.
+        policy = replace(policy, hint=hint, order=order, w=WeightGradients.IDLE)
+    keeps_microbatch_order = _keeps_microbatch_order(order)
+    is_the_same_on_replicas = keeps_microbatch_order or policy.dispatch is Dispatch.FIXED
+    return StepPolicy(shape, policy, keeps_microbatch_order, is_the_same_on_replicas)
+
+
+def hints_in_order(shape: Shape) -> list[str]:
+    """The hints under which every stage takes its microbatches in the order in which they come."""
+    found = []
+    for name in HINTS:
+        with suppress(UsageError):  # it does not go with the shape
+            if _keeps_microbatch_order(order_of(hint_named(name).on(shape), shape)):
+                found.append(name)
+    return found
+
+
+def _keeps_microbatch_order(order: Order) -> bool:
+    tasks = (task for row in order.rows for task in sorted(row, key=lambda task: task[:2]))
+    return all(
+        before.microbatch < after.microbatch
+        for before, after in pairwise(tasks)
+        if before[:2] == after[:2]
+    )

@@ -1,0 +1,101 @@
+"""The chart of a preset: a bar a row, a facet a case, with the intervals."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from rrfp.analyze.charts.style import INK, WIDTH_PX, by_value, finished
+from rrfp.race.presets import Measure, Preset
+from rrfp.race.results import ResultRow
+
+_COLOURS = {"megatron": "#8C8C8C", "torch": "#E69F00", "fixed": "#0072B2", "ready": "#009E73"}
+"""By dispatch; Okabe and Ito's, as in all charts."""
+_PARTS = {"compute": "#56B4E9", "blocking": "#C4C4C4", "coordination": "#CC79A7"}
+_ROW_PX = 16
+
+_TITLES = {
+    Measure.SPEED: "times as fast as Megatron's 1F1B",
+    Measure.SLOWDOWN: "slowdown of a step",
+}
+
+
+def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
+    """The chart that answers a preset's question; None when no row does."""
+    chart = _parts(rows) if preset.measure is Measure.TIME else _bars(preset.measure, rows)
+    if chart is None:
+        return None
+    return finished(
+        chart.facet(
+            row=alt.Row(
+                "case:N",
+                # In the sequence of the tables.
+                sort=list(dict.fromkeys(row.lineup_row.case.name for row in rows)),
+                title=None,
+                header=alt.Header(labelAnchor="start", labelOrient="top"),
+            )
+        ).resolve_scale(y="independent"),
+        f"{preset.name}: {preset.question}",
+    )
+
+
+def _bars(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
+    base_value = 1.0 if measure is Measure.SPEED else 0.0
+    found = []
+    for row in rows:
+        estimate = row.ratio_to_megatron if measure is Measure.SPEED else row.slowdown
+        if estimate is not None:
+            found.append({**_described(row), **estimate.as_json()})
+    if not found:
+        return None
+    frame = pl.DataFrame(found)
+    base = alt.Chart(frame).encode(y=alt.Y("row:N", sort=None, title=None))
+    bars = base.mark_bar().encode(
+        x=alt.X(
+            "median:Q",
+            title=_TITLES[measure],
+            axis=alt.Axis(format=".2f" if measure is Measure.SPEED else "%"),
+        ),
+        color=alt.Color("dispatch:N", scale=by_value(_COLOURS), title=None),
+        tooltip=["row:N", "median:Q", "low:Q", "high:Q"],
+    )
+    intervals = base.mark_rule(color=INK).encode(x="low:Q", x2="high:Q")
+    line = alt.Chart().mark_rule(color=INK, strokeDash=[4, 3]).encode(x=alt.datum(base_value))
+    return alt.layer(bars, intervals, line, data=frame).properties(
+        width=WIDTH_PX, height=alt.Step(_ROW_PX)
+    )
+
+
+def _parts(rows: Sequence[ResultRow]) -> Any | None:
+    found = [
+        {**_described(row), "part": part, "place": place, "seconds": seconds}
+        for row in rows
+        for place, (part, seconds) in enumerate(
+            zip(_PARTS, (row.compute_s, row.blocking_s, row.coordination_s), strict=True)
+        )
+        if seconds is not None
+    ]
+    if not found:
+        return None
+    frame = pl.DataFrame(found)
+    return (
+        alt.Chart(frame)
+        .mark_bar()
+        .encode(
+            y=alt.Y("row:N", sort=None, title=None),
+            x=alt.X("seconds:Q", stack="zero", title="seconds of a step, mean over ranks"),
+            color=alt.Color("part:N", scale=by_value(_PARTS), title=None),
+            order=alt.Order("place:Q"),
+            tooltip=["row:N", "part:N", "seconds:Q"],
+        )
+        .properties(width=WIDTH_PX, height=alt.Step(_ROW_PX))
+    )
+
+
+def _described(row: ResultRow) -> dict[str, str]:
+    return {
+        "case": row.lineup_row.case.name,
+        "row": row.label,
+        "dispatch": row.lineup_row.system.told_dispatch,
+    }

@@ -1,0 +1,68 @@
+"""Sends of torch.distributed that leave only when their modelled time has passed.
+
+A directed link carries one message at a time, in the sequence in which they were given up, while
+the rank goes on: each has a thread of its own, which sleeps for the message's time and then sends
+it. What waits for the send waits for that as well.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from rrfp.runtime.pace import sleep_until
+from rrfp.runtime.protocols import monotonic
+
+Batch = Callable[..., list[Any]]
+"""Starts some sends and receives, and gives what waits for them."""
+
+
+class DelayedSends:
+    """The links that leave one rank."""
+
+    def __init__(self) -> None:
+        self._times_ns: dict[int, int] = {}
+        """By the identity of a send that has not begun: how long its message takes."""
+        self._links: dict[int, ThreadPoolExecutor] = {}
+
+    def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
+        """Let these sends take so long, once they are started by a `batch` from here."""
+        if message_ns:
+            self._times_ns.update((id(send), message_ns) for send in sends)
+
+    def batch(self, original: Batch) -> Batch:
+        """In place of torch's `_batch_p2p`: the same, but for the sends that were put off."""
+
+        def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+            if not self._times_ns and not self._links:
+                return original(p2p_ops, desc=desc)
+            return [self._start(op, original) for op in p2p_ops]
+
+        return batch
+
+    def _start(self, op: dist.P2POp, original: Batch) -> Any:
+        message_ns = self._times_ns.pop(id(op), 0)
+        if op.op is not dist.isend or not (message_ns or op.peer in self._links):
+            (work,) = original([op])
+            return work
+        if op.peer not in self._links:
+            self._links[op.peer] = ThreadPoolExecutor(1, f"rrfp-late-sends-{op.peer}")
+
+        def send() -> Any:
+            sleep_until(monotonic() + message_ns)
+            (work,) = original([op])
+            return work
+
+        return _Late(self._links[op.peer].submit(send))
+
+
+class _Late:
+    """What waits for a send that may not have begun."""
+
+    def __init__(self, send: Future[Any]) -> None:
+        self._send = send
+
+    def wait(self) -> None:
+        """Raises what the send raises, a time-out among it."""
+        self._send.result().wait()

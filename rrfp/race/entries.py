@@ -1,0 +1,183 @@
+"""What the ranks of a race are told, and what they tell: entries, turns and their files.
+
+A **race** is one launch of ranks. Its **entries** are the systems that are compared, each under its
+settings. In **round** r every entry has a **turn**: it runs one training step under seed + r, so
+that all turns of a round meet the same data, costs and jitter. Every round shuffles the entries
+anew, so that what drifts on the machine, and what a turn leaves to the next one, falls on all of
+them alike.
+
+This file imports no torch: the command line writes and reads these files too.
+"""
+
+import json
+import os
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from rrfp.trace.whole_file import open_whole
+from rrfp.train.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A system in a race."""
+
+    name: str
+    """Its own among all entries."""
+    settings: TrainSettings
+    """Its steps are rounds; `pace` and `jitter` are what its tasks are stretched to."""
+    peer: str | None = None
+    """The schedule of torch.distributed.pipelining that runs it, instead of the dispatch."""
+    time_factor: float = 1.0
+    """How many times longer its tasks take than the costs say."""
+    costs_sha256: str | None = None
+    """Of the file with its costs, which every host reads; None for a preset."""
+
+    def to_json(self) -> str:
+        described = {field.name: getattr(self, field.name) for field in fields(self)}
+        return json.dumps(described | {"settings": self.settings.described()})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        settings = TrainSettings.from_json(json.dumps(values.pop("settings")))
+        return cls(settings=settings, **values)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An entry's step in a round, as it went. Times of ranks are means over them."""
+
+    entry: str
+    round: int
+    step_time_s: float
+    """From the first rank's entry into the schedule to the last one's return, on one clock."""
+    compute_s: float
+    """In F, B and W."""
+    blocking_s: float
+    """With nothing to run: before the rank's call, in waits for inputs and for transfers, and from
+    its own return to that of the last rank."""
+    coordination_s: float
+    """Waits for the agreement of ranks that share a collective."""
+    peak_held: float
+    """Most activations that a rank held, in microbatches of the whole rank."""
+    num_tasks: int
+    num_over: int
+    """Tasks whose real work took longer than their model."""
+    gradient_difference: float | None = None
+    """Of round 0 only: the largest over the parameters of ||own - reference|| / ||reference||."""
+    gradients_same: bool | None = None
+    """Of round 0 only: equal to the reference to the last bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A turn that did not come to its end."""
+
+    entry: str
+    round: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class RaceFiles:
+    """The files of a race in its directory."""
+
+    path: Path
+
+    @property
+    def entries(self) -> Path:
+        """What to race, an `Entry` a line."""
+        return self.path / "entries.jsonl"
+
+    @property
+    def turns(self) -> Path:
+        """What came of it, a `Turn` or a `Failure` a line, in the sequence in which they ended."""
+        return self.path / "turns.jsonl"
+
+    @property
+    def under_way(self) -> Path:
+        """The entry and the round whose turn began last."""
+        return self.path / "under_way.json"
+
+    def write_entries(self, entries: Sequence[Entry]) -> None:
+        lines = "".join(f"{entry.to_json()}\n" for entry in entries)
+        self.entries.write_text(lines, encoding="utf-8")
+
+    def read_entries(self) -> list[Entry]:
+        return [Entry.from_json(line) for line in self.entries.read_text("utf-8").splitlines()]
+
+    def append(self, ended: Turn | Failure) -> None:
+        append_object(self.turns, asdict(ended))
+
+    def read_turns(self) -> list[Turn | Failure]:
+        """What has ended so far."""
+        return [
+            kind(**values)
+            for values in read_objects(self.turns)
+            for kind in (Turn, Failure)
+            if values.keys() == {field.name for field in fields(kind)}
+        ]
+
+    def ended(self) -> set[tuple[str, int]]:
+        """Entry and round of every turn that came to its end."""
+        return {(each.entry, each.round) for each in self.read_turns() if isinstance(each, Turn)}
+
+    def failed(self) -> set[str]:
+        """The entries that failed and have not ended a turn since."""
+        last = {each.entry: each for each in self.read_turns()}
+        return {name for name, each in last.items() if isinstance(each, Failure)}
+
+    def begin(self, entry: Entry, number: int) -> None:
+        """Say whose turn it is."""
+        with open_whole(self.under_way) as file:
+            file.write(json.dumps([entry.name, number]).encode())
+
+    def read_under_way(self) -> tuple[str, int] | None:
+        """Whose turn began last, by entry and round; None before the first one."""
+        if not self.under_way.exists():
+            return None
+        name, number = json.loads(self.under_way.read_text(encoding="utf-8"))
+        return name, number
+
+
+def append_object(path: Path, values: dict[str, Any]) -> None:
+    """Add an object to a file of JSON lines; half a line that is there stays one of its own."""
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.write(b"\n")
+        file.write(f"{json.dumps(values)}\n".encode())
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, if there is one. What is none is left out, such as the
+    half line of an interrupted write."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict):
+            yield values
+
+
+def rounds(
+    entries: Sequence[Entry], ended: Collection[tuple[str, int]]
+) -> Iterator[tuple[int, Entry]]:
+    """The turns to take, round after round, but for those that have `ended`. What a round's order
+    is follows from its number and the entries."""
+    num_rounds = max((entry.settings.num_steps for entry in entries), default=0)
+    for number in range(num_rounds):
+        order = list(entries)
+        random.Random(f"{number}").shuffle(order)
+        for entry in order:
+            if number < entry.settings.num_steps and (entry.name, number) not in ended:
+                yield number, entry

@@ -1,0 +1,343 @@
+"""What a race is to run: from presets and what their user asks for to rows and entries.
+
+A row is a system in a case; rows that mean the same, in one preset or in several, share an entry
+and are run once.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rrfp.errors import UsageError
+from rrfp.inputs.text_files import sha256_of
+from rrfp.race.entries import Entry
+from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
+from rrfp.race.systems import BF, MEGATRON, System
+from rrfp.replay.cost_files import DRAWN, costs_file, resolve_costs, settled
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.admission import weights_ns
+from rrfp.simulate.costs.table import PRESETS as COST_PRESETS
+from rrfp.trace.description import versions
+from rrfp.train.groups import ModelKind
+from rrfp.train.settings import TrainSettings
+
+_PRESET_MS = 20.0
+"""What F, B and W of a rank take on average in the profiles of the simulator."""
+
+_LAYERS_A_RANK = 2
+"""So that a rank can hold two chunks."""
+_HIDDEN, _HEADS, _SEQ_LENGTH = 32, 4, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What all systems that are compared meet."""
+
+    profile: str
+    """Costs and the jitter on them: `language+lognormal:0.5`."""
+    pp: int
+    tp: int
+    microbatches: int
+    seed: int
+    task_ms: float | None = None
+    """What F, B and W of a rank take on average; None where the costs are meant as they are."""
+
+    @property
+    def costs(self) -> str:
+        """A preset, or a file, whose path may have plus signs too."""
+        parts = self.profile.split("+")
+        for count in range(len(parts), 1, -1):
+            costs = "+".join(parts[:count])
+            if os.path.exists(costs.removeprefix(DRAWN)):  # noqa: PTH110 - it takes any text
+                return costs
+        return parts[0]
+
+    @property
+    def jitter(self) -> str:
+        return self.profile[len(self.costs) + 1 :] or "none"
+
+    @property
+    def name(self) -> str:
+        ranks = f"PP {self.pp}" + (f" x TP {self.tp}" if self.tp > 1 else "")
+        task = "" if self.task_ms is None else f", {self.task_ms:g} ms a task"
+        return f"{self.profile}, {ranks}, {self.microbatches} microbatches, seed {self.seed}{task}"
+
+    @property
+    def time_factor(self) -> float:
+        """How many times longer a task takes than its costs say."""
+        return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
+
+
+@dataclass(frozen=True, slots=True)
+class LineupRow:
+    """A system in a case, for a preset."""
+
+    preset: str
+    case: Case
+    system: System
+    limit: int | None
+    hold: int | None
+    admit: Admit
+    entry: str
+    """Its turns are those of the entry of this name."""
+    megatron: str
+    """The entry of Megatron's 1F1B in the same case."""
+    against: str | None
+    """The entry against which it slows down, where that is the question."""
+
+    @property
+    def bound(self) -> str:
+        """What bounds its memory, in words; nothing where the order itself does."""
+        if not self.system.is_ours:
+            return ""
+        return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a user asks for beside presets and scale; None and empty leave it to the presets."""
+
+    peers: bool = True
+    holds: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    systems: tuple[System, ...] = ()
+    steps: int | None = None
+    task_ms: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """The rows of all presets, and the entries that they are made of."""
+
+    presets: tuple[Preset, ...]
+    rows: tuple[LineupRow, ...]
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def races(self) -> dict[tuple[int, int], list[Entry]]:
+        """Entries that one launch can run, by pipeline and tensor-parallel ranks."""
+        found: dict[tuple[int, int], list[Entry]] = {}
+        for entry in self.entries.values():
+            found.setdefault((entry.settings.layout.pp, entry.settings.layout.tp), []).append(entry)
+        return found
+
+    def to_json(self) -> str:
+        """What is to be run, as text: equal lineups give equal texts, unless a file of costs was
+        edited meanwhile, or other software or another machine is to run them."""
+        lineup = {
+            "versions": versions(),
+            "cores": os.cpu_count(),
+            "entries": [entry.to_json() for entry in self.entries.values()],
+        }
+        return json.dumps(lineup, indent=1)
+
+
+def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
+    """Raises UsageError for what cannot be raced, and when nothing is left."""
+    for bound in asked.holds:
+        read_bound(bound, scale.pp)
+    rows: list[LineupRow] = []
+    entries: dict[str, Entry] = {}
+    for preset in presets:
+        for row, entry in _rows_of(preset, scale, asked):
+            known = entries.get(entry.name)
+            if known is None or known.settings.num_steps < entry.settings.num_steps:
+                entries[entry.name] = entry
+            if row not in rows:
+                rows.append(row)
+    for system in asked.systems:
+        if all(row.system != system for row in rows):
+            raise UsageError(
+                f"--system {system.name} makes no row of these presets and flags; choose another "
+                "--system"
+            )
+    if all(row.system == MEGATRON for row in rows):
+        raise UsageError(
+            "no system of these presets is left to hold against megatron-1f1b; choose another "
+            "--system"
+        )
+    return Lineup(tuple(presets), tuple(rows), entries)
+
+
+def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[LineupRow, Entry]]:
+    for contest in preset.contests:
+        steps = min(asked.steps or scale.steps, contest.most_steps or math.inf)
+        for case in _cases(contest, scale, asked):
+            varies = _vary(case)
+            pace, file = settled(case.costs), costs_file(case.costs)
+            sha256 = None if file is None else sha256_of(file)
+            for system, limit, hold, admit in _combinations(contest, case, asked, varies):
+                settings = _settings(case, system, limit, hold, admit, int(steps), pace)
+                name = _name(case, system, limit, hold, admit)
+                entry = Entry(name, settings, system.peer, case.time_factor, sha256)
+                yield (
+                    LineupRow(
+                        preset.name,
+                        case,
+                        system,
+                        limit,
+                        hold,
+                        admit,
+                        name,
+                        _name(case, MEGATRON, None, None, Admit.GIVEN),
+                        _against(preset, case, system, limit, hold, admit),
+                    ),
+                    entry,
+                )
+
+
+def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
+    if case.costs in COST_PRESETS:
+        return asked.task_ms or scale.task_ms
+    if asked.task_ms is not None:
+        raise UsageError(
+            f"--task-ms is about {', '.join(COST_PRESETS)}, and {case.costs} says itself how long "
+            "tasks take; leave --task-ms out"
+        )
+    return None
+
+
+def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
+    if asked.seed is not None:
+        seeds: tuple[int, ...] = (asked.seed,)
+    else:
+        seeds = contest.seeds or (TrainSettings().run.seed,)
+    for seed in seeds:
+        for pp, tp, microbatches in contest.sizes:
+            for profile in asked.profiles or contest.profiles:
+                for level in contest.levels:
+                    text = f"{profile}+{level}" if level else profile
+                    case = Case(text, pp, tp, microbatches, seed)
+                    yield replace(case, task_ms=_task_ms(case, scale, asked))
+
+
+def _combinations(
+    contest: Contest, case: Case, asked: Asked, varies: bool
+) -> Iterator[tuple[System, int | None, int | None, Admit]]:
+    for system in contest.systems:
+        # Everything is held against Megatron's 1F1B, so that it always runs.
+        is_asked = not asked.systems or system in asked.systems or system == MEGATRON
+        if not is_asked or (system.dispatch is None and not asked.peers):
+            continue
+        if not _fits(system, case):
+            continue
+        if not system.is_ours:
+            yield system, None, None, Admit.GIVEN
+            continue
+        for admit in contest.admits:
+            if admit is Admit.GIVEN or varies:
+                for bound in asked.holds or contest.bounds:
+                    limit, hold = read_bound(bound, case.pp)
+                    yield system, limit, hold, admit
+
+
+def _fits(system: System, case: Case) -> bool:
+    """Whether a system can run at all: Megatron interleaves over 3 ranks and more on gloo, and
+    torch's schedules know no tensor parallelism here."""
+    if system.dispatch is Dispatch.MEGATRON and system.chunks > 1:
+        return case.pp >= 3
+    return system.dispatch is not None or case.tp == 1
+
+
+def _vary(case: Case) -> bool:
+    """Whether microbatches are known to cost differently: only then is there an order to choose.
+
+    Raises UsageError for costs that do not fit the case.
+    """
+    shape = Shape(case.pp, case.microbatches)
+    try:
+        costs = resolve_costs(case.costs).step(shape, seed=case.seed, replica=0)
+    except UsageError as error:
+        raise cannot_race(case.name, error) from None
+    return costs.is_known and len(set(weights_ns(costs.times))) > 1
+
+
+def cannot_race(name: str, error: UsageError) -> UsageError:
+    """The error of a case or an entry, with what a race offers instead."""
+    return UsageError(
+        f"{name} cannot race: {error}; or choose others with --system, --profile or --scale"
+    )
+
+
+def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
+    """Limit and hold: of `paper`, `limit 4`, `hold 8` and `hold 1.5x`, so many times what 1F1B
+    holds on `pp` ranks. Raises UsageError for another text."""
+    if text == PAPERS:
+        return DEFAULT_LIMIT, None
+    match = re.fullmatch(r"(limit|hold) (\d{1,6}|(\d{1,3}(?:\.\d{1,3})?)x)", text, re.ASCII)
+    number = 0
+    if match is not None and match[3] is not None:
+        number = math.ceil(float(match[3]) * pp)
+    elif match is not None:
+        number = int(match[2])
+    if match is None or number < 1:
+        raise UsageError(
+            f"--hold takes a number from 1 on, a multiple of what 1F1B holds such as 1.5x, or "
+            f"{PAPERS} for its limit, not '{text.removeprefix('hold ')}'"
+        )
+    return (number, None) if match[1] == "limit" else (None, number)
+
+
+def _against(
+    preset: Preset, case: Case, system: System, limit: int | None, hold: int | None, admit: Admit
+) -> str | None:
+    """Of jitter: the same system at its first level. Of hints: `bf`, under the same bound."""
+    if preset.measure is not Measure.SLOWDOWN:
+        return None
+    levels = preset.contests[0].levels
+    if len(levels) > 1:
+        profile = re.sub(r"\+J\d$", f"+{levels[0]}", case.profile)
+        return _name(replace(case, profile=profile), system, limit, hold, admit)
+    if not system.is_ours:
+        return None
+    return _name(case, BF, limit, hold, admit)
+
+
+def _name(case: Case, system: System, limit: int | None, hold: int | None, admit: Admit) -> str:
+    words = [case.name + ":", system.name]
+    if limit is not None:
+        words.append(f"limit {limit}")
+    if hold is not None:
+        words.append(f"hold {hold}")
+    if admit is not Admit.GIVEN:
+        words.append(admit)
+    return " ".join(words)
+
+
+def _settings(
+    case: Case,
+    system: System,
+    limit: int | None,
+    hold: int | None,
+    admit: Admit,
+    steps: int,
+    pace: str,
+) -> TrainSettings:
+    return TrainSettings(
+        hint=system.hint,
+        dispatch=system.dispatch or Dispatch.READY,
+        model=ModelKind.MLP,
+        pp=case.pp,
+        tp=case.tp,
+        chunks=system.chunks,
+        placement=system.placement,
+        microbatches=case.microbatches,
+        seq_length=_SEQ_LENGTH,
+        layers=_LAYERS_A_RANK * case.pp,
+        hidden=_HIDDEN,
+        heads=_HEADS,
+        steps=steps,
+        limit=limit,
+        hold=hold,
+        seed=case.seed,
+        pace=pace,
+        jitter=case.jitter,
+        admit=admit,
+        no_trace=True,
+    )

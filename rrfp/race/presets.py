@@ -1,0 +1,210 @@
+"""The paper's questions as races, and how large they are at each scale.
+
+The paper's evaluation numbers no questions; ours follow its order: RQ1 end to end (its section 7.2,
+the large table), RQ2 where the time goes (its table 3), RQ3 injected jitter (table 6), RQ4 hints
+(table 7), RQ5 scaling (table 8), RQ6 memory and sameness (its appendices C.2 and E).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rrfp.race.systems import (
+    B_FIRST,
+    BF,
+    BF_DEEP,
+    BFW,
+    BFW_DEEP,
+    F_FIRST,
+    FB,
+    FIXED_1F1B,
+    FIXED_ZB_H1,
+    HINT_1F1B,
+    HINT_ZB_H1,
+    MEGATRON,
+    MEGATRON_INTERLEAVED,
+    TORCH_1F1B,
+    TORCH_INTERLEAVED,
+    TORCH_INTERLEAVED_ZB,
+    TORCH_ZBV,
+    ZB_V,
+    System,
+)
+from rrfp.schedule.admission import Admit
+
+PAPERS = "paper"
+"""The bound that is the paper's limit on D."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large a race is."""
+
+    pp: int
+    microbatches: int
+    steps: int
+    task_ms: float
+    """What F, B and W of a pipeline rank take on average."""
+    groups: tuple[tuple[int, int], ...]
+    """Pipeline and tensor-parallel ranks where tensor parallelism is compared."""
+    pps: tuple[int, ...]
+    """Of scaling, as the microbatches below."""
+    microbatch_counts: tuple[int, ...]
+
+
+SCALES = {
+    "tiny": Scale(3, 3, 2, 4.0, ((3, 1), (2, 2)), (3,), (3, 6)),
+    "laptop": Scale(8, 32, 10, 20.0, ((4, 1), (4, 2)), (2, 4, 8, 16), (16, 32, 64)),
+    "node": Scale(16, 64, 10, 20.0, ((8, 1), (8, 2), (8, 4)), (4, 8, 16, 32), (32, 64, 128)),
+    "cluster": Scale(
+        32, 128, 10, 20.0, ((16, 1), (16, 2), (16, 4)), (8, 16, 32, 64), (64, 128, 256)
+    ),
+}
+"""`tiny` is for tests: its tasks are too short to say anything of speed."""
+
+
+class Measure(StrEnum):
+    """What a preset's table and chart are about."""
+
+    SPEED = "speed"
+    """How many times as fast as Megatron's 1F1B."""
+    TIME = "time"
+    """Compute, blocking, coordination."""
+    SLOWDOWN = "slowdown"
+    """Against the same system without jitter, or against `bf`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """Systems that meet the same: every system under every bound, in every case."""
+
+    systems: tuple[System, ...]
+    profiles: tuple[str, ...]
+    levels: tuple[str, ...] = ("",)
+    """Jitter that is put on top of each profile."""
+    bounds: tuple[str, ...] = (PAPERS,)
+    """Of systems that follow readiness: `paper`, `limit 4`, `hold 8`, or `hold 1.5x`, that many
+    times what 1F1B holds."""
+    admits: tuple[Admit, ...] = (Admit.GIVEN,)
+    """Of systems that follow readiness; the pyramid only where costs vary."""
+    sizes: tuple[tuple[int, int, int], ...]
+    """Pipeline ranks, tensor-parallel ranks and microbatches."""
+    seeds: tuple[int, ...] = ()
+    """None: the one asked for."""
+    most_steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A question, and the contests that answer it."""
+
+    name: str
+    question: str
+    measure: Measure
+    contests: tuple[Contest, ...]
+
+
+PRESETS = ("rq1", "rq2", "rq3", "rq4", "rq5", "rq6")
+
+_EVEN = "language"
+_VARYING = "language+lognormal:0.5"
+_IMAGES = "multimodal"
+_HOLDS = ("hold 1x", "hold 1.5x", "hold 2x")
+_MEGATRONS = (MEGATRON, MEGATRON_INTERLEAVED)
+_TORCHS = (TORCH_1F1B, TORCH_INTERLEAVED, TORCH_INTERLEAVED_ZB, TORCH_ZBV)
+_OURS = (BF, BFW, BF_DEEP, BFW_DEEP, ZB_V)
+_FEW = (MEGATRON, FIXED_1F1B, BF, BFW)
+
+
+def preset_named(name: str, scale: Scale) -> Preset:
+    """The preset of that name, one of `PRESETS`, at a scale."""
+    size = (scale.pp, 1, scale.microbatches)
+    match name:
+        case "rq1":
+            return Preset(
+                name,
+                "End to end: who is how fast, and what does it hold?",
+                Measure.SPEED,
+                (
+                    Contest(
+                        systems=(*_MEGATRONS, *_TORCHS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
+                        profiles=(_EVEN, _VARYING, _IMAGES),
+                        bounds=(PAPERS, *_HOLDS),
+                        admits=(Admit.GIVEN, Admit.PYRAMID),
+                        sizes=(size,),
+                    ),
+                ),
+            )
+        case "rq2":
+            return Preset(
+                name,
+                "Where does the time of a step go?",
+                Measure.TIME,
+                (
+                    Contest(
+                        systems=_FEW,
+                        profiles=(_VARYING,),
+                        sizes=tuple((pp, tp, scale.microbatches) for pp, tp in scale.groups),
+                    ),
+                ),
+            )
+        case "rq3":
+            return Preset(
+                name,
+                "How much does injected jitter slow each system down?",
+                Measure.SLOWDOWN,
+                (
+                    Contest(
+                        systems=_FEW,
+                        profiles=(_EVEN,),
+                        levels=("J0", "J1", "J2", "J3"),
+                        sizes=(size,),
+                    ),
+                ),
+            )
+        case "rq4":
+            hints = (BF, FB, B_FIRST, F_FIRST, HINT_1F1B, BFW, HINT_ZB_H1)
+            return Preset(
+                name,
+                "What does the choice of the hint change?",
+                Measure.SLOWDOWN,
+                (Contest(systems=(MEGATRON, *hints), profiles=(_VARYING, _IMAGES), sizes=(size,)),),
+            )
+        case "rq5":
+            pps = [(pp, 1, scale.microbatches) for pp in scale.pps]
+            counts = [(scale.pp, 1, count) for count in scale.microbatch_counts]
+            return Preset(
+                name,
+                "Does the gain grow with the pipeline and with the step?",
+                Measure.SPEED,
+                (
+                    Contest(
+                        systems=(MEGATRON, BF, BFW),
+                        profiles=(_VARYING,),
+                        sizes=tuple(dict.fromkeys([*pps, *counts])),
+                    ),
+                ),
+            )
+        case _:
+            assert name == "rq6"
+            limits = tuple(f"limit {limit}" for limit in (4, 8, 16, 32, 48))
+            return Preset(
+                name,
+                "What does memory buy, and are gradients the same?",
+                Measure.SPEED,
+                (
+                    Contest(
+                        systems=(MEGATRON, BF, BFW),
+                        profiles=(_IMAGES,),
+                        bounds=(*limits, *_HOLDS),
+                        sizes=(size,),
+                    ),
+                    Contest(
+                        systems=(*_MEGATRONS, *_TORCHS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
+                        profiles=(_IMAGES,),
+                        bounds=("hold 1x",),
+                        sizes=(size,),
+                        seeds=(42, 1234, 2026),
+                        most_steps=1,
+                    ),
+                ),
+            )

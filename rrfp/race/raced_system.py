@@ -1,0 +1,263 @@
+"""One system of a race on one rank: its schedule, on a model that it shares with others, at the
+pace of the round."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from rrfp.errors import UsageError
+from rrfp.inputs.text_files import sha256_of
+from rrfp.megatron.dropin import ForwardBackward
+from rrfp.megatron.native.schedule import NativeSchedule
+from rrfp.race.entries import Entry
+from rrfp.race.gradient_check import Gradients, gradients
+from rrfp.race.peers import PEERS
+from rrfp.race.torch_schedule import TorchSchedule
+from rrfp.replay.cost_files import costs_file, resolve_costs
+from rrfp.runtime.pace import StepPace
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.conditions import conditions
+from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.costs.scaled import ScaledCosts
+from rrfp.simulate.jitter import parse_jitter
+from rrfp.trace.records import NS_PER_S, Record, WaitRecord
+from rrfp.train.data.batches import Batch, Data
+from rrfp.train.models.model import ModelChunks
+from rrfp.train.pacing import StepPacer, make_pace
+from rrfp.train.rank import schedule_of
+from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
+from rrfp.train.settings import TrainSettings
+from rrfp.train.training import run_schedule
+
+_PATIENCE_S = 120.0
+"""What a turn may take beyond some multiple of its modelled work."""
+_PATIENCE_FACTOR = 4
+
+
+class _AtOnce:
+    """The pace of a step that is not stretched."""
+
+    def task(self, task: Task) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def message_ns(self, task: Task) -> int:
+        return 0
+
+
+class _RoundPace:
+    """The pace of the round at hand, whatever number the schedule itself gives to the step."""
+
+    def __init__(self, pacer: StepPacer) -> None:
+        self.pacer = pacer
+        self.round: int | None = None
+        """None: the step takes what it takes."""
+
+    def start_step(self, step: int, shape: Shape) -> StepPace:
+        return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
+
+
+class _Waits:
+    """Adds up the waits of a step; schedules record them from several threads."""
+
+    def __init__(self) -> None:
+        self._records: list[WaitRecord] = []
+
+    def record(self, record: Record) -> None:
+        if isinstance(record, WaitRecord):
+            self._records.append(record)
+
+    def take_ns(self) -> tuple[int, int]:
+        """Time in coordination, and in all other waits, since this was last asked."""
+        records, self._records = self._records, []
+        coordination_ns = blocking_ns = 0
+        for record in records:
+            if record.cause is Cause.COORDINATION:
+                coordination_ns += record.end_ns - record.start_ns
+            else:
+                blocking_ns += record.end_ns - record.start_ns
+        return coordination_ns, blocking_ns
+
+
+class RacedSystem:
+    """An entry on this rank: its model, its schedule and its pace."""
+
+    def __init__(self, entry: Entry, layout: Layout, model: ModelChunks, data: Data) -> None:
+        settings = entry.settings
+        self.layout = layout
+        self.settings = settings
+        self._waits = _Waits()
+        self._model = model
+        self._batches = data.batches(layout.dp_rank)
+        assert settings.run.pace is not None
+        _check_costs(settings.run.pace, entry.costs_sha256)
+        self._jitter = parse_jitter(settings.run.jitter)
+        self._costs: Costs = ScaledCosts(resolve_costs(settings.run.pace), entry.time_factor)
+        pacer = make_pace(
+            self._costs,
+            self._jitter,
+            Admit(settings.policy.admit),
+            settings.run.seed,
+            _shape_of(entry),
+            layout.pp_rank,
+            layout.dp_rank,
+        )
+        assert pacer is not None
+        self._pace = _RoundPace(pacer)
+        # The leader of a group decides ahead, by how long its tasks took so far.
+        self._learns_times = settings.layout.tp > 1 and settings.policy.dispatch == Dispatch.READY
+        self._schedule: NativeSchedule | ForwardBackward | TorchSchedule
+        if entry.peer is not None:
+            self._schedule = TorchSchedule(
+                entry.peer, model, layout, self._waits.record, pace=self._pace
+            )
+        else:
+            self._schedule = schedule_of(
+                settings, layout.pp_rank, self._waits.record, pace=self._pace
+            )
+        self._is_warm = False
+
+    def prepare(self, number: int) -> None:
+        """Draw the round's pace, before its step begins."""
+        self._pace.pacer.prepare(number)
+
+    def batches(self, number: int) -> list[Batch]:
+        """The round's microbatches, in the order in which they are admitted."""
+        order = self._pace.pacer.order(number)
+        return [self._batches.batch(number, microbatch) for microbatch in order]
+
+    def warm_up(self, number: int) -> None:
+        """Run the round's step once, so that links are open and no system finds colder caches than
+        another; but for the first time, only as many microbatches as there are ranks, where the
+        schedule is not built for their number. What learns from it runs at the round's pace."""
+        batches = self.batches(number)
+        if self._learns_times:
+            self.step(batches, number)
+        elif self._is_warm and not isinstance(self._schedule, TorchSchedule):
+            self.step(batches[: self.layout.pp])
+        else:
+            self.step(batches)
+        self._is_warm = True
+        self.forget()
+
+    def step(self, batches: Sequence[Batch], number: int | None = None) -> None:
+        """A step, at the pace of a round if one is given; its gradients are added to what is
+        there."""
+        self._pace.round = number
+        with chunks_of(self.settings):
+            if isinstance(self._schedule, TorchSchedule):
+                self._schedule.run(number or 0, batches)
+                return
+            run_schedule(self._schedule, self.settings, self._model, batches)
+
+    def most_s(self, number: int) -> float:
+        """More than a round's turn takes if it is not stuck: its whole work and its messages one
+        after another, some times over, for jitter adds to it."""
+        settings = self.settings
+        met = conditions(
+            self._costs,
+            self._jitter,
+            Admit(settings.policy.admit),
+            settings.shape,
+            settings.run.seed + number,
+            self.layout.dp_rank,
+            number,
+        )
+        times, shape = met.times, met.shape
+        rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
+        # Both ways on every link; what a message takes follows from link and microbatch alone.
+        messages_ns = sum(
+            met.links(rank, other, Task(0, Kind.F, microbatch))
+            for rank in range(shape.num_ranks)
+            for other in (rank - 1, rank + 1)
+            for microbatch in range(shape.num_microbatches)
+        )
+        work_ns = sum(map(sum, rows)) + shape.num_chunks * messages_ns
+        stopped_ns = sum(stop.until_ns for stop in self._jitter.stops)
+        return _PATIENCE_S + (_PATIENCE_FACTOR * work_ns + stopped_ns) / NS_PER_S
+
+    def gradients(self) -> Gradients:
+        return gradients(self._model.chunks, self.settings, self.layout)
+
+    def forget(self) -> None:
+        """Empty the gradients and what was recorded."""
+        for chunk in self._model.chunks:
+            chunk.zero_grad_buffer()
+        self._model.optimizer.zero_grad()
+        self._waits.take_ns()
+
+    def figures(self, offset_ns: int) -> torch.Tensor:
+        """What the last step came to on this rank, as `rrfp.race.rank` reads it."""
+        summary = self._schedule.last_step
+        assert summary is not None
+        tally = self._pace.pacer.tally
+        coordination_ns, blocking_ns = self._waits.take_ns()
+        return torch.tensor(
+            [
+                summary.start_ns + offset_ns,
+                summary.end_ns + offset_ns,
+                summary.busy_ns,
+                blocking_ns,
+                coordination_ns,
+                summary.peak_held,
+                tally.num_tasks,
+                tally.num_over,
+            ],
+            # It holds nanoseconds exactly for the first hundred days after a host's start.
+            dtype=torch.float64,
+        )
+
+    def rest(self) -> None:
+        """Let go of what would disturb others."""
+        if isinstance(self._schedule, ForwardBackward):
+            self._schedule.close()
+
+
+def _check_costs(pace: str, sha256: str | None) -> None:
+    """Raise UsageError when the costs here are not those of the host that planned the race."""
+    file = costs_file(pace)
+    if file is not None and sha256_of(file) != sha256:
+        raise UsageError(
+            f"the costs {pace} on {socket.gethostname()} are not those that the race was planned "
+            "with; leave them as they are, the same on all hosts"
+        )
+
+
+def _shape_of(entry: Entry) -> Shape:
+    """The shape of an entry's step, of the kinds of tasks that it has."""
+    settings = entry.settings
+    shape = settings.shape
+    if entry.peer is not None:
+        return PEERS[entry.peer].shape(settings.layout.pp, settings.data.microbatches)
+    return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
+
+
+@contextmanager
+def chunks_of(settings: TrainSettings) -> Iterator[None]:
+    """Tell Megatron for a while how many chunks a rank has, which it keeps for all models alike."""
+    from megatron.core import parallel_state
+
+    size = virtual_pipeline_size(settings)
+    before = (
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_rank(),
+    )
+    _set_chunks(size, None if size is None else 0)
+    try:
+        yield
+    finally:
+        _set_chunks(*before)
+
+
+def _set_chunks(size: int | None, chunk: int | None) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(size)
+    parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)

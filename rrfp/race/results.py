@@ -1,0 +1,207 @@
+"""What a race came to: its turns and models as rows.
+
+Ratios are paired: a round's step of one system over the same round's step of another, which met the
+same costs and jitter, or over that step's floor; then the median over the rounds. Intervals hold 95
+of 100 bootstrap medians (`rrfp.analyze.compare`).
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+from rrfp.analyze.compare import Estimate, estimate, resampled_medians
+from rrfp.race.entries import Failure, Turn
+from rrfp.race.lineup import Lineup, LineupRow
+from rrfp.race.modelled import Modelled
+from rrfp.schedule.admission import Admit
+
+MOST_DIFFERENCE = 1e-5
+"""Gradients agree up to this, relative to their norm: sums in another order differ in last bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRow:
+    """A system in a case, as it went. What is None is not known: no turn was ended, its
+    gradients are not known to agree, or the simulator has no such order."""
+
+    lineup_row: LineupRow
+    steps: int
+    """Turns that ended."""
+    step_time_s: Estimate | None
+    ratio_to_megatron: Estimate | None
+    """How many times as fast as Megatron's 1F1B: its time over this one's."""
+    ratio_to_floor: Estimate | None
+    ratio_to_load: Estimate | None
+    ratio_to_simulated: Estimate | None
+    slowdown: Estimate | None
+    """By how much a step takes longer than the one it is held against, as a share of that."""
+    compute_s: float | None
+    blocking_s: float | None
+    coordination_s: float | None
+    peak_held: float | None
+    over_pace: float | None
+    """The share of tasks whose work took longer than their model."""
+    gradients_agree: bool | None
+    gradients_same: bool | None
+    """To the last bit; of the given order only, for another one adds in another order."""
+    gradient_difference: float | None
+    error: str | None
+
+    @property
+    def label(self) -> str:
+        """The system, the bound on its memory, and the order in which it admits."""
+        lineup_row = self.lineup_row
+        admit = "" if lineup_row.admit is Admit.GIVEN else lineup_row.admit
+        return " ".join(filter(None, (lineup_row.system.name, lineup_row.bound, admit)))
+
+    @property
+    def is_void(self) -> bool:
+        """Whether it did other work than the reference, so that its time says nothing."""
+        return self.gradients_agree is False
+
+    @property
+    def ratios(self) -> dict[str, Estimate | None]:
+        """All that is a share of something else, by name."""
+        return {
+            "ratio_to_megatron": self.ratio_to_megatron,
+            "ratio_to_floor": self.ratio_to_floor,
+            "ratio_to_load": self.ratio_to_load,
+            "ratio_to_simulated": self.ratio_to_simulated,
+            "slowdown": self.slowdown,
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """The row as `rrfp bench --format json` prints it."""
+        lineup_row, system, case = self.lineup_row, self.lineup_row.system, self.lineup_row.case
+        ratios = self.ratios
+        return {
+            "preset": lineup_row.preset,
+            "system": system.name,
+            "hint": None if system.peer else system.hint,
+            "dispatch": system.told_dispatch,
+            "profile": case.profile,
+            "pp": case.pp,
+            "tp": case.tp,
+            "microbatches": case.microbatches,
+            "seed": case.seed,
+            "task_ms": case.task_ms,
+            "chunks": system.chunks,
+            "placement": system.placement,
+            "limit": lineup_row.limit,
+            "hold": lineup_row.hold,
+            "admit": lineup_row.admit,
+            "steps": self.steps,
+            "step_time_s": None if self.step_time_s is None else self.step_time_s.as_json(),
+            **{name: None if each is None else each.median for name, each in ratios.items()},
+            "intervals": {
+                name: [each.low, each.high] for name, each in ratios.items() if each is not None
+            },
+            "compute_s": self.compute_s,
+            "blocking_s": self.blocking_s,
+            "coordination_s": self.coordination_s,
+            "peak_held": self.peak_held,
+            "over_pace": self.over_pace,
+            "gradients_agree": self.gradients_agree,
+            "gradients_same": self.gradients_same,
+            # JSON has no infinity, which it is where the reference is zero.
+            "gradient_difference": self.gradient_difference
+            if self.gradient_difference is not None and math.isfinite(self.gradient_difference)
+            else None,
+            "error": self.error,
+        }
+
+
+def results(
+    lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, Modelled]
+) -> list[ResultRow]:
+    """A row for each of the lineup's."""
+    turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
+    failures: dict[str, Failure] = {}
+    for each in ended:
+        if each.entry not in turns:
+            continue
+        if isinstance(each, Failure):
+            failures[each.entry] = each
+        else:
+            # What failed once and then ended has not failed.
+            failures.pop(each.entry, None)
+            turns[each.entry][each.round] = each
+    valid = {name for name, of_entry in turns.items() if _agree(of_entry)}
+    return [
+        _row(lineup_row, turns, valid, models[lineup_row.entry], failures.get(lineup_row.entry))
+        for lineup_row in lineup.rows
+    ]
+
+
+def _agree(of_entry: Mapping[int, Turn]) -> bool | None:
+    difference = of_entry[0].gradient_difference if 0 in of_entry else None
+    return None if difference is None else difference <= MOST_DIFFERENCE
+
+
+def _row(
+    lineup_row: LineupRow,
+    turns: Mapping[str, Mapping[int, Turn]],
+    valid: set[str],
+    model: Modelled,
+    failure: Failure | None,
+) -> ResultRow:
+    own = turns[lineup_row.entry]
+    rounds = sorted(own)
+    times = {number: own[number].step_time_s for number in rounds}
+    is_valid = lineup_row.entry in valid
+
+    def ratio_to(others: Mapping[int, float] | Sequence[float] | None) -> Estimate | None:
+        if others is None or not is_valid:
+            return None
+        known = others if isinstance(others, Mapping) else dict(enumerate(others))
+        return _estimate([times[number] / known[number] for number in rounds if number in known])
+
+    def times_of(name: str) -> dict[int, float]:
+        """Of an entry; nothing of one whose gradients are not known to agree, or that --system
+        leaves out."""
+        if name not in valid:
+            return {}
+        return {number: turn.step_time_s for number, turn in turns.get(name, {}).items()}
+
+    megatron = times_of(lineup_row.megatron)
+    first = own.get(0)
+    num_tasks = sum(turn.num_tasks for turn in own.values())
+    slower = None if lineup_row.against is None else ratio_to(times_of(lineup_row.against))
+    return ResultRow(
+        lineup_row,
+        len(rounds),
+        step_time_s=_estimate(list(times.values())),
+        ratio_to_megatron=None
+        if not is_valid
+        else _estimate([megatron[each] / times[each] for each in rounds if each in megatron]),
+        ratio_to_floor=ratio_to(model.floor_s),
+        ratio_to_load=ratio_to(model.load_s),
+        ratio_to_simulated=ratio_to(model.simulated_s),
+        slowdown=None
+        if slower is None
+        else Estimate(slower.median - 1, slower.low - 1, slower.high - 1),
+        compute_s=_median([turn.compute_s for turn in own.values()]),
+        blocking_s=_median([turn.blocking_s for turn in own.values()]),
+        coordination_s=_median([turn.coordination_s for turn in own.values()]),
+        peak_held=max((turn.peak_held for turn in own.values()), default=None),
+        over_pace=sum(turn.num_over for turn in own.values()) / num_tasks if num_tasks else None,
+        gradients_agree=_agree(own),
+        gradients_same=first.gradients_same
+        if first is not None and lineup_row.admit is Admit.GIVEN
+        else None,
+        gradient_difference=None if first is None else first.gradient_difference,
+        error=None if failure is None else failure.error,
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _estimate(values: Sequence[float]) -> Estimate | None:
+    if not values:
+        return None
+    return estimate(resampled_medians({"length": np.array(values)}, 0)["length"])

@@ -1,0 +1,101 @@
+"""The systems that are compared, by the names that rows have.
+
+What a name says is all of it but the bound on memory and the admission order, which rows name
+beside it.
+"""
+
+from dataclasses import dataclass
+
+from rrfp.errors import UsageError
+from rrfp.race.peers import PEERS
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement
+
+TORCH = "torch"
+"""The dispatch of rows that torch.distributed.pipelining runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Who decides, by which hint, on which chunks."""
+
+    name: str
+    hint: str
+    dispatch: Dispatch | None = Dispatch.READY
+    """None: one of torch's schedules decides."""
+    chunks: int = 1
+    placement: Placement = Placement.LOOP
+    peer: str | None = None
+    """The schedule of torch.distributed.pipelining; `hint` is then the one of the same tasks."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether tasks are dispatched by readiness, so that memory can be bounded."""
+        return self.dispatch is Dispatch.READY
+
+    @property
+    def told_dispatch(self) -> str:
+        """The dispatch as rows name it."""
+        return TORCH if self.dispatch is None else self.dispatch
+
+
+def _v(name: str, hint: str) -> System:
+    return System(name, hint, chunks=2, placement=Placement.V)
+
+
+def _torch(peer: str, hint: str) -> System:
+    """One of torch's schedules, whose tasks `hint` has too."""
+    layout = PEERS[peer]
+    return System(f"torch-{peer}", hint, None, layout.chunks, layout.placement, peer)
+
+
+MEGATRON = System("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
+"""What all are held against."""
+MEGATRON_INTERLEAVED = System("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
+TORCH_1F1B = _torch("1f1b", "1f1b")
+TORCH_INTERLEAVED = _torch("interleaved", "interleaved")
+TORCH_INTERLEAVED_ZB = _torch("interleaved-zb", "bfw")
+TORCH_ZBV = _torch("zbv", "zb-v")
+FIXED_1F1B = System("fixed-1f1b", "1f1b", Dispatch.FIXED)
+FIXED_ZB_H1 = System("fixed-zb-h1", "zb-h1", Dispatch.FIXED)
+BF = System("bf", "bf")
+FB = System("fb", "fb")
+B_FIRST = System("b-first", "b-first")
+F_FIRST = System("f-first", "f-first")
+BFW = System("bfw", "bfw")
+HINT_1F1B = System("1f1b", "1f1b")
+HINT_ZB_H1 = System("zb-h1", "zb-h1")
+BF_DEEP = _v("bf-deep", "bf-deep")
+BFW_DEEP = _v("bfw-deep", "bfw-deep")
+ZB_V = _v("zb-v", "zb-v")
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        MEGATRON,
+        MEGATRON_INTERLEAVED,
+        TORCH_1F1B,
+        TORCH_INTERLEAVED,
+        TORCH_INTERLEAVED_ZB,
+        TORCH_ZBV,
+        FIXED_1F1B,
+        FIXED_ZB_H1,
+        BF,
+        FB,
+        B_FIRST,
+        F_FIRST,
+        BFW,
+        HINT_1F1B,
+        HINT_ZB_H1,
+        BF_DEEP,
+        BFW_DEEP,
+        ZB_V,
+    )
+}
+
+
+def system_named(name: str) -> System:
+    """The system of that name; UsageError, with the list, for a name that is none."""
+    if name not in SYSTEMS:
+        raise UsageError(f"'{name}' is not a system of the race ({', '.join(SYSTEMS)})")
+    return SYSTEMS[name]

@@ -1,0 +1,1 @@
+"""A recording played again in virtual time: as costs, under another policy, or without jitter."""

@@ -1,0 +1,334 @@
+"""What the steps of a recorded run consisted of: tasks, the delays before them, and messages.
+
+Measured of each step are
+
+- every task's own time. Ranks that run it together count as one: from when the last of them began
+  it to when the last of them ended it.
+- the *overhead* before it: from when it could run to its start. That is the runtime's own work, a
+  group's round of agreement, and waiting for a core.
+- every message's transfer: from the end of the task that sends it, or from when the link was free,
+  to when its receiver could act on it. A message that a rank knew of at a decision had come by
+  then, and one that came between two decisions had not come at the first. So a dispatcher that
+  meets these times decides as the run's did.
+- the tail from the last task of all to the end of the step's window: gradient synchronisation.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+
+from rrfp.replay.recorded import RecordedRun
+from rrfp.replay.redispatch import redispatch
+from rrfp.replay.step_records import Members, StepRecords
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.world import Stretch, Transfer
+from rrfp.trace.records import WaitRecord
+from rrfp.trace.stimuli import task_of
+
+Span = tuple[int, int]
+"""From and to, in ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStep:
+    """What one replica's step consisted of, in ns."""
+
+    durations_ns: Mapping[Task, int]
+    """By task that ran."""
+    overheads_ns: Mapping[Task, int]
+    """The delay before each of them."""
+    transfers_ns: Mapping[Task, int]
+    """The time of the message for a task, if another rank sends one."""
+
+    def busy_ns(self, shape: Shape) -> list[int]:
+        """Time in tasks, by pipeline rank."""
+        totals_ns = [0] * shape.num_ranks
+        for task, time_ns in self.durations_ns.items():
+            totals_ns[shape.rank_of(task.stage)] += time_ns
+        return totals_ns
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """How long each message took; None if messages take no time."""
+        if not self.transfers_ns:
+            return None
+        return lambda sender, receiver, task: self.transfers_ns[task]
+
+    @property
+    def stretch(self) -> Stretch:
+        """Puts its overhead before each task, or the step's median if the run had no such task."""
+        usual_ns = median_low(self.overheads_ns.values())
+        return lambda rank, start_ns, task, time_ns: time_ns + self.overheads_ns.get(task, usual_ns)
+
+    def without_jitter(self) -> "ReplicaStep":
+        """The same step with every task at the mean of its stage and kind in the step; overheads
+        and messages stay."""
+        means_ns = _means(self.durations_ns)
+        return replace(self, durations_ns={task: means_ns[task[:2]] for task in self.durations_ns})
+
+    def with_median_stage(self, stage: int) -> "ReplicaStep":
+        """The same step with the tasks of one stage as fast, in the mean, as those of the median
+        stage; each kind by itself."""
+        means_ns = _means(self.durations_ns)
+        middle_ns = {
+            kind: int(median(mean_ns for (_, other), mean_ns in means_ns.items() if other is kind))
+            for kind in {kind for _, kind in means_ns}
+        }
+        durations_ns = {
+            task: time_ns * middle_ns[task.kind] // max(1, means_ns[task[:2]])
+            if task.stage == stage
+            else time_ns
+            for task, time_ns in self.durations_ns.items()
+        }
+        return replace(self, durations_ns=durations_ns)
+
+    def with_free_links(self) -> "ReplicaStep":
+        """The same step with messages that take no time."""
+        return replace(self, transfers_ns={})
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step of a run."""
+
+    window_ns: int
+    """From the first rank's entry into the schedule to the last one's return from it."""
+    replicas: tuple[ReplicaStep, ...]
+    tail_ns: int
+    """From the end of the last task of all to the end of the window."""
+
+    def without_jitter(self) -> "MeasuredStep":
+        """The same step with every task at the mean of its stage and kind in its replica."""
+        return self._with(ReplicaStep.without_jitter)
+
+    def with_median_stage(self, stage: int) -> "MeasuredStep":
+        """The same step with one stage as fast as the median stage."""
+        return self._with(lambda replica: replica.with_median_stage(stage))
+
+    def with_free_links(self) -> "MeasuredStep":
+        """The same step with messages that take no time."""
+        return self._with(ReplicaStep.with_free_links)
+
+    def _with(self, change: Callable[[ReplicaStep], ReplicaStep]) -> "MeasuredStep":
+        return replace(self, replicas=tuple(map(change, self.replicas)))
+
+
+def measure(run: RecordedRun) -> list[MeasuredStep]:
+    """Measure the steps of a recorded run.
+
+    Raises RrfpError when what a rank's dispatcher took in does not lead to the tasks that it ran.
+    """
+    return [_measure(run, records) for records in run.steps]
+
+
+def _measure(run: RecordedRun, records: StepRecords) -> MeasuredStep:
+    start_ns, end_ns = records.window
+    take = _blocking_replica if run.is_blocking else _replica
+    last_ns = max(
+        task.end_ns
+        for replica in records.replicas
+        for members in replica
+        for rank in members
+        for task in rank.tasks
+    )
+    replicas = tuple(take(run, replica, start_ns) for replica in records.replicas)
+    return MeasuredStep(end_ns - start_ns, replicas, end_ns - last_ns)
+
+
+def _spans(members: Members) -> dict[Task, Span]:
+    """From when the last member began each task to when the last one ended it, in the sequence in
+    which they ran."""
+    spans: dict[Task, Span] = {}
+    for rank in members:
+        for record in rank.tasks:
+            task = task_of(record)
+            start_ns, end_ns = spans.get(task, (record.start_ns, record.end_ns))
+            spans[task] = max(start_ns, record.start_ns), max(end_ns, record.end_ns)
+    return dict(sorted(spans.items(), key=lambda item: item[1]))
+
+
+def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
+    """A step over asynchronous links."""
+    spans: dict[Task, Span] = {}
+    could_run_ns: dict[Task, int] = {}
+    came_ns: dict[Task, int] = {}
+    for members in replica:
+        of_rank = _spans(members)
+        could_run, came = _decided(run, members, of_rank, start_ns)
+        spans |= of_rank
+        could_run_ns |= could_run
+        came_ns |= came
+    transfers_ns = _transfers_ns(run.shape, spans, came_ns)
+    return ReplicaStep(
+        {task: end_ns - begin_ns for task, (begin_ns, end_ns) in spans.items()},
+        {
+            task: max(0, begin_ns - max(could_run_ns[task], came_ns.get(task, 0)))
+            for task, (begin_ns, _) in spans.items()
+        },
+        transfers_ns,
+    )
+
+
+def _decided(
+    run: RecordedRun, members: Members, spans: dict[Task, Span], start_ns: int
+) -> tuple[dict[Task, int], dict[Task, int]]:
+    """When each task of a rank could run, and when the rank could act on each of its messages.
+
+    The leader's stimuli tell which messages each decision knew of. A decision that follows a task
+    directly counts from the end of that task, and one that ends a wait from when it was taken.
+    Every member must decide again as it did.
+    """
+    leader = members[0]
+    for follower in range(1, len(members)):
+        deque(redispatch(run, members, follower), maxlen=0)
+    received_ns: dict[Task, int] = {}
+    for rank in members:
+        for receive in rank.receives:
+            task = task_of(receive)
+            received_ns[task] = max(receive.end_ns, received_ns.get(task, 0))
+    could_run_ns: dict[Task, int] = {}
+    came_ns: dict[Task, int] = {}
+    # A rank may enter late, and cannot act on anything before that.
+    free_ns = start_ns
+    last_ns = leader.entry_ns - 1
+    waits = False
+    earlier: list[Task] = []
+    latest: list[Task] = []
+    for stimulus, decided in redispatch(run, members):
+        if stimulus.name == "InputArrived":
+            latest.append(task_of(stimulus))
+            continue
+        if decided is None:
+            waits = waits or stimulus.name == "ComputeIdle"
+            earlier += latest
+            latest = []
+            continue
+        now_ns = max(stimulus.time_ns, free_ns) if waits else free_ns
+        if not could_run_ns and (earlier or latest):
+            now_ns = max(now_ns, leader.entry_ns)
+        could_run_ns[decided] = now_ns
+        for task in earlier:
+            came_ns[task] = min(max(received_ns.get(task, now_ns), last_ns + 1), now_ns)
+        for task in latest:
+            raw_ns = now_ns if waits else received_ns.get(task, now_ns)
+            came_ns[task] = min(max(raw_ns, last_ns + 1), now_ns)
+        earlier, latest = [], []
+        last_ns, free_ns, waits = now_ns, spans[decided][1], False
+    return could_run_ns, came_ns
+
+
+def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
+    """A step over blocking transfers.
+
+    Runs of Megatron's own schedules record only the waits for transfers. There a message has passed
+    when the first of its two ranks goes on, and its transfer began when both were ready for it.
+    """
+    shape = run.shape
+    recorded = {
+        task_of(receive): receive[:2] for members in replica for receive in members[0].receives
+    }
+    ranks = [_BlockingRank(members, start_ns) for members in replica]
+    ends_ns = {task: end_ns for rank in ranks for task, (_, end_ns) in rank.spans.items()}
+    passes_ns: dict[Task, int] = {}
+    meetings: dict[Task, list[tuple[_BlockingRank, _Place]]] = {}
+    for task in ends_ns:
+        sender, link = shape.sender(task), shape.link(task)
+        if sender is None or link is None:
+            continue
+        source, destination = (ranks[rank] for rank in link)
+        found = [(destination, destination.receives(task)), (source, source.sends(sender))]
+        meetings[task] = [(rank, place) for rank, place in found if place is not None]
+        if task in recorded:
+            passes_ns[task] = recorded[task][1]
+        else:
+            goes_on_ns = [rank.wait(place).end_ns for rank, place in meetings[task]]
+            passes_ns[task] = max(ends_ns[sender], min(goes_on_ns, default=0))
+        for rank, place in meetings[task]:
+            rank.pass_by(place, passes_ns[task])
+    transfers_ns = {}
+    for task, places in meetings.items():
+        both_there_ns = max((rank.there_ns(place) for rank, place in places), default=0)
+        begin_ns, end_ns = recorded.get(task, (both_there_ns, passes_ns[task]))
+        transfers_ns[task] = max(0, end_ns - begin_ns)
+    overheads_ns: dict[Task, int] = {}
+    for rank in ranks:
+        for gap, (task, (begin_ns, _)) in enumerate(rank.spans.items()):
+            could_run_ns = rank.there_ns((gap, len(rank.waits[gap])))
+            overheads_ns[task] = max(0, begin_ns - could_run_ns)
+    durations_ns = {
+        task: end_ns - begin_ns for rank in ranks for task, (begin_ns, end_ns) in rank.spans.items()
+    }
+    return ReplicaStep(durations_ns, overheads_ns, transfers_ns)
+
+
+_Place = tuple[int, int]
+"""A wait of a rank: the gap before its task of that number, and which of the gap's waits."""
+
+
+class _BlockingRank:
+    """The tasks of a rank, and its waits for transfers in the gaps before, between and after."""
+
+    def __init__(self, members: Members, start_ns: int) -> None:
+        self.spans = _spans(members)
+        self._number = {task: number for number, task in enumerate(self.spans)}
+        starts_ns = sorted(task.start_ns for task in members[0].tasks)
+        self.waits: list[list[WaitRecord]] = [[] for _ in range(len(starts_ns) + 1)]
+        for wait in sorted(members[0].waits):
+            if wait.cause != Cause.GRADIENT_SYNC:
+                self.waits[bisect_left(starts_ns, wait.end_ns)].append(wait)
+        self._free_ns = [start_ns, *(end_ns for _, end_ns in self.spans.values())]
+        self._passed_ns: defaultdict[_Place, int] = defaultdict(int)
+
+    def receives(self, task: Task) -> _Place | None:
+        """Where the rank waits for a task's input: right before it, or before an earlier task."""
+        gaps = range(self._number[task], -1, -1)
+        return next(((gap, len(self.waits[gap]) - 1) for gap in gaps if self.waits[gap]), None)
+
+    def sends(self, task: Task) -> _Place | None:
+        """Where the rank waits for a task's output to go: right after it, or after a later task."""
+        gaps = range(self._number[task] + 1, len(self.waits))
+        return next(((gap, 0) for gap in gaps if self.waits[gap]), None)
+
+    def wait(self, place: _Place) -> WaitRecord:
+        gap, index = place
+        return self.waits[gap][index]
+
+    def pass_by(self, place: _Place, now_ns: int) -> None:
+        """A message that the rank waits for there has passed."""
+        self._passed_ns[place] = max(self._passed_ns[place], now_ns)
+
+    def there_ns(self, place: _Place) -> int:
+        """When the rank comes to that wait: it is free, and its earlier messages have passed."""
+        gap, index = place
+        earlier = (self._passed_ns[gap, before] for before in range(index))
+        return max((self._free_ns[gap], *earlier))
+
+
+def _transfers_ns(
+    shape: Shape, spans: Mapping[Task, Span], came_ns: dict[Task, int]
+) -> dict[Task, int]:
+    """How long each message took on its link, one after the other. A message that seems to have
+    come before it can have left comes when it leaves, in `came_ns` too."""
+    transfers_ns: dict[Task, int] = {}
+    free_ns: dict[tuple[int, int], int] = {}
+    for task, (_, end_ns) in sorted(spans.items(), key=lambda item: item[1][1]):
+        receiver = shape.receiver(task)
+        link = None if receiver is None else shape.link(receiver)
+        if receiver is None or link is None:
+            continue
+        leaves_ns = max(end_ns, free_ns.get(link, 0))
+        came_ns[receiver] = free_ns[link] = max(leaves_ns, came_ns[receiver])
+        transfers_ns[receiver] = came_ns[receiver] - leaves_ns
+    return transfers_ns
+
+
+def _means(times_ns: Mapping[Task, int]) -> dict[tuple[int, Kind], int]:
+    """The mean time by stage and kind, to the nearest ns."""
+    by_kind: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    for task, time_ns in times_ns.items():
+        by_kind[task[:2]].append(time_ns)
+    return {key: (2 * sum(each) + len(each)) // (2 * len(each)) for key, each in by_kind.items()}

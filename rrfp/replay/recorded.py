@@ -1,0 +1,111 @@
+"""What a recording tells of its run: the pipeline's shape, what steered it, and who ran together.
+
+The shape is that of the records themselves (`recorded_layout`); what steered the run stands in its
+settings (`recorded_policy`).
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.recorded_layout import RecordedLayout
+from rrfp.replay.recorded_policy import RecordedSettings, policy_of
+from rrfp.replay.step_records import StepRecords
+from rrfp.schedule.hints.hint import Hint, kinds_of
+from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
+from rrfp.schedule.shape import Shape
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import is_evaluation, step_windows
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A run whose steps can be replayed."""
+
+    shape: Shape
+    policy: Policy
+    hint_name: str
+    is_blocking: bool
+    """Its transfers lay on the compute path, like Megatron's own."""
+    may_share_cores: bool
+    """Several ranks computed on one host's CPU; traces do not tell how many cores it has."""
+    num_members: int
+    steps: tuple[StepRecords, ...]
+    """The steps that every rank finished and that have all tasks of the shape."""
+    left_out: tuple[int, ...]
+    """The other steps asked for."""
+
+    @property
+    def told(self) -> str:
+        """Its policy in a few words: `bf ready, limit 32`."""
+        policy = self.policy
+        words = [f"{self.hint_name} {policy.dispatch}"]
+        if self.is_blocking:
+            words.append("blocking transfers")
+        if policy.limit is not None:
+            words.append(f"limit {policy.limit}")
+        if policy.hold is not None:
+            words.append(f"hold {policy.hold}")
+        return ", ".join(words)
+
+    def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, int | Fraction | None]:
+        """The limit and the hold that the run keeps under another dispatch. The usual limit belongs
+        to `ready` dispatch: an order that binds is not held to it."""
+        own = self.policy
+        if own.hold is not None:
+            return None, own.hold
+        if dispatch is own.dispatch:
+            return own.limit, None
+        if dispatch is Dispatch.FIXED:
+            return None if own.limit == DEFAULT_LIMIT else own.limit, None
+        return own.limit or DEFAULT_LIMIT, None
+
+    def with_hint(self, hint: Hint) -> Shape:
+        """The run's shape, its backward split as the hint says."""
+        return replace(self.shape, kinds=kinds_of(hint))
+
+
+def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
+    """Find out what a recording's run was. `steps` chooses among its steps that train; None takes
+    all. Evaluations are not replayed, as they have no backward.
+
+    Raises RrfpError when the trace does not tell, or no step is whole or has a backward, and
+    UsageError when the run has none of the steps asked for.
+    """
+    layout = RecordedLayout(recording)
+    windows = step_windows(recording)
+    begun = {task.step for records in recording.ranks for task in records.tasks}
+    found = begun | windows.keys()
+    if found and all(map(is_evaluation, found)):
+        raise RrfpError("the trace has evaluations only, and only steps that train are replayed")
+    begun = {step for step in begun if not is_evaluation(step)}
+    asked = sorted(
+        step for step in found if not is_evaluation(step) and (steps is None or step in steps)
+    )
+    if not asked:
+        if steps is None or not begun:
+            raise RrfpError("the trace has no steps; the run ended before its first one did")
+        raise UsageError(
+            "the trace has none of the steps asked for; it has those from "
+            f"{min(begun)} to {max(begun)}"
+        )
+    finished = [step for step in asked if step in windows]
+    if not finished:
+        raise RrfpError(f"none of the steps {asked[0]}:{asked[-1] + 1} was finished by every rank")
+    by_step = layout.steps({step: windows[step] for step in finished})
+    shape = layout.shape(by_step)
+    whole = [step for step in by_step if step.is_whole(shape)]
+    if not whole:
+        raise RrfpError("no step of the trace has all of its tasks; see 'rrfp trace check'")
+    settings = RecordedSettings(recording)
+    kept = {each.step for each in whole}
+    return RecordedRun(
+        shape,
+        policy_of(settings, shape, whole[0]),
+        settings.text("hint"),
+        settings.is_blocking,
+        settings.computes_on_cpu and layout.shares_hosts,
+        layout.num_members,
+        tuple(whole),
+        tuple(step for step in asked if step not in kept),
+    )

@@ -1,0 +1,316 @@
+"""What a recorded run would have taken under another policy, or without what slowed it.
+
+The run is replayed under its own policy first. What passed between its tasks comes from the run
+itself, so this replay should be off by next to nothing. Its error, which the report states, tells
+whether the replay is sound, not how well it predicts another policy. Savings compare each step's
+replay with the same step's replay as it was, because some steps are long whatever the policy.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from statistics import median
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.measured import MeasuredStep, measure
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.replayed import W_SHARE, replay
+from rrfp.replay.structural import Structural, structural
+from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.step import SimulatedStep
+from rrfp.trace.records import NS_PER_S, Recording
+
+_LEAST_SAVING = 0.005
+"""A smaller saving is not worth a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to change in a replay. A changed policy is `ready` unless it says `fixed`, keeps the
+    bound that the run was given unless it has its own, and runs over asynchronous links."""
+
+    hint: Hint | None = None
+    dispatch: Dispatch | None = None
+    limit: int | None = None
+    hold: int | None = None
+    """In microbatches of the whole rank."""
+    unbound: bool = False
+    """Without the bound that the run was given."""
+    without_jitter: bool = False
+    median_stage: int | None = None
+    """Make this stage as fast as the median stage."""
+    free_links: bool = False
+
+    @property
+    def has_policy(self) -> bool:
+        return self.unbound or any(
+            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold)
+        )
+
+    def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
+        """The changed policy, and the shape whose backward is split as it says.
+
+        Raises UsageError for bounds that exclude each other, or that a binding order passes.
+        """
+        hint = self.hint or run.policy.hint
+        dispatch = self.dispatch or Dispatch.READY
+        limit: int | None = self.limit
+        hold: int | Fraction | None = self.hold
+        if limit is None and hold is None and not self.unbound:
+            limit, hold = run.bounds_under(dispatch)
+        own = run.policy
+        if dispatch is Dispatch.FIXED:
+            return fitted(Policy(hint, None, dispatch, limit, hold), run.shape)
+        w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
+        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement)
+        return fitted(policy, run.shape, counts_places=False)
+
+    def apply(self, step: MeasuredStep) -> MeasuredStep:
+        """The step with every change but that of the policy."""
+        if self.median_stage is not None:
+            step = step.with_median_stage(self.median_stage)
+        if self.without_jitter:
+            step = step.without_jitter()
+        return step.with_free_links() if self.free_links else step
+
+    def told(self, run: RecordedRun) -> str:
+        """In a few words: `bfw, hold 8, free links`."""
+        words = []
+        if self.has_policy:
+            name = self.hint.name if self.hint is not None else run.hint_name
+            dispatch = self.policy(run)[0].dispatch
+            is_told = self.dispatch is not None or dispatch is not run.policy.dispatch
+            words.append(f"{name} {dispatch}" if is_told else name)
+        if self.unbound and self.hold is None:
+            words.append("no bound")
+        for what, value in (("limit", self.limit), ("hold", self.hold)):
+            if value is not None:
+                words.append(f"{what} {value}")
+        if self.without_jitter:
+            words.append("without jitter")
+        if self.median_stage is not None:
+            words.append(f"stage {self.median_stage} as fast as the median")
+        if self.free_links:
+            words.append("free links")
+        return ", ".join(words) or "as it was"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one change would have made of the run."""
+
+    what: str
+    hint: str
+    policy: Policy
+    makespan_ns: int
+    """The run's replayed time less the saving."""
+    saving: float
+    """The share of a step's replayed time that this would save, the median over the steps; negative
+    for a loss."""
+    peak_held: tuple[float, ...]
+    """The most activations held in any step, by pipeline rank, in whole-rank microbatches."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "what": self.what,
+            "hint": self.hint,
+            "dispatch": str(self.policy.dispatch),
+            "limit": self.policy.limit,
+            "hold": None if self.policy.hold is None else int(self.policy.hold),
+            "makespan_s": self.makespan_ns / NS_PER_S,
+            "saving": self.saving,
+            "peak_held": list(self.peak_held),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A run replayed as it was and with changes; medians over the steps."""
+
+    run: RecordedRun
+    measured_ns: int
+    replay_error: float
+    """How far the replay is off the measured step, either way, as a share of it."""
+    as_it_was: Row
+    rows: tuple[Row, ...]
+    bubble: Structural
+    conclusion: str
+    """In a sentence."""
+    caution: str
+    """Why the rows may not predict the run, in a sentence; empty if nothing speaks against them."""
+
+    def as_json(self) -> dict[str, object]:
+        """The object that `rrfp analyze whatif --format json` prints."""
+        return {
+            "replay_error": self.replay_error,
+            "measured_s": self.measured_ns / NS_PER_S,
+            "replayed_s": self.as_it_was.makespan_ns / NS_PER_S,
+            "bubble": {
+                **self.bubble.whole.as_json(),
+                "ranks": [rank.as_json() for rank in self.bubble.ranks],
+            },
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+
+def what_if(
+    recording: Recording,
+    changes: Callable[[RecordedRun], Sequence[Change]] | None = None,
+    steps: range | None = None,
+    w_share: float | None = None,
+) -> WhatIf:
+    """Replay a recorded run as it was, and with each of the changes; None takes a sensible set.
+
+    `w_share` is the weight gradient's share of a backward that was recorded whole, under a hint
+    that splits it; None means `W_SHARE`. Raises RrfpError when the trace cannot be replayed, and
+    UsageError for steps that it lacks or a change that the run cannot have.
+    """
+    run = read_run(recording, steps)
+    w_share = W_SHARE if w_share is None else w_share
+    if not 0 <= w_share <= 1:
+        raise UsageError(f"the weight gradient's share is {w_share:g}; it must be from 0 to 1")
+    return _WhatIf(run, measure(run), w_share).report(changes)
+
+
+class _WhatIf:
+    """The replays of one run."""
+
+    def __init__(self, run: RecordedRun, steps: list[MeasuredStep], w_share: float) -> None:
+        if any(step.window_ns <= 0 for step in steps):
+            raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
+        self._run = run
+        self._steps = steps
+        self._w_share = w_share
+        self._own_ns = [step.makespan_ns for step in self._play(Change())]
+
+    def report(self, changes: Callable[[RecordedRun], Sequence[Change]] | None) -> WhatIf:
+        run, steps = self._run, self._steps
+        chosen = changes(run) if changes is not None else self._sensible()
+        rows = [self._row(change) for change in chosen]
+        return WhatIf(
+            run,
+            int(median(step.window_ns for step in steps)),
+            median(
+                abs(own_ns - step.window_ns) / step.window_ns
+                for own_ns, step in zip(self._own_ns, steps, strict=True)
+            ),
+            self._row(Change()),
+            tuple(rows),
+            structural(run, steps),
+            self._conclusion(chosen, rows),
+            self._caution(chosen),
+        )
+
+    def _play(self, change: Change) -> list[SimulatedStep]:
+        run = self._run
+        stage, num_stages = change.median_stage, run.shape.num_stages
+        if stage is not None and not 0 <= stage < num_stages:
+            raise UsageError(f"the run has no stage {stage}; choose one from 0 to {num_stages - 1}")
+        policy, shape = change.policy(run) if change.has_policy else (None, None)
+        return [
+            replay(run, change.apply(step), policy, shape, self._w_share) for step in self._steps
+        ]
+
+    def _row(self, change: Change) -> Row:
+        run = self._run
+        played = self._play(change)
+        saving = _saving(self._own_ns, [step.makespan_ns for step in played])
+        peaks = zip(*(step.peak_held for step in played), strict=True)
+        return Row(
+            change.told(run),
+            change.hint.name if change.hint is not None else run.hint_name,
+            change.policy(run)[0] if change.has_policy else run.policy,
+            round(median(self._own_ns) * (1 - saving)),
+            saving,
+            tuple(max(held) / run.shape.num_chunks for held in peaks),
+        )
+
+    def _sensible(self) -> list[Change]:
+        """The paper's hints and the usual order, then without each thing that may slow a run."""
+        run = self._run
+        changes = [Change(HINTS["bf"])]
+        changes.append(Change(HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]))
+        for name in ("zb-v", "interleaved", "1f1b"):
+            if ORDERS[name].fits(run.shape):
+                changes.append(Change(ORDERS[name].on(run.shape), Dispatch.FIXED))
+                break
+        changes = [change for change in changes if self._is_other(change)]
+        changes.append(Change(without_jitter=True))
+        if self._slow_stage is not None:
+            changes.append(Change(median_stage=self._slow_stage))
+        if run.shape.num_ranks > 1:
+            changes.append(Change(free_links=True))
+        return changes
+
+    def _is_other(self, change: Change) -> bool:
+        """Whether a changed policy can keep the run's bound, and differs from the run's own."""
+        run = self._run
+        try:
+            policy, _ = change.policy(run)
+        except UsageError:
+            return False
+        own = run.policy
+        return run.is_blocking or (policy.hint, policy.dispatch) != (own.hint, own.dispatch)
+
+    def _conclusion(self, changes: Sequence[Change], rows: Sequence[Row]) -> str:
+        """What the best of the changed policies would save, and what is behind the rest."""
+        policies = [
+            (row, change) for row, change in zip(rows, changes, strict=True) if change.has_policy
+        ]
+        if not policies:
+            return ""
+        best, change = max(policies, key=lambda each: each[0].saving)
+        if best.saving <= 0:
+            return f"{best.what} would save nothing: no policy here is faster than the run's own."
+        if best.saving < _LEAST_SAVING:
+            return (
+                f"{best.what} would save less than {_LEAST_SAVING:.1%}, and no policy here would "
+                "save more."
+            )
+        saved = f"You would save {best.saving:.0%} with {best.what}"
+        if change.median_stage is not None:
+            return f"{saved}."
+        stage = self._slow_stage
+        if stage is None:
+            return f"{saved}; no stage has more work than the median."
+        times_ns, helped_ns = (
+            [step.makespan_ns for step in self._play(each)]
+            for each in (change, replace(change, median_stage=stage))
+        )
+        helped = _saving(times_ns, helped_ns)
+        if helped < _LEAST_SAVING:
+            return (
+                f"{saved}; the busiest stage, {stage}, as fast as the median would then save less "
+                f"than {_LEAST_SAVING:.1%}."
+            )
+        return f"{saved}, {helped:.0%} of what remains is stage {stage}, slower than the median."
+
+    def _caution(self, changes: Sequence[Change]) -> str:
+        if not (self._run.may_share_cores and any(change.has_policy for change in changes)):
+            return ""
+        return (
+            "Task times are as recorded. If the ranks shared cores, another policy would have "
+            "changed them, and its row can be far off."
+        )
+
+    @cached_property
+    def _slow_stage(self) -> int | None:
+        """The stage whose tasks take the most time, if that is more than the median."""
+        totals_ns = [0] * self._run.shape.num_stages
+        for step in self._steps:
+            for replica in step.replicas:
+                for task, time_ns in replica.durations_ns.items():
+                    totals_ns[task.stage] += time_ns
+        most_ns = max(totals_ns)
+        return totals_ns.index(most_ns) if most_ns > median(totals_ns) else None
+
+
+def _saving(before_ns: Sequence[int], after_ns: Sequence[int]) -> float:
+    """The share of a step's time that is saved, the median over the steps."""
+    return median(1 - after / before for before, after in zip(before_ns, after_ns, strict=True))

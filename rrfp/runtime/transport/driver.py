@@ -1,0 +1,287 @@
+"""Carries the bytes of one end of a link between its protocol (`link.py`) and a socket.
+
+Each end has a thread. The socket never blocks: the thread waits in `poll` for the socket and for a
+wake-up pipe, so that a new message, a close, a due heartbeat and a silent peer all end the same
+wait. Only the thread reads. It also writes what whoever sends could not: that one puts into the
+socket at once as much as it takes without waiting, for every hand-over to a thread costs both of
+them time on the way of every task.
+
+Whoever writes to the socket, or closes it, holds `_write_lock`, from `next_write` to the `wrote`
+that follows. `_lock` is held around each call of the protocol, never around a system call that may
+take time, and never while the inbox or the recorder is told something.
+"""
+
+import os
+import select
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Lock, Thread
+from typing import Generic, TypeVar
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.pace import sleep_until
+from rrfp.runtime.protocols import Clock, Inbox, Message, monotonic
+from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.link import Link, Output, State
+from rrfp.runtime.transport.source_link import SourceLink
+from rrfp.runtime.transport.wire import Purpose
+from rrfp.schedule.tasks import Task
+from rrfp.trace.records import ReceiveRecord, Record, SendRecord
+
+_MAX_BUFFERS_PER_WRITE = 64
+_NS_PER_MS = 1_000_000
+_RECORDS = (SendRecord, ReceiveRecord)
+
+L = TypeVar("L", bound=Link)
+
+
+class LinkDriver(Generic[L]):
+    """One end of a link over a connected socket, which it owns."""
+
+    def __init__(
+        self,
+        link: L,
+        rank: int,
+        connection: socket.socket,
+        inbox: Inbox,
+        record: Callable[[Record], None] | None,
+        name: str,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`record` is called by the thread and by whoever sends. `name` is the thread's."""
+        self._link = link
+        self._rank = rank
+        self._connection = connection
+        self._inbox = inbox
+        self._record = record
+        self._clock = clock
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._write_lock = Lock()
+        """Taken before `_lock`."""
+        self._lock = Lock()
+        # Guarded by the lock, as the link is.
+        self._is_woken = False
+        self._has_ended = False
+        # Of the thread alone.
+        self._is_full = False
+
+    def start(self) -> None:
+        """Start the thread, which closes the connection once the link is over."""
+        self._connection.setblocking(False)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        self._poller = select.poll()
+        self._poller.register(self._wake_reader, select.POLLIN)
+        self._poller.register(self._connection, select.POLLIN)
+        self._thread.start()
+
+    def begin_close(self, deadline_ns: int, *, farewell: bool) -> None:
+        """Begin to close the link (`Link.begin_close`)."""
+        with self._lock:
+            self._link.begin_close(deadline_ns, farewell=farewell)
+            self._wake()
+
+    def join(self) -> None:
+        """Wait for the thread, which ends by the deadline given to `begin_close`."""
+        self._thread.join()
+
+    def _wake(self) -> None:
+        """Make the thread look; the caller holds the lock."""
+        if not self._is_woken and not self._has_ended:
+            self._is_woken = True
+            os.write(self._wake_writer, b"\0")
+
+    def _tell(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            if not isinstance(output, _RECORDS):
+                self._inbox.put(output)
+            elif self._record is not None:
+                self._record(output)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._exchange()
+        except Exception as error:  # A thread that dies in silence would hang the run.
+            with self._lock:
+                outputs = self._link.fail(
+                    RrfpError(
+                        f"the link between ranks {self._rank} and {self._link.peer} failed on rank"
+                        f" {self._rank} with {type(error).__name__}: {error}"
+                    )
+                )
+            self._tell(outputs)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
+        with self._write_lock:
+            with suppress(OSError):
+                if last_words := self._link.last_words():
+                    self._connection.sendmsg(last_words)
+            # Closing alone tells the peer nothing while a process that was forked meanwhile, such
+            # as a data loader's worker, has the connection open, too.
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+
+    def _exchange(self) -> None:
+        link = self._link
+        while True:
+            with self._write_lock:
+                self._write()
+            with self._lock:
+                if link.state is State.OVER:
+                    return
+                now_ns = self._clock()
+                patience_ns, due_ns = link.patience_ns(now_ns), link.due_ns
+            if self._wait(now_ns, patience_ns, due_ns):
+                self._read()
+                continue
+            with self._lock:
+                outputs = link.waited(self._clock())
+            self._tell(outputs)
+
+    def _wait(self, now_ns: int, patience_ns: int, due_ns: int | None) -> bool:
+        """Wait for whatever comes first; tell whether the connection has something to read."""
+        # Rounded up: rounding down would spin through the last millisecond.
+        patience_ms = patience_ns // _NS_PER_MS + 1 if patience_ns else 0
+        if due_ns is not None:
+            left_ns = max(0, due_ns - now_ns)
+            patience_ms = min(patience_ms, left_ns // _NS_PER_MS)
+            if patience_ms == 0:
+                sleep_until(now_ns + left_ns)
+        events = dict(self._poller.poll(patience_ms))
+        if self._wake_reader in events:
+            with self._lock:
+                os.read(self._wake_reader, 1)
+                self._is_woken = False
+        state = events.get(self._connection.fileno(), 0)
+        if self._is_full and state & (select.POLLOUT | select.POLLHUP | select.POLLERR):
+            self._set_full(False)
+        return bool(state & ~select.POLLOUT)
+
+    def _set_full(self, is_full: bool) -> None:
+        self._is_full = is_full
+        events = select.POLLIN | (select.POLLOUT if is_full else 0)
+        self._poller.modify(self._connection, events)
+
+    def _write(self) -> None:
+        """Write as much as the socket takes; the caller holds the lock for it."""
+        link = self._link
+        while not self._is_full:
+            with self._lock:
+                buffers = link.next_write(self._clock())
+            if not buffers:
+                return
+            try:
+                num_bytes = self._connection.sendmsg(buffers[:_MAX_BUFFERS_PER_WRITE])
+            except BlockingIOError:
+                num_bytes = 0
+                self._set_full(True)
+            except (BrokenPipeError, ConnectionResetError):
+                num_bytes = -1
+            with self._lock:
+                outputs = (
+                    link.write_failed() if num_bytes < 0 else link.wrote(num_bytes, self._clock())
+                )
+                has_left = link.state is State.LINGERING
+            if outputs:
+                self._tell(outputs)
+            if has_left:
+                with suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_WR)
+
+    def _read(self) -> None:
+        """Take at most one frame."""
+        link = self._link
+        outputs: list[Output] | None = None
+        while outputs is None:
+            try:
+                num_bytes = self._connection.recv_into(link.next_read())
+            except BlockingIOError:
+                return
+            except (ConnectionResetError, BrokenPipeError):
+                num_bytes = 0
+            except OSError as error:
+                with self._lock:
+                    outputs = link.lose(f"cannot be reached any more ({error})")
+                break
+            with self._lock:
+                outputs = link.received(num_bytes, self._clock())
+        if outputs:
+            self._tell(outputs)
+
+
+class SourceDriver(LinkDriver[SourceLink]):
+    """The end that sends. Any thread may send; none waits."""
+
+    def send(self, message: Message) -> None:
+        """Send a message that `prepare_message` made."""
+        now_ns = self._clock()
+        with self._lock:
+            outputs = self._link.send(message, now_ns)
+        self._go_on(outputs, now_ns)
+
+    def announce(self, purpose: Purpose, step: int, task: Task, position: int) -> None:
+        """Send a report or a decision: it needs no credit and overtakes messages."""
+        with self._lock:
+            outputs = self._link.announce(purpose, step, task, position)
+        self._go_on(outputs, self._clock())
+
+    def _go_on(self, outputs: list[Output], now_ns: int) -> None:
+        """Write what was queued, or leave it to the thread."""
+        if outputs:
+            self._tell(outputs)
+        if self._write_lock.acquire(blocking=False):
+            try:
+                if self._writes_at_once(now_ns):
+                    return
+            finally:
+                self._write_lock.release()
+        with self._lock:
+            self._wake()
+
+    def _writes_at_once(self, now_ns: int) -> bool:
+        """Write what is queued without waiting for anything, and tell whether that leaves nothing
+        to the thread; the caller holds the lock for writing."""
+        link = self._link
+        with self._lock:
+            if not link.may_write_at_once:
+                return False
+            buffers = link.next_write(now_ns)
+            if not buffers:
+                return link.waits_for_peer
+        try:
+            num_bytes = self._connection.sendmsg(buffers[:_MAX_BUFFERS_PER_WRITE])
+        except OSError:
+            # Full, or broken: the thread will meet it again, and act on it.
+            num_bytes = 0
+        with self._lock:
+            outputs = link.wrote(num_bytes, self._clock())
+            is_done = link.waits_for_peer
+        if outputs:
+            self._tell(outputs)
+        return is_done
+
+
+class DestinationDriver(LinkDriver[DestinationLink]):
+    """The end that receives; its thread alone writes."""
+
+    def consumed(self, step: int) -> None:
+        """The compute thread took a message: give its credit back."""
+        with self._lock:
+            if self._link.consumed(step):
+                self._wake()
+
+    def grant(self, num_credits: int) -> None:
+        """Raise the bound on messages in flight; a smaller one changes nothing."""
+        with self._lock:
+            if self._link.grant(num_credits):
+                self._wake()

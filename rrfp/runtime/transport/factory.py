@@ -1,0 +1,53 @@
+"""Which transport carries a rank's messages: the one place where a transport is registered."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch.distributed import Store
+
+from rrfp.errors import UsageError
+from rrfp.runtime.delays import Delays
+from rrfp.runtime.protocols import Inbox, Transport
+from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.trace.records import Record
+
+
+class TransportMaker(Protocol):
+    """Makes a transport that is not open yet. `SocketTransport` says what the arguments mean."""
+
+    def __call__(
+        self,
+        rank: int,
+        store: Store,
+        sends_to: Collection[int],
+        receives_from: Collection[int],
+        inbox: Inbox,
+        *,
+        num_credits: int,
+        prefix: str,
+        record: Callable[[Record], None] | None,
+        connect_s: float,
+        delays: Delays | None,
+    ) -> Transport: ...
+
+
+TRANSPORTS: Mapping[str, TransportMaker] = {
+    "cpu": SocketTransport,
+}
+"""By the type of the device on which a message's tensors lie. Where a peer is, each transport asks
+when it opens, link by link, for a rank can have peers on its own host and on others: the sockets
+take a Unix socket or a TCP port."""
+
+
+def transport_maker(device: torch.device) -> TransportMaker:
+    """What makes transports for tensors on this device. Raises UsageError for a device that none
+    serves."""
+    try:
+        return TRANSPORTS[device.type]
+    except KeyError:
+        served = " and ".join(name.upper() for name in TRANSPORTS)
+        raise UsageError(
+            f"the model is on {device} and messages carry {served} tensors only; there is no"
+            " transport for other devices in this version"
+        ) from None

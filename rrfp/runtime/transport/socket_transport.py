@@ -1,0 +1,228 @@
+"""The socket transport: CPU tensors between the ranks of a run, without a wait for compute.
+
+Ranks on one host meet at Unix sockets, others at TCP ports; the addresses travel through torch's
+store. Each listener has a secret: a Unix socket's lies beside it, for this user alone; a TCP port's
+travels through the store too, and protects the link as far as that store is protected. The wire is
+authenticated when a connection is made, not encrypted: it belongs on a cluster's own network.
+"""
+
+import socket
+from collections.abc import Callable, Collection
+from threading import Lock
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from rrfp.errors import UsageError
+from rrfp.runtime.delays import Delays
+from rrfp.runtime.protocols import Inbox, Message, PeerLostError, monotonic
+from rrfp.runtime.rendezvous import Rendezvous, files_identity
+from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.driver import DestinationDriver, SourceDriver
+from rrfp.runtime.transport.link import LinkOptions
+from rrfp.runtime.transport.source_link import SourceLink
+from rrfp.runtime.transport.whereabouts import Where
+from rrfp.runtime.transport.wire import Purpose, prepare_message
+from rrfp.schedule.tasks import Task
+from rrfp.trace.records import NS_PER_S, Record
+
+_Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
+
+
+class SocketTransport:
+    """One rank's links. Implements `rrfp.runtime.protocols.Transport`.
+
+    A message's tensors must not be written to after `send`: contiguous ones are sent from where
+    they lie. Replacing a tensor's `.data`, as Megatron's deallocation does, is no such write.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        sends_to: Collection[int],
+        receives_from: Collection[int],
+        inbox: Inbox,
+        *,
+        num_credits: int,
+        prefix: str = "rrfp/transport",
+        record: Callable[[Record], None] | None = None,
+        connect_s: float = 60.0,
+        heartbeat_s: float = 1.0,
+        silence_s: float = 20.0,
+        close_s: float = 5.0,
+        max_message_bytes: int = 4 * 2**30,
+        allow_unix: bool = True,
+        address: str | None = None,
+        delays: Delays | None = None,
+    ) -> None:
+        """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
+        how many messages each incoming link must be able to hold that were not `consumed` yet: all
+        of a step's in fixed dispatch, or a rank waits for ever behind the wrong microbatch. It
+        holds up to an eighth more. `record` is called by the links' threads and by whoever sends.
+        `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
+        other hosts. Raises UsageError for settings that cannot work.
+        """
+        _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
+        self._rank = rank
+        self._store = store
+        self._sends_to = sends_to
+        self._receives_from = receives_from
+        self._inbox = inbox
+        self._num_credits = num_credits
+        self._prefix = prefix
+        self._record = record
+        self._connect_s = connect_s
+        self._close_s = close_s
+        self._options = LinkOptions(
+            heartbeat_ns=round(heartbeat_s * NS_PER_S),
+            silence_ns=round(silence_s * NS_PER_S),
+            max_message_bytes=max_message_bytes,
+            keeps_records=record is not None,
+        )
+        self._allow_unix = allow_unix
+        self._address = address
+        self._delays = delays
+        self._lock = Lock()
+        self._is_closed = False
+        self._sources: dict[int, DestinationDriver] = {}
+        self._destinations: dict[int, SourceDriver] = {}
+
+    def open(self) -> None:
+        """Connect every link; returns when all are there.
+
+        Raises PeerLostError naming the rank that did not come within `connect_s`, or that said by
+        `Rendezvous.fail` that it will not, and UsageError for an address that cannot be listened
+        at.
+        """
+        try:
+            self._connect(Rendezvous(self._store, self._prefix, self._rank, self._connect_s))
+        except BaseException:
+            self.close(farewell=False)
+            raise
+
+    def _connect(self, rendezvous: Rendezvous) -> None:
+        rank = self._rank
+        place = files_identity() if self._allow_unix else f"tcp/{rank}"
+        rendezvous.publish(f"place/{rank}", place)
+        peers = sorted({*self._sends_to, *self._receives_from})
+        is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
+        # Links run as soon as they are connected: a peer that is done connecting listens for
+        # this rank's heartbeats while this rank still waits for slower ones.
+        listener = Listener(
+            rank,
+            self._receives_from,
+            self._open_source,
+            unix=any(is_near[peer] for peer in self._receives_from),
+            tcp=not all(is_near[peer] for peer in self._receives_from),
+            address=self._address,
+        )
+        listener.open()
+        try:
+            rendezvous.publish(f"address/{rank}", listener.where.to_json())
+            for peer in self._sends_to:
+                where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
+                left_s = max(rendezvous.remaining_s, 0.001)
+                self._open_destination(
+                    peer, dial(rank, peer, where, unix=is_near[peer], timeout_s=left_s)
+                )
+            listener.wait(rendezvous, self._connect_s)
+        except PeerLostError:
+            # It says why, where it could.
+            rendezvous.raise_if_failed()
+            raise
+        finally:
+            listener.close()
+
+    def _open_destination(self, peer: int, connection: socket.socket) -> None:
+        draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
+        link = SourceLink(self._rank, peer, self._options, monotonic(), draw)
+        driver = SourceDriver(
+            link, self._rank, connection, self._inbox, self._record, f"rrfp-send-to-{peer}"
+        )
+        driver.start()
+        self._destinations[peer] = driver
+
+    def _open_source(self, peer: int, connection: socket.socket) -> None:
+        link = DestinationLink(self._rank, peer, self._options, monotonic(), self._num_credits)
+        driver = DestinationDriver(
+            link, self._rank, connection, self._inbox, self._record, f"rrfp-receive-from-{peer}"
+        )
+        driver.start()
+        self._sources[peer] = driver
+
+    def send(self, peer: int, message: Message) -> None:
+        """Send a message, or what of it can be sent without waiting; the link's thread sends the
+        rest. A tensor that is not contiguous is copied here.
+
+        Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
+        large) and for a peer that this rank does not send to.
+        """
+        prepared = prepare_message(message, self._options.max_message_bytes)
+        _driver(self._destinations, peer, f"rank {self._rank} does not send to").send(prepared)
+
+    def consumed(self, peer: int, step: int) -> None:
+        """Give the link peer -> here one credit back: the compute thread took a message of it."""
+        _driver(self._sources, peer, f"rank {self._rank} does not receive from").consumed(step)
+
+    def grant(self, num_credits: int) -> None:
+        """Raise every incoming link's credits to `num_credits`, for a step with more in flight;
+        a smaller number changes nothing. Its sources need not know."""
+        for source in self._sources.values():
+            source.grant(num_credits)
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        """Tell the group's leader `peer` that the input of a task is here."""
+        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
+        destination.announce(Purpose.REPORT, step, task, 0)
+
+    def decide(self, peer: int, step: int, position: int, task: Task) -> None:
+        """Tell the member `peer` the next task of the agreed sequence."""
+        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
+        destination.announce(Purpose.DECISION, step, task, position)
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Write what is queued, say farewell on every link, and stop every thread, within about
+        `close_s`; a second call does nothing.
+
+        With `farewell=False`, for a rank that fails, nothing is waited for, and the peers are told
+        at once that this rank is lost.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        drivers: list[SourceDriver | DestinationDriver]
+        drivers = [*self._destinations.values(), *self._sources.values()]
+        deadline_ns = monotonic() + round(self._close_s * NS_PER_S)
+        for driver in drivers:
+            driver.begin_close(deadline_ns, farewell=farewell)
+        for driver in drivers:
+            driver.join()
+
+
+def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:
+    try:
+        return drivers[peer]
+    except KeyError:
+        raise UsageError(f"{otherwise} rank {peer}; it was not made with that link") from None
+
+
+def _check(
+    rank: int,
+    sends_to: Collection[int],
+    receives_from: Collection[int],
+    num_credits: int,
+    heartbeat_s: float,
+    silence_s: float,
+) -> None:
+    if rank in sends_to or rank in receives_from:
+        raise UsageError(f"rank {rank} has a link to itself; hand its own outputs over directly")
+    if num_credits < 1:
+        raise UsageError(f"num_credits is {num_credits}; it must be at least 1")
+    if not 0 < heartbeat_s < silence_s:
+        raise UsageError(
+            f"heartbeat_s is {heartbeat_s:g} and silence_s {silence_s:g}; heartbeats must come"
+            " more often than the silence that is taken for a loss"
+        )

@@ -1,0 +1,290 @@
+"""The frames that travel on a link: a fixed binary header, then tensors as they lie in memory.
+
+A frame is a prefix (48 bytes), one descriptor (72 bytes) for each tensor, and the bytes of the
+tensors in that order. Only messages carry tensors. Everything in prefix and descriptors is checked
+before memory is allocated for the tensors, and nothing on the wire is ever executed or unpickled.
+Integers are little-endian; tensors travel in the byte order of the (little-endian) hosts.
+"""
+
+import math
+import struct
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.runtime.protocols import Message
+from rrfp.schedule.tasks import Kind, Task
+
+MAGIC = b"RRFP"
+VERSION = 2
+MAX_DIMENSIONS = 8
+MAX_TENSORS = 255
+
+# magic, version, purpose, kind, number of tensors, stage, microbatch, step, sequence, number, (0)
+_PREFIX = struct.Struct("<4sBBBBiiqqqQ")
+# dtype (0: no tensor), number of dimensions, (0), the dimensions
+_DESCRIPTOR = struct.Struct("<BB6x8q")
+
+_KINDS = (None, Kind.F, Kind.B, Kind.W)
+_DTYPES = (
+    None,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+DTYPES: tuple[torch.dtype, ...] = tuple(dtype for dtype in _DTYPES if dtype is not None)
+"""What a tensor of a message may hold."""
+
+
+class Purpose(IntEnum):
+    """What a frame is for; the values are those on the wire."""
+
+    MESSAGE = 1
+    CREDIT = 2
+    HEARTBEAT = 3
+    FAREWELL = 4
+    REPORT = 5
+    DECISION = 6
+
+
+_WITH_TASK = frozenset({Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION})
+
+
+class FrameError(RrfpError):
+    """What arrived is not a frame of this protocol, or breaks its rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a frame. `task` is None for purposes that concern no task."""
+
+    purpose: Purpose
+    step: int = 0
+    task: Task | None = None
+    sequence: int = 0
+    """Messages on this link before this one; 0 for every other purpose."""
+    number: int = 0
+    """The position in the agreed sequence (decision); how many credits (credit)."""
+    num_tensors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A whole frame as it arrived."""
+
+    header: Header
+    tensors: tuple[torch.Tensor | None, ...]
+    arrived_ns: int
+    """When its prefix was here."""
+    num_bytes: int
+    """Of its tensors."""
+
+
+def payload_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
+    """How many bytes the tensors take on the wire."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def prepare_message(message: Message, max_message_bytes: int) -> Message:
+    """The message as the wire can take it: detached, contiguous, on the CPU.
+
+    Shares memory with the tensors that are contiguous already. Raises UsageError for a tensor that
+    cannot travel.
+    """
+    if len(message.tensors) > MAX_TENSORS:
+        raise UsageError(
+            f"the message for {message.task} has {len(message.tensors)} tensors;"
+            f" a message takes at most {MAX_TENSORS}"
+        )
+    tensors: list[torch.Tensor | None] = []
+    for tensor in message.tensors:
+        if tensor is None:
+            tensors.append(None)
+            continue
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise UsageError(
+                f"a tensor for {message.task} is {tensor.layout} on {tensor.device};"
+                " the socket transport takes dense tensors on the cpu"
+            )
+        if tensor.dtype not in DTYPES:
+            raise UsageError(
+                f"a tensor for {message.task} is of {tensor.dtype};"
+                f" the socket transport takes {', '.join(str(dtype) for dtype in DTYPES)}"
+            )
+        if tensor.dim() > MAX_DIMENSIONS:
+            raise UsageError(
+                f"a tensor for {message.task} has {tensor.dim()} dimensions;"
+                f" the socket transport takes at most {MAX_DIMENSIONS}"
+            )
+        tensors.append(tensor.detach().contiguous())
+    num_bytes = payload_bytes(tensors)
+    if num_bytes > max_message_bytes:
+        raise UsageError(
+            f"the message for {message.task} has {num_bytes} bytes, above the maximum of"
+            f" {max_message_bytes}; raise max_message_bytes on every rank"
+        )
+    return replace(message, tensors=tuple(tensors))
+
+
+def encode_header(header: Header, tensors: Sequence[torch.Tensor | None] = ()) -> bytes:
+    """The prefix and the descriptors of the tensors."""
+    task = header.task
+    parts = [
+        _PREFIX.pack(
+            MAGIC,
+            VERSION,
+            header.purpose,
+            _KINDS.index(task.kind) if task is not None else 0,
+            len(tensors),
+            task.stage if task is not None else 0,
+            task.microbatch if task is not None else 0,
+            header.step,
+            header.sequence,
+            header.number,
+            0,
+        )
+    ]
+    for tensor in tensors:
+        code, shape = (
+            (0, ()) if tensor is None else (_DTYPES.index(tensor.dtype), tuple(tensor.shape))
+        )
+        dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
+        parts.append(_DESCRIPTOR.pack(code, len(shape), *dimensions))
+    return b"".join(parts)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, as bytes; writing to it writes to the tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def decode_prefix(data: bytes | bytearray) -> Header:
+    """Read and check a prefix; raises FrameError that says what is wrong."""
+    magic, version, purpose, kind, num_tensors, stage, microbatch, step, sequence, number, zero = (
+        _PREFIX.unpack(data)
+    )
+    if magic != MAGIC:
+        raise FrameError(f"a frame begins with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise FrameError(f"a frame is of version {version} instead of {VERSION}")
+    try:
+        purpose = Purpose(purpose)
+    except ValueError:
+        raise FrameError(f"a frame has the unknown purpose {purpose}") from None
+    if kind >= len(_KINDS):
+        raise FrameError(f"a frame has the unknown kind {kind}")
+    if (kind != 0) != (purpose in _WITH_TASK):
+        raise FrameError(f"a frame of purpose {purpose.name} has the kind {kind}")
+    if num_tensors and purpose != Purpose.MESSAGE:
+        raise FrameError(f"a frame of purpose {purpose.name} has {num_tensors} tensors")
+    # The step of an evaluation is negative (`rrfp.trace.steps`).
+    if min(stage, microbatch, sequence, number) < 0 or zero:
+        raise FrameError(
+            f"a frame has a negative field (stage {stage}, microbatch {microbatch}, sequence"
+            f" {sequence}, number {number}) or a filled gap ({zero})"
+        )
+    if purpose == Purpose.CREDIT and number == 0:
+        raise FrameError("a credit frame gives no credit")
+    kind_of_task = _KINDS[kind]
+    task = None if kind_of_task is None else Task(stage, kind_of_task, microbatch)
+    return Header(purpose, step, task, sequence, number, num_tensors)
+
+
+TensorForm = tuple[torch.dtype, tuple[int, ...]] | None
+"""A tensor's dtype and shape, or None where there is no tensor."""
+
+
+def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[TensorForm]:
+    """Read and check the descriptors of one message; raises FrameError that says what is wrong."""
+    forms: list[TensorForm] = []
+    total_bytes = 0
+    for code, num_dimensions, *dimensions in _DESCRIPTOR.iter_unpack(data):
+        if code >= len(_DTYPES):
+            raise FrameError(f"a tensor has the unknown dtype {code}")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise FrameError(f"a tensor has {num_dimensions} dimensions")
+        shape = tuple(dimensions[:num_dimensions])
+        if any(dimensions[num_dimensions:]) or min(shape, default=0) < 0:
+            raise FrameError(f"a tensor of {num_dimensions} dimensions has the shape {dimensions}")
+        dtype = _DTYPES[code]
+        if dtype is None:
+            if num_dimensions:
+                raise FrameError(f"a tensor that is not there has {num_dimensions} dimensions")
+            forms.append(None)
+            continue
+        # A zero counts as one, so that the other dimensions of an empty tensor are bounded too.
+        bound_bytes = math.prod(max(size, 1) for size in shape) * dtype.itemsize
+        total_bytes += bound_bytes if 0 not in shape else 0
+        if max(total_bytes, bound_bytes) > max_message_bytes:
+            raise FrameError(
+                f"a message has a tensor of shape {shape} and {dtype}, in all"
+                f" {max(total_bytes, bound_bytes)} bytes or more, above the maximum of"
+                f" {max_message_bytes}"
+            )
+        forms.append((dtype, shape))
+    return forms
+
+
+class FrameReader:
+    """Puts frames together from bytes as they come.
+
+    The bytes go straight to where they belong: into a header's buffer, then into the tensors that
+    are made once that header was checked.
+    """
+
+    def __init__(self, max_message_bytes: int) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buffers = self._build()
+        self.missing = next(self._buffers)
+        """Where the next bytes belong; never empty."""
+
+    def fill(self, num_bytes: int, now_ns: int) -> Frame | None:
+        """So many bytes have come into `missing`: the frame if it is whole now.
+
+        Raises FrameError when the bytes are not a frame.
+        """
+        if num_bytes < len(self.missing):
+            self.missing = self.missing[num_bytes:]
+            return None
+        try:
+            self.missing = self._buffers.send(now_ns)
+        except StopIteration as end:
+            frame: Frame = end.value
+            self._begin()
+            return frame
+        return None
+
+    def _build(self) -> Generator[memoryview, int, Frame]:
+        """Yield the buffers to fill, one after the other, and return the frame made of them. It is
+        sent the time at which each was full."""
+        prefix = bytearray(_PREFIX.size)
+        arrived_ns = yield memoryview(prefix)
+        header = decode_prefix(prefix)
+        if header.num_tensors == 0:
+            return Frame(header, (), arrived_ns, 0)
+        descriptors = bytearray(_DESCRIPTOR.size * header.num_tensors)
+        yield memoryview(descriptors)
+        tensors: list[torch.Tensor | None] = []
+        for form in decode_descriptors(descriptors, self._max_message_bytes):
+            if form is None:
+                tensors.append(None)
+                continue
+            dtype, shape = form
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            if tensor.numel():
+                yield tensor_bytes(tensor)
+            tensors.append(tensor)
+        return Frame(header, tuple(tensors), arrived_ns, payload_bytes(tensors))

@@ -1,0 +1,203 @@
+"""A rank's books of one step: what each of its tasks still lacks, and which are ready.
+
+A task's *number*, by which the lists go, goes by kind, then chunk, then microbatch; its *lane* by
+kind, then chunk. Kinds go by their place in F, B, W: looking one up in a list is much faster than
+hashing it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from heapq import heappush
+
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+
+
+class ReadySet:
+    """What is ready, best first, in the eyes of some members of the group (a bit each in `mask`).
+
+    Entries are the hint's key and the task's number in one integer. An entry stays when its task
+    is dispatched, and is dropped when it comes to the top.
+    """
+
+    def __init__(self, mask: int, num_chunks: int) -> None:
+        self.mask = mask
+        # A heap a chunk for the forwards, which bounds withhold by chunk; one for the other kinds.
+        forwards: list[list[int]] = [[] for _ in range(num_chunks)]
+        backwards: list[int] = []
+        weight_gradients: list[int] = []
+        self.heaps = (forwards, [backwards], [weight_gradients])
+        self.heap_of_lane = [
+            *forwards,
+            *([backwards] * num_chunks),
+            *([weight_gradients] * num_chunks),
+        ]
+
+
+class Books:
+    """What one rank, which may lead a group, knows of its tasks. A task counts as done from its
+    dispatch on."""
+
+    def __init__(
+        self, shape: Shape, rank: int, keys: Sequence[int], num_members: int, masks: Iterable[int]
+    ) -> None:
+        """`keys` are the hint's; ready tasks are sorted for each of `masks`, sets of members."""
+        self.shape = shape
+        self.rank = rank
+        self.tasks = list(shape.tasks_of(rank))
+        self.num_tasks = self.num_left = len(self.tasks)
+        self.num_microbatches = shape.num_microbatches
+        self.num_of_a_kind = shape.num_chunks * shape.num_microbatches
+        self.everybody = (1 << num_members) - 1
+        self.lacks: list[int] = []
+        """Tasks of this rank to be dispatched before it; below 0 once it was dispatched itself."""
+        self.missing: list[int] = []
+        """The members at which its input is still to arrive, one bit each."""
+        num_lanes = len(Kind) * shape.num_chunks
+        self.num_ready = [0] * num_lanes
+        """How many tasks are ready at all members, by lane."""
+        self.num_here = [0] * num_lanes
+        """How many are ready by this rank's own inputs, by lane."""
+        self.ready_sets = [ReadySet(mask, shape.num_chunks) for mask in masks]
+        self._keys = keys
+        self._last_kind = len(shape.kinds) - 1
+        self._first_number = {
+            stage: shape.chunk_of(stage) * shape.num_microbatches for stage in shape.stages_of(rank)
+        }
+        # Whether a task's output stays on this rank, by lane.
+        self._hands_over: list[bool] = []
+        for first in self.tasks[:: shape.num_microbatches]:
+            ranks = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
+            comes = any(other != rank for other in ranks)
+            self.lacks += [ranks.count(rank)] * shape.num_microbatches
+            self.missing += [self.everybody if comes else 0] * shape.num_microbatches
+            receiver = shape.receiver(first)
+            self._hands_over.append(receiver is not None and shape.rank_of(receiver.stage) == rank)
+        for number, (lacked, missing) in enumerate(zip(self.lacks, self.missing, strict=True)):
+            if lacked == 0 and missing != self.everybody:
+                self._becomes_ready(number, self.everybody & ~missing)
+
+    # What is asked.
+
+    def number(self, task: Task) -> int | None:
+        """The number of a task, if this rank has it."""
+        stage, kind, microbatch = task
+        first = self._first_number.get(stage)
+        if first is None or not 0 <= microbatch < self.num_microbatches:
+            return None
+        if kind is Kind.F:
+            return first + microbatch
+        if kind not in self.shape.kinds:
+            return None
+        return first + microbatch + self.num_of_a_kind * (1 if kind is Kind.B else 2)
+
+    def is_left(self, number: int) -> bool:
+        return self.lacks[number] >= 0
+
+    def is_here(self, number: int) -> bool:
+        """Whether a task's every input is on this rank."""
+        return self.lacks[number] == 0 and not self.missing[number] & 1
+
+    def is_ready(self, number: int, mask: int) -> bool:
+        """Whether a task's every input is there at all members in the mask."""
+        return self.lacks[number] == 0 and not self.missing[number] & mask
+
+    def lacking(self, number: int) -> tuple[Task, ...]:
+        """The tasks whose output a task lacks on this rank."""
+        return tuple(
+            needed
+            for needed in self.shape.prerequisites(self.tasks[number])
+            if self._owes(needed, number)
+        )
+
+    def _owes(self, needed: Task, number: int) -> bool:
+        """Whether a prerequisite of a task has not been dispatched, or not arrived, here."""
+        if self.shape.rank_of(needed.stage) == self.rank:
+            return self.lacks[self.shape.index_of(needed)] >= 0
+        return bool(self.missing[number] & 1)
+
+    # What changes.
+
+    def arrived(self, number: int, bit: int) -> None:
+        """The input of a task, which lacked it, is there at a member."""
+        self.missing[number] ^= bit
+        if self.lacks[number] == 0:
+            self._becomes_ready(number, bit)
+
+    def dispatched(self, number: int, lane: int) -> None:
+        """Count a task as done."""
+        self.lacks[number] = -1
+        self.num_left -= 1
+        self.num_ready[lane] -= 1
+        self.num_here[lane] -= 1
+
+    def hand_over(self, number: int, kind: int, lane: int) -> None:
+        """Count a task that was dispatched to what waits for it on this rank: the next kind of its
+        own stage, and the same kind of the next stage where that is here too."""
+        if kind != self._last_kind:
+            self._one_less(number + self.num_of_a_kind)
+        if self._hands_over[lane]:
+            self._one_less(number + (-self.num_microbatches if kind else self.num_microbatches))
+
+    def _one_less(self, number: int) -> None:
+        self.lacks[number] -= 1
+        if self.lacks[number] == 0:
+            members = self.everybody & ~self.missing[number]
+            if members:
+                self._becomes_ready(number, members)
+
+    def _becomes_ready(self, number: int, members: int) -> None:
+        """A task has become ready at these members (bits)."""
+        lane = number // self.num_microbatches
+        missing = self.missing[number]
+        if members & 1:
+            self.num_here[lane] += 1
+        if missing == 0:
+            self.num_ready[lane] += 1
+        if self.ready_sets:
+            entry = self._keys[number] * self.num_tasks + number
+            for ready in self.ready_sets:
+                if members & ready.mask and not missing & ready.mask:
+                    heappush(ready.heap_of_lane[lane], entry)
+
+    # What must hold.
+
+    def contradiction(self) -> str | None:
+        """What of the books contradicts the rest, in a few words; None where all agrees. Takes as
+        long as the step has tasks."""
+        left = [number for number in range(self.num_tasks) if self.is_left(number)]
+        here = [number for number in left if self.is_here(number)]
+        ready = [number for number in left if self.is_ready(number, self.everybody)]
+        agreements = {
+            "the count of tasks left": self.num_left == len(left),
+            "the counts of tasks that are here": self.num_here == self._by_lane(here),
+            "the counts of tasks that are ready": self.num_ready == self._by_lane(ready),
+            "what a task lacks here": all(
+                self.lacks[number] == self._num_owed_here(number) for number in left
+            ),
+            "a task that is ready and not in its heap": all(
+                self._keys[number] * self.num_tasks + number
+                in each.heap_of_lane[number // self.num_microbatches]
+                for each in self.ready_sets
+                for number in left
+                if self.is_ready(number, each.mask)
+            ),
+        }
+        return next((what for what, holds in agreements.items() if not holds), None)
+
+    def num_dispatched(self, kind: int) -> int:
+        of_kind = self.lacks[kind * self.num_of_a_kind : (kind + 1) * self.num_of_a_kind]
+        return sum(lacked < 0 for lacked in of_kind)
+
+    def _by_lane(self, numbers: Iterable[int]) -> list[int]:
+        counts = Counter(number // self.num_microbatches for number in numbers)
+        return [counts[lane] for lane in range(len(self.num_here))]
+
+    def _num_owed_here(self, number: int) -> int:
+        """How many tasks are still to be dispatched before this one on this rank."""
+        rank_of = self.shape.rank_of
+        return sum(
+            self.is_left(self.shape.index_of(needed))
+            for needed in self.shape.prerequisites(self.tasks[number])
+            if rank_of(needed.stage) == self.rank
+        )

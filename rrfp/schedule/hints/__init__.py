@@ -1,0 +1,1 @@
+"""Hints: what ranks the tasks that are ready."""

@@ -1,0 +1,74 @@
+"""A dispatcher's account of itself: what each task still lacks, and who withholds it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.stimuli import Stimulus
+from rrfp.schedule.tasks import Task
+
+_NUM_TOLD = 6
+"""Tasks that are told one by one; of more than these, how many there are."""
+
+
+class TaskStory(NamedTuple):
+    """Where a task stands that has not been dispatched."""
+
+    task: Task
+    lacks: tuple[Task, ...]
+    """The tasks whose output it lacks on this rank."""
+    missing_members: int
+    """The members of the group at which its input is still to arrive (bit i: member i; bit 0: this
+    rank)."""
+    withheld_by: Cause | None
+    """What keeps it from running though its every input is here: a bound, the order, or the group's
+    agreement; None where nothing does, or an input is lacking."""
+
+    def __str__(self) -> str:
+        if self.lacks:
+            return f"{self.task} lacks {', '.join(map(str, self.lacks))}"
+        if self.withheld_by is not None:
+            return f"{self.task} is here, withheld by {self.withheld_by}"
+        return f"{self.task} may run"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What a dispatcher knows at one moment."""
+
+    rank: int
+    """The pipeline rank."""
+    depth: int
+    """D: chunk-forwards minus chunk-backwards run."""
+    held: int
+    """Activations held, in slots of one chunk and one microbatch."""
+    tasks: tuple[TaskStory, ...]
+    """Those not yet dispatched, by kind, chunk and microbatch."""
+    best_waiting: TaskStory | None
+    """The hint's best task that lacks an input on this rank."""
+    recent: tuple[tuple[int, Stimulus], ...]
+    """The last stimuli, each with its time in ns, the latest last."""
+
+    @property
+    def ready(self) -> tuple[TaskStory, ...]:
+        """The tasks whose every input is on this rank, withheld ones too."""
+        return tuple(each for each in self.tasks if not each.lacks)
+
+    def __str__(self) -> str:
+        """A line for each of the first tasks, those that are here before those that lack an input,
+        and the last stimuli."""
+        told = sorted(self.tasks, key=lambda each: bool(each.lacks))
+        lines = [
+            f"pipeline rank {self.rank} has {len(self.tasks)} tasks left, D {self.depth}, "
+            f"{self.held} held"
+        ]
+        lines += [f"  {each}" for each in told[:_NUM_TOLD]]
+        if len(told) > _NUM_TOLD:
+            lines.append(f"  and {len(told) - _NUM_TOLD} more")
+        lines.append("  it last took in")
+        lines += [f"    {time_ns} ns: {_told(stimulus)}" for time_ns, stimulus in self.recent]
+        return "\n".join(lines)
+
+
+def _told(stimulus: Stimulus) -> str:
+    return " ".join([type(stimulus).__name__, *map(str, stimulus)])

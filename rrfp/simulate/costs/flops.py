@@ -1,0 +1,369 @@
+"""What tasks cost by the operations that a model needs: a language model, or one that also sees.
+
+Counted are the matrix products, at two operations for each multiplication with its addition
+(Narayanan et al. 2021, appendix): the linear layers, the attention scores, and the head. A backward
+takes twice a forward: the input gradient B as much as the forward for the linear layers and twice
+as much for the scores, which have no weights; the weight gradient W as much as the forward's linear
+layers. What is left, such as normalisation and kernel launches, is a time a layer. Tensor
+parallelism divides the operations and adds collectives, two a layer in F and in B (Shoeybi et al.
+2019).
+
+The layers, vision before language, are cut into the pipeline's stages in model order; the head is
+on the last stage, and the embedding costs nothing. What varies is the data: how long the text of a
+microbatch is and how many patches its images have, drawn from the seed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from rrfp.errors import UsageError
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.costs.model import FACTORS, LONGEST_S, Costs, Links, StepCosts, check_takes_time
+from rrfp.simulate.costs.sections import Agreement, GradientSync, LinkSpeed
+from rrfp.simulate.costs.toml_tables import ranged, read_table
+from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, normals
+from rrfp.simulate.world import TaskTimes
+from rrfp.trace.records import NS_PER_S
+
+_MOST_LAYERS = 1000
+_MOST_LENGTH = 10**7
+_MOST_IMAGES = 1000
+_MOST_PER_S = 1e18
+
+
+class Split(StrEnum):
+    """How the layers are cut into stages."""
+
+    LAYERS = "layers"
+    """As many on each, whatever they cost; the last one has the head besides."""
+    FLOPS = "flops"
+    """By the cost of a microbatch of median lengths, so that the most loaded stage has little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How a length is distributed: lognormal about its median, cut off at both ends."""
+
+    median: float = ranged(0, _MOST_LENGTH)
+    sigma: float = ranged(0, LARGEST_SIGMA, default=0.0)
+    """The deviation of its logarithm; 0: always the median."""
+    least: int = ranged(0, _MOST_LENGTH, default=0)
+    most: int = ranged(0, _MOST_LENGTH, default=_MOST_LENGTH)
+
+    def __post_init__(self) -> None:
+        if not self.least <= self.median <= self.most:
+            raise UsageError(
+                f"a length's median is {self.median:g}, at least {self.least} and at most "
+                f"{self.most}; order the three"
+            )
+
+    def draw(self, num: int, *key: int | str) -> Floats:
+        """`num` lengths, whole numbers."""
+        drawn = np.full(num, float(self.median))
+        if self.sigma:
+            drawn = drawn * exp(self.sigma * normals(num, *key))
+        return np.asarray(np.rint(np.clip(drawn, self.least, self.most)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """A stack of transformer layers of one kind."""
+
+    layers: int = ranged(1, _MOST_LAYERS)
+    hidden: int = ranged(1)
+    ffn: int = ranged(1)
+    heads: int = ranged(1)
+    kv_heads: int | None = ranged(1, default=None)
+    """Heads of keys and values; without it, as many as of queries."""
+    head_dim: int | None = ranged(1, default=None)
+    """Without it, hidden / heads."""
+    gated: bool = False
+    """The feed-forward layer has a gate, so three matrices for two."""
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def linear_flops(self) -> int:
+        """The operations of one layer's linear layers for one token, forward."""
+        key_width = self.query_width * (self.kv_heads or self.heads) // self.heads
+        attention = self.hidden * 2 * (self.query_width + key_width)
+        return 2 * (attention + self.hidden * self.ffn * (3 if self.gated else 2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Language(Layers):
+    """The language model: layers whose attention is causal, then the head."""
+
+    vocabulary: int = ranged(1)
+    tokens: Lengths
+    """Of text in a microbatch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision(Layers):
+    """The vision model before it: layers whose attention is within each image."""
+
+    images: Lengths = Lengths(1)
+    """In a microbatch; more than 1,000 count as that many."""
+    patches: Lengths
+    """In an image."""
+    patches_per_token: int = ranged(1, default=1)
+    """How many patches become one token of the language model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one accelerator does."""
+
+    flops_per_s: float = ranged(1, _MOST_PER_S)
+    """That it reaches in matrix products, not what its data sheet says."""
+    layer_s: float = ranged(0, LONGEST_S, default=0.0)
+    """Of each task, a layer: what does not grow with the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """The ranks that share each layer, and their collectives: rings of `size` ranks."""
+
+    size: int = ranged(1, default=1)
+    latency_s: float = ranged(0, LONGEST_S, default=0.0)
+    bandwidth_bytes_per_s: float = ranged(1, _MOST_PER_S, default=_MOST_PER_S)
+
+    def all_reduce_s(self, num_bytes: Floats) -> Floats:
+        """Seconds of one all-reduce."""
+        if self.size == 1:
+            return num_bytes * 0.0
+        share = 2 * (self.size - 1) / self.size
+        return self.latency_s + num_bytes * share / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Connections(LinkSpeed):
+    """The links between neighbouring pipeline ranks. A message is what one rank of a group sends,
+    as long as the language model's activation, also between vision stages."""
+
+    ranks_per_host: int | None = ranged(1, default=None)
+    """Pipeline ranks on a host; without it all are on one."""
+    between_hosts_factor: float = ranged(*FACTORS, default=1.0)
+    """How many times longer a message takes from one host to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerTimes:
+    """Seconds of one layer, or of the head, by microbatch."""
+
+    forward: Floats
+    input_gradient: Floats
+    weight_gradient: Floats
+
+    @property
+    def whole_s(self) -> float:
+        """Of its first microbatch, all kinds together."""
+        return float(self.forward[0] + self.input_gradient[0] + self.weight_gradient[0])
+
+
+@dataclass(frozen=True, slots=True)
+class FlopCosts:
+    """The costs of a model on devices and links whose figures are given: a `Costs`."""
+
+    language: Language
+    device: Device
+    vision: Vision | None = None
+    split: Split = Split.LAYERS
+    precision_bytes: int = ranged(1, 8, default=2)
+    """Of an activation, in messages and collectives."""
+    recompute: bool = False
+    """B runs the forward once more instead of keeping what is inside its layers."""
+    tensor_parallel: TensorParallel = TensorParallel()
+    links: Connections = field(default_factory=Connections)
+    gradient_sync: GradientSync = field(default_factory=GradientSync)
+    agreement: Agreement = field(default_factory=Agreement)
+
+    def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        """The costs of one step of one replica, the same whenever asked for.
+
+        Raises UsageError when the pipeline has more stages than the model has layers.
+        """
+        self._check(shape)
+        num = shape.num_microbatches
+        text = self.language.tokens.draw(num, seed, replica, "text")
+        patches, squares = self._images(num, seed, replica)
+        seen = text if self.vision is None else text + patches // self.vision.patches_per_token
+        vision, language, head = self._layer_times(seen, patches, squares)
+
+        cuts = self._cuts(shape.num_stages)
+        times: dict[str, list[list[int]]] = {}
+        for kind in ("forward", "input_gradient", "weight_gradient"):
+            of_vision, of_language = getattr(vision, kind), getattr(language, kind)
+            seconds = [seeing * of_vision + reading * of_language for seeing, reading in cuts]
+            seconds[-1] = seconds[-1] + getattr(head, kind)
+            times[kind] = [[round(each * NS_PER_S) for each in row.tolist()] for row in seconds]
+        task_times = TaskTimes(**times)
+        check_takes_time(task_times, "the model")
+        return StepCosts(
+            task_times,
+            self._links(shape, seen),
+            agreement_ns=round(self.agreement.seconds * NS_PER_S),
+            lateness_ns=round(self.agreement.lateness_s * NS_PER_S),
+            gradient_sync_ns=round(self.gradient_sync.seconds * NS_PER_S),
+        )
+
+    def _check(self, shape: Shape) -> None:
+        num_layers = self.language.layers + (self.vision.layers if self.vision else 0)
+        if shape.num_stages > num_layers:
+            raise UsageError(
+                f"the model has {num_layers} layers for {shape.num_stages} stages; choose --pp and "
+                f"--chunks whose product is at most {num_layers}"
+            )
+
+    def _images(self, num: int, seed: int, replica: int) -> tuple[Floats, Floats]:
+        """By microbatch: its patches, and the sum over its images of their squares."""
+        total, squares = np.zeros(num), np.zeros(num)
+        if self.vision is None:
+            return total, squares
+        counts = np.minimum(self.vision.images.draw(num, seed, replica, "images"), _MOST_IMAGES)
+        for image in range(int(counts.max())):
+            # Every image has its own draw, also where a microbatch has no such image.
+            drawn = self.vision.patches.draw(num, seed, replica, "patches", image)
+            patches = np.where(counts > image, drawn, 0.0)
+            total, squares = total + patches, squares + patches * patches
+        return total, squares
+
+    def _layer_times(
+        self, tokens: Floats, patches: Floats, squares: Floats
+    ) -> tuple[_LayerTimes, _LayerTimes, _LayerTimes]:
+        """Of a vision layer, a language layer and the head, for these lengths by microbatch."""
+        # A causal score is needed for half of all pairs.
+        language = self._times_of(self.language, tokens, tokens * tokens / 2)
+        vision = language if self.vision is None else self._times_of(self.vision, patches, squares)
+        head_s = self._seconds(tokens * (2 * self.language.hidden * self.language.vocabulary))
+        collective_s = self._all_reduce_s(tokens, self.language)
+        return vision, language, _LayerTimes(head_s, head_s + collective_s, head_s)
+
+    def _times_of(self, layers: Layers, tokens: Floats, pairs: Floats) -> _LayerTimes:
+        linear_s = self._seconds(tokens * layers.linear_flops)
+        scores_s = self._seconds(pairs * (4 * layers.query_width))
+        collectives_s = 2 * self._all_reduce_s(tokens, layers)
+        rest_s = self.device.layer_s
+        forward_s = linear_s + scores_s + collectives_s + rest_s
+        backward_s = linear_s + 2 * scores_s + collectives_s + rest_s
+        if self.recompute:
+            backward_s = backward_s + forward_s
+        return _LayerTimes(forward_s, backward_s, linear_s + rest_s)
+
+    def _seconds(self, flops: Floats) -> Floats:
+        return flops / (self.device.flops_per_s * self.tensor_parallel.size)
+
+    def _all_reduce_s(self, tokens: Floats, layers: Layers) -> Floats:
+        return self.tensor_parallel.all_reduce_s(tokens * (layers.hidden * self.precision_bytes))
+
+    def _median_microbatch(self) -> tuple[Floats, Floats, Floats]:
+        """Tokens, patches and the sum of their squares where every length is its median."""
+        tokens = np.array([self.language.tokens.median])
+        if self.vision is None:
+            return tokens, np.zeros(1), np.zeros(1)
+        images = min(self.vision.images.median, _MOST_IMAGES)
+        patches = self.vision.patches.median
+        seen = tokens + images * patches / self.vision.patches_per_token
+        return seen, np.array([images * patches]), np.array([images * patches * patches])
+
+    def _cuts(self, num_stages: int) -> list[tuple[int, int]]:
+        """How many vision and language layers every stage has."""
+        num_vision = self.vision.layers if self.vision else 0
+        num_layers = num_vision + self.language.layers
+        if self.split is Split.LAYERS:
+            # The last stage, which has the head, gets no more than others.
+            ends = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
+        else:
+            vision, language, head = self._layer_times(*self._median_microbatch())
+            weights = [vision.whole_s] * num_vision + [language.whole_s] * self.language.layers
+            ends = [*_even_cut(tuple(weights), head.whole_s, num_stages)]
+        of_vision = [min(end, num_vision) for end in ends]
+        return [
+            (vision_after - vision_before, after - before - (vision_after - vision_before))
+            for (before, after), (vision_before, vision_after) in zip(
+                pairwise(ends), pairwise(of_vision), strict=True
+            )
+        ]
+
+    def _links(self, shape: Shape, tokens: Floats) -> Links:
+        links = self.links
+        factors = {}
+        ranks = range(shape.num_ranks)
+        if links.ranks_per_host is not None and links.between_hosts_factor != 1:
+            factors = {
+                (sender, receiver): links.between_hosts_factor
+                for sender in ranks
+                for receiver in ((sender + 1) % shape.num_ranks, (sender - 1) % shape.num_ranks)
+                if sender // links.ranks_per_host != receiver // links.ranks_per_host
+            }
+        num_bytes = np.rint(tokens * (self.language.hidden * self.precision_bytes))
+        return links.links([int(each) for each in num_bytes.tolist()], factors)
+
+
+@cache
+def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple[int, ...]:
+    """The cut into stages, in sequence, whose most loaded one has least, and the others about as
+    much: at which layer each stage begins, and the end. Every stage has a layer at least; the last
+    one has the head as well, or alone.
+
+    By dynamic programming over the stages.
+    """
+    num_layers = len(weights)
+    sums = list(accumulate(weights, initial=0.0))
+    # By the layers that the stages so far have: the load of the most loaded of them, the sum of
+    # the squares, and where they begin.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(num_stages):
+        own_head = head if stage == num_stages - 1 else 0.0
+        fewest = 0 if own_head else 1
+        longer = {}
+        for end in range(stage + fewest, num_layers + 1):
+            cuts = []
+            for begin, (most, squares, begins) in best.items():
+                if begin <= end - fewest:
+                    load = sums[end] - sums[begin] + own_head
+                    cuts.append((max(most, load), squares + load * load, (*begins, begin)))
+            longer[end] = min(cuts)
+        best = longer
+    return (*best[num_layers][2], num_layers)
+
+
+def check_divided(costs: Costs, name: str, tp: int) -> None:
+    """Raise UsageError when a model is divided among another number of tensor-parallel ranks than
+    `tp`; `name` is what errors call its costs."""
+    if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != tp:
+        raise UsageError(
+            f"the model in {name} is divided among {costs.tensor_parallel.size} tensor-parallel "
+            f"ranks and --tp is {tp}; give both the same number"
+        )
+
+
+def parse_flops(document: Mapping[str, Any], name: str) -> FlopCosts:
+    """Read the FLOP model in a TOML document; `name` is what errors call it.
+
+    Raises UsageError for an unknown or missing key, and a value of the wrong type or out of range.
+    """
+    costs = read_table(FlopCosts, document, name)
+    for part, where in ((costs.language, "language"), (costs.vision, "vision")):
+        if part is None:
+            continue
+        if part.head_dim is None and part.hidden % part.heads:
+            raise UsageError(
+                f"{name}, [{where}]: hidden is {part.hidden}, which {part.heads} heads do not "
+                "divide; give head_dim"
+            )
+        if part.kv_heads is not None and part.heads % part.kv_heads:
+            raise UsageError(
+                f"{name}, [{where}]: heads is {part.heads}, which {part.kv_heads} kv_heads do not "
+                "divide; change one of them"
+            )
+    return costs

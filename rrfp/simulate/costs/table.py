@@ -1,0 +1,248 @@
+"""Costs as a table in TOML: seconds by pipeline rank, and how the data makes them vary."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from rrfp.errors import UsageError
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.costs.model import (
+    FACTORS,
+    LONGEST_S,
+    Links,
+    StepCosts,
+    check_chunk,
+    check_link,
+    check_rank,
+    check_takes_time,
+    part_of,
+)
+from rrfp.simulate.costs.ranges import parse_ranges
+from rrfp.simulate.costs.sections import Agreement, GradientSync, LinkSpeed
+from rrfp.simulate.costs.toml_tables import ranged, read_table
+from rrfp.simulate.draws import LARGEST_SIGMA, lognormals
+from rrfp.simulate.world import TaskTimes
+from rrfp.trace.records import NS_PER_S
+
+PRESETS = ("uniform", "language", "multimodal")
+"""The tables that come along, in profiles/."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What some ranks take, or one chunk of each: `[[ranks]]`."""
+
+    pp_ranks: str | None = None
+    """Such as 0-2,5."""
+    first_share: float | None = ranged(0, 1, default=None)
+    """Or so large a part of the pipeline from its front on, at least one rank."""
+    last_share: float | None = ranged(0, 1, default=None)
+    """Or from its end."""
+    chunk: int | None = None
+    """The chunk whose own seconds these are; without it they are the whole rank's."""
+    seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
+    length: str | None = None
+
+    def ranks(self, num_ranks: int) -> Sequence[int]:
+        """The pipeline ranks that it is about."""
+        if self.pp_ranks is not None:
+            return [rank for each in parse_ranges(self.pp_ranks, "pp_ranks") for rank in each]
+        if self.first_share is not None:
+            return range(_num_in(self.first_share, num_ranks))
+        assert self.last_share is not None
+        return range(num_ranks - _num_in(self.last_share, num_ranks), num_ranks)
+
+
+def _num_in(share: float, num_ranks: int) -> int:
+    return max(1, int(share * num_ranks + 0.5))
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """A directed link whose messages take longer: `[[links.slow]]`."""
+
+    sender: int
+    receiver: int
+    factor: float = ranged(*FACTORS)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes(LinkSpeed):
+    """How long messages between neighbouring ranks take: `[links]`."""
+
+    message_bytes: int = ranged(0, 10**12, default=0)
+    """Of every message, whatever its microbatch's length."""
+    slow: tuple[SlowLink, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The whole document."""
+
+    seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
+    """Of a whole pipeline rank for one microbatch of length 1."""
+    length: str | None = None
+    """The length, by name, that these seconds grow with; without one they are constant."""
+    lengths: Mapping[str, float] = ranged(0, LARGEST_SIGMA, default_factory=dict)
+    """How much each length varies: lognormal of this sigma and mean 1, a draw a microbatch."""
+    ranks: tuple[RankTimes, ...] = ()
+    """Where ranks differ; of two that say the same of a rank, the later one counts."""
+    links: LinkTimes = LinkTimes()
+    agreement: Agreement = field(default_factory=Agreement)
+    gradient_sync: GradientSync = field(default_factory=GradientSync)
+
+
+@dataclass(frozen=True, slots=True)
+class _Time:
+    """What a task of one kind takes on one stage; equal ones share their rows, as a large step has
+    millions of tasks."""
+
+    seconds: float
+    length: str | None
+    num_parts: int
+    """The seconds are those of so many chunks together."""
+    part: int
+
+    def row(self, factors: Sequence[float]) -> list[int]:
+        """Nanoseconds by microbatch."""
+        return [
+            part_of(round(self.seconds * NS_PER_S * factor), self.num_parts, self.part)
+            for factor in factors
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class TableCosts:
+    """The costs that a table gives: a `Costs`."""
+
+    name: str
+    """What errors call the table."""
+    table: Table
+
+    def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        table, num_microbatches = self.table, shape.num_microbatches
+        factors: dict[str | None, Sequence[float]] = {None: [1.0] * num_microbatches}
+        for length, sigma in table.lengths.items():
+            drawn = lognormals(num_microbatches, sigma, seed, replica, "length", length)
+            factors[length] = drawn.tolist()
+        by_rank = self._by_rank(shape)
+        row = cache(lambda time: time.row(factors[time.length]))
+        times = TaskTimes(
+            *(
+                [row(self._time(by_rank, shape, stage, kind)) for stage in range(shape.num_stages)]
+                for kind in Kind
+            )
+        )
+        check_takes_time(times, self.name)
+        return StepCosts(
+            times,
+            self._links(shape),
+            round(table.agreement.seconds * NS_PER_S),
+            round(table.agreement.lateness_s * NS_PER_S),
+            round(table.gradient_sync.seconds * NS_PER_S),
+        )
+
+    def _by_rank(self, shape: Shape) -> list[list[RankTimes]]:
+        """What is said of every rank in particular, what counts most last."""
+        by_rank: list[list[RankTimes]] = [[] for _ in range(shape.num_ranks)]
+        for each in sorted(self.table.ranks, key=lambda each: each.chunk is not None):
+            if each.chunk is not None:
+                check_chunk(each.chunk, shape, f"{self.name}, [[ranks]],")
+            for rank in each.ranks(shape.num_ranks):
+                check_rank(rank, shape, f"{self.name}, [[ranks]],")
+                by_rank[rank].append(each)
+        return by_rank
+
+    def _time(self, by_rank: list[list[RankTimes]], shape: Shape, stage: int, kind: Kind) -> _Time:
+        rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
+        seconds, length, is_own = self.table.seconds.get(kind), self.table.length, False
+        for each in by_rank[rank]:
+            if each.chunk in (None, chunk):
+                length = each.length or length
+                if kind in each.seconds:
+                    seconds, is_own = each.seconds[kind], each.chunk is not None
+        if seconds is None:
+            raise UsageError(
+                f"{self.name} gives no seconds for {Task(stage, kind, 0)}, on pipeline rank "
+                f"{rank}; add seconds of {kind}"
+            )
+        return (
+            _Time(seconds, length, 1, 0)
+            if is_own
+            else _Time(seconds, length, shape.num_chunks, chunk)
+        )
+
+    def _links(self, shape: Shape) -> Links:
+        links = self.table.links
+        for slow in links.slow:
+            check_link(slow.sender, slow.receiver, shape, f"{self.name}, [[links.slow]],")
+        return links.links(
+            [links.message_bytes] * shape.num_microbatches if links.message_bytes else (),
+            {(slow.sender, slow.receiver): slow.factor for slow in links.slow},
+        )
+
+
+def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
+    """Read a table of costs from a TOML document; `name` is what errors call it.
+
+    Raises UsageError for an unknown key, a value of the wrong type or out of range, and for what
+    contradicts itself or would have no effect.
+    """
+    table = read_table(Table, document, name)
+    for number, each in enumerate(table.ranks, 1):
+        where = f"{name}, [[ranks]] {number}"
+        selections = (each.pp_ranks, each.first_share, each.last_share)
+        if sum(selection is not None for selection in selections) != 1:
+            raise UsageError(f"{where} needs one of pp_ranks, first_share, last_share; give one")
+        if each.pp_ranks is not None:
+            parse_ranges(each.pp_ranks, where)
+        if not each.seconds and each.length is None:
+            raise UsageError(f"{where} says nothing of its ranks; give seconds or length")
+        _check_length(each.length, table, where)
+    _check_length(table.length, table, name)
+    used = {table.length, *(each.length for each in table.ranks)}
+    for length in table.lengths:
+        if length not in used:
+            raise UsageError(
+                f"{name}, [lengths]: nothing grows with '{length}'; give it as a length, or leave "
+                "it out"
+            )
+    links = table.links
+    if bool(links.message_bytes) != bool(links.bandwidth_bytes_per_s):
+        lacking = "bandwidth_bytes_per_s" if links.message_bytes else "message_bytes"
+        raise UsageError(
+            f"{name}, [links] lacks {lacking}, without which bytes take no time; add it"
+        )
+    if links.slow and not (links.latency_s or links.message_bytes):
+        raise UsageError(
+            f"{name}, [links] has a slow link and messages take no time; add latency_s"
+        )
+    ends = [(slow.sender, slow.receiver) for slow in links.slow]
+    for number, each_ends in enumerate(ends, 1):
+        first = ends.index(each_ends) + 1
+        if first != number:
+            raise UsageError(
+                f"{name}, [links], [[slow]] {number} is for the same link as [[slow]] {first}; "
+                "remove one of them"
+            )
+    return TableCosts(name, table)
+
+
+def preset(name: str) -> TableCosts:
+    """The costs of that name in `PRESETS`."""
+    text = (
+        files("rrfp.simulate.costs").joinpath(f"profiles/{name}.toml").read_text(encoding="utf-8")
+    )
+    return parse_table(tomllib.loads(text), f"costs {name}")
+
+
+def _check_length(length: str | None, table: Table, where: str) -> None:
+    if length is not None and length not in table.lengths:
+        there_are = ", ".join(table.lengths) or "none"
+        raise UsageError(
+            f"{where}: length '{length}' is not in [lengths], which has {there_are}; add it there"
+        )

@@ -1,0 +1,59 @@
+"""What a run is, as `run.json` tells it. Imports no torch: the launcher writes it first."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rrfp.trace.records import RankInfo
+from rrfp.trace.run_policy import POLICY
+from rrfp.trace.whole_file import open_whole
+
+_PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
+
+
+def describe_run(
+    path: Path,
+    settings: Mapping[str, object],
+    policy: Mapping[str, object],
+    world_size: int,
+    ranks: Sequence[RankInfo],
+) -> None:
+    """Write every setting, the effective policy, the versions, the world's size and who the ranks
+    are. Who reads the file meanwhile finds it whole."""
+    described = {
+        "settings": dict(settings),
+        POLICY: dict(policy),
+        "versions": versions(),
+        "world": world_size,
+        "ranks": [
+            {
+                "rank": info.rank,
+                "pp_rank": info.pp_rank,
+                "tp_rank": info.tp_rank,
+                "dp_rank": info.dp_rank,
+                "stages": info.stages,
+                "host": info.host,
+                "pid": info.pid,
+            }
+            for info in ranks
+        ],
+    }
+    with open_whole(path) as file:
+        file.write(f"{json.dumps(described, indent=2)}\n".encode())
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what a run's figures depend on."""
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # Megatron is often run from its sources
+        return "unknown"

@@ -1,0 +1,365 @@
+"""Reads a trace back into the recording it was made of; `rrfp.trace.perfetto` states the rules.
+
+An event is known by what is in it: its category and annotations say which record it is, whatever
+its track and wherever it stands. Packets and events of other categories are passed over.
+
+A trace is read a batch of packets at a time, and a batch in columns. Slices that do not end in
+their batch are read again with the next one.
+"""
+
+import json
+import mmap
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf import message
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+from rrfp.errors import RrfpError
+from rrfp.trace.perfetto.event_columns import (
+    CATEGORIES_READ,
+    INSTANT,
+    INT,
+    TEXT,
+    EventBatch,
+    Packets,
+    cut_packets,
+    foreign,
+)
+from rrfp.trace.perfetto.format import (
+    END_MARK,
+    FIELDS,
+    MOST_OF_A_KIND,
+    RANK,
+    RUN,
+    VERSION,
+    bounds_of,
+)
+from rrfp.trace.perfetto.protobuf import (
+    LONGEST_NAME,
+    Bytes,
+    DecodeError,
+    Numbers,
+    Rows,
+    Spans,
+    find,
+)
+from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
+from rrfp.trace.steps import EVALUATION, STEP, evaluation_step
+
+_NUM_BYTES_OF_A_BATCH = 1 << 20
+_NUM_BYTES_FREED = 24 << 20
+"""Once a block of this size was freed, glibc keeps smaller ones at hand, where it would else give
+each array's memory back to the system and ask for it anew: a tenth of the time of reading."""
+
+_MOST_NAMES = 64
+"""Kinds, causes and stimuli are fewer."""
+Table = dict[str, Numbers]
+"""Records of one type in columns: `source`, the packet sequence that each was found on, and the
+type's own fields. Of a text it has the place in `TraceReader.texts`."""
+
+
+@dataclass(slots=True)
+class TraceContents:
+    """A trace as it was found: the recording, and what does not belong to a whole one."""
+
+    recording: Recording
+    open_slices: list[str] = field(default_factory=list)
+    """Names of slices that begin and never end."""
+    num_stray_ends: int = 0
+    """Ends of slices that never began."""
+    flow_lengths: Counter[int] = field(default_factory=Counter)
+    """How many events each arrow passes, by flow id."""
+    num_records_written: int | None = None
+    """The number of records that were written, or None where the closing mark is missing."""
+
+
+def read_trace(path: Path) -> Recording:
+    """Read a recording back, exactly as it was written.
+
+    Raises RrfpError for a file that is missing, empty, truncated, or not a trace of a run.
+    """
+    reader = TraceReader(path)
+    contents = reader.contents()
+    reader.check_whole()
+    return contents.recording
+
+
+def read_contents(path: Path) -> TraceContents:
+    """Read all of a trace, damaged or not, as far as it is Perfetto and of a run.
+
+    Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
+    """
+    return TraceReader(path).contents()
+
+
+class TraceReader:
+    """Reads one trace, once: by `contents` as a whole, or by `tables` piece by piece."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.settings: dict[str, object] = {}
+        self.infos: dict[int, RankInfo] = {}
+        """The ranks, by packet sequence."""
+        self.texts: list[str] = []
+        """Every text of the records, once."""
+        self._vocabulary = _Vocabulary(self.texts)
+        self._is_of_a_run = False
+        self._num_records_written: int | None = None
+        self._open: list[bytes] = []
+        self._num_stray_ends = 0
+        self._num_backward = 0
+        self._num_records = 0
+        self._flows: list[Numbers] | None = None
+        """The arrows of each batch, where they are asked for."""
+
+    def contents(self) -> TraceContents:
+        """Everything. Raises RrfpError as `tables` does."""
+        flows: list[Numbers] = []
+        self._flows = flows
+        found: defaultdict[str, list[Table]] = defaultdict(list)
+        for tables in self.tables():
+            for name, table in tables.items():
+                found[name].append(table)
+        texts = np.array([*self.texts, ""], object)
+        ranks = {sequence: RankRecords(info) for sequence, info in self.infos.items()}
+        for name, parts in found.items():
+            table = {key: np.concatenate([each[key] for each in parts]) for key in parts[0]}
+            sources = table.pop("source")
+            are_texts = {key for key, is_text in FIELDS[name] if is_text}
+            for sequence, records in ranks.items():
+                own = sources == sequence
+                columns = (
+                    (texts[each[own]] if key in are_texts else each[own]).tolist()
+                    for key, each in table.items()
+                )
+                records.by_name()[name].extend(map(RECORD_TYPES[name], *columns))
+        return TraceContents(
+            Recording(self.settings, list(ranks.values())),
+            [self._parse(packet).track_event.name for packet in self._open],
+            self._num_stray_ends,
+            _counted(flows),
+            self._num_records_written,
+        )
+
+    def tables(self) -> Iterator[dict[str, Table]]:
+        """The records, some at a time, by the name of their type; those of a type and sequence in
+        the order in which they were recorded. Settings and ranks are known when all were given.
+
+        Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
+        """
+        np.empty(_NUM_BYTES_FREED, np.uint8)
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) == 0:
+                    raise RrfpError(f"the trace {self._path} is empty")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    position = 0
+                    while position < len(data):
+                        # Slices that never end are read again in few batches, not in all.
+                        size = max(_NUM_BYTES_OF_A_BATCH, sum(map(len, self._open)))
+                        packets, position = cut_packets(self._path, data, position, size)
+                        yield self._read(packets)
+        except DecodeError as error:
+            raise foreign(self._path) from error
+        except OSError as error:
+            raise RrfpError(
+                f"the trace {self._path} could not be read: {error.strerror}"
+            ) from error
+        if not self._is_of_a_run:
+            raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
+
+    def check_whole(self) -> None:
+        """Raises RrfpError where no figure of what was read would be right: the closing mark or
+        other events were not among it, two sequences are of one rank, or events end before they
+        begin."""
+        if self._num_records_written is None:
+            raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
+        if self._num_records < self._num_records_written:
+            raise RrfpError(
+                f"the trace {self._path} lacks {self._num_records_written - self._num_records} of "
+                f"the {self._num_records_written} records that were written; 'rrfp trace check' "
+                "says more"
+            )
+        counts = Counter(info.rank for info in self.infos.values())
+        twice = sorted(rank for rank, count in counts.items() if count > 1)
+        if twice:
+            raise RrfpError(
+                f"the trace {self._path} has the records of rank {twice[0]} twice, as if two runs "
+                "were joined; take the trace of one run"
+            )
+        if self._num_backward:
+            raise RrfpError(
+                f"the trace {self._path} is damaged: {self._num_backward} of its events end before "
+                "they begin; 'rrfp trace check' names them"
+            )
+
+    def _read(self, packets: Packets) -> dict[str, Table]:
+        num_read_before = len(self._open)
+        batch = EventBatch(packets.behind(self._open))
+        begins, ends = batch.pair_slices()
+        self._num_stray_ends += batch.num_stray_ends
+        self._open = [batch.packet(event) for event in batch.unended]
+        if self._flows is not None:
+            self._flows.append(batch.flows(num_read_before))
+        for event in batch.instants_in(RUN, RANK):
+            self._take_mark(self._parse(batch.packet(event)))
+        return {
+            name: table
+            for name in RECORD_TYPES
+            if (table := self._table(name, batch, begins, ends)) is not None
+        }
+
+    def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
+        """The records of one type, in the order in which they ended."""
+        is_slice = "end_ns" in RECORD_TYPES[name]._fields
+        own = batch.categories == CATEGORIES_READ.index(name)
+        slices = own[begins]
+        instants = np.flatnonzero(own & (batch.types == INSTANT))
+        if slices.any() if not is_slice else instants.size:
+            raise self._damaged(name, batch, begins[slices] if not is_slice else instants, "times")
+        events = begins[slices] if is_slice else instants
+        if not events.size:
+            return None
+        self._num_records += events.size
+        table = {"source": batch.sequences[events]}
+        if is_slice:
+            starts_ns, ends_ns = batch.times[events], batch.times[ends[slices]]
+            table |= {"start_ns": starts_ns, "end_ns": ends_ns}
+            self._num_backward += int(np.count_nonzero(ends_ns < starts_ns))
+        else:
+            table["time_ns"] = batch.times[events]
+        for key, is_text in FIELDS[name]:
+            notes = batch.notes(events, key, TEXT if is_text else INT)
+            if key == STEP:
+                table[key] = self._read_steps(name, batch, events, notes)
+                continue
+            if notes.min() < 0:
+                raise self._damaged(name, batch, events[notes < 0], f"'{key}'")
+            table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
+        for key in RECORD_TYPES[name]._fields:
+            if (key, True) in FIELDS[name]:
+                continue
+            least, most = bounds_of(key)
+            strange = (table[key] < least) | (table[key] > most)
+            if strange.any():
+                told = f"'{key}' is {table[key][strange][0]}"
+                raise self._damaged(name, batch, events[strange], told)
+        return table
+
+    def _read_steps(self, name: str, batch: EventBatch, events: Rows, notes: Rows) -> Numbers:
+        """The step of each event, which has this annotation, or tells which evaluation it is of."""
+        are_evaluations = notes < 0
+        if not are_evaluations.any():
+            return batch.note_values[notes]
+        notes = np.where(are_evaluations, batch.notes(events, EVALUATION, INT), notes)
+        if notes.min() < 0:
+            raise self._damaged(name, batch, events[notes < 0], f"'{STEP}'")
+        numbers = batch.note_values[notes]
+        strange = are_evaluations & (numbers < 0)
+        if strange.any():
+            told = f"'{EVALUATION}' is {numbers[strange][0]}"
+            raise self._damaged(name, batch, events[strange], told)
+        return np.where(are_evaluations, evaluation_step(0) - numbers, numbers)
+
+    def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
+        spans = batch.note_texts.take(notes)
+        found = self._vocabulary.find(batch.data, spans)
+        new = np.flatnonzero(found < 0)
+        try:
+            for row, start, end in zip(new, *spans.take(new), strict=True):
+                found[row] = self._vocabulary.place_of(batch.octets[start:end])
+        except UnicodeDecodeError as error:
+            raise RrfpError(
+                f"the trace {self._path} has a text that is not UTF-8: {error.object!r:.60}"
+            ) from error
+        return found
+
+    def _damaged(self, name: str, batch: EventBatch, events: Rows, problem: str) -> RrfpError:
+        event = self._parse(batch.packet(events[0])).track_event.name
+        return RrfpError(f"the trace {self._path} has a damaged {name} '{event}': {problem}")
+
+    def _take_mark(self, packet: Any) -> None:
+        event = packet.track_event
+        notes = {note.name: note for note in event.debug_annotations}
+        try:
+            if event.name == END_MARK:
+                self._num_records_written = notes["num_records"].int_value
+            elif event.categories[0] == RUN:
+                self._check_version(notes)
+                self.settings = dict(json.loads(notes["settings"].string_value))
+                self._is_of_a_run = True
+            else:
+                self.infos[packet.trusted_packet_sequence_id] = _rank_info(notes)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise RrfpError(
+                f"the trace {self._path} has a damaged '{event.name}': {error}"
+            ) from error
+
+    def _parse(self, packet: bytes) -> Any:
+        try:
+            return pb.TracePacket.FromString(packet)
+        except message.DecodeError as error:
+            raise foreign(self._path) from error
+
+    def _check_version(self, notes: dict[str, Any]) -> None:
+        """Traces that do not state a version are of the first one."""
+        version = notes["version"].int_value if "version" in notes else 1
+        if version > VERSION:
+            raise RrfpError(
+                f"the trace {self._path} is of version {version}, and this rrfp reads up to "
+                f"{VERSION}; update rrfp to read it"
+            )
+
+
+class _Vocabulary:
+    """The place of each text in a list, to which new ones are added."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+        self._places: dict[bytes, int] = {}
+        self._names: tuple[str, ...] = ()
+        """The first texts that are short enough to be found many at once."""
+        self._places_of_names = np.array([-1])
+        """Theirs, and last that of what is none of them."""
+
+    def find(self, data: Bytes, spans: Spans) -> Numbers:
+        """The places of texts, or -1 where one is not known or has to be looked up by itself."""
+        return self._places_of_names[find(data, spans, self._names)]
+
+    def place_of(self, encoded: bytes) -> int:
+        """The place of a text, which may be a new one."""
+        place = self._places.get(encoded)
+        if place is None:
+            self._texts.append(encoded.decode())
+            self._places[encoded] = place = len(self._texts) - 1
+            if len(encoded) <= LONGEST_NAME and len(self._names) < _MOST_NAMES:
+                self._names += (self._texts[-1],)
+                self._places_of_names = np.insert(self._places_of_names, -1, place)
+        return place
+
+
+def _counted(flows: Sequence[Numbers]) -> Counter[int]:
+    ids, counts = np.unique(np.concatenate(flows), return_counts=True)
+    return Counter(dict(zip(ids.view(np.uint64).tolist(), counts.tolist(), strict=True)))
+
+
+def _rank_info(notes: dict[str, Any]) -> RankInfo:
+    number = {name: note.int_value for name, note in notes.items()}
+    stages = tuple(map(int, notes["stages"].string_value.split()))
+    places = {name: number[name] for name in ("rank", "pp_rank", "tp_rank", "dp_rank")}
+    for name, place in (*places.items(), *(("stages", stage) for stage in stages)):
+        if not 0 <= place < MOST_OF_A_KIND:
+            raise ValueError(f"'{name}' is {place}")
+    return RankInfo(
+        **places,
+        stages=stages,
+        host=notes["host"].string_value,
+        pid=number["pid"],
+        clock_offset_ns=number["clock_offset_ns"],
+        clock_error_ns=number["clock_error_ns"],
+    )

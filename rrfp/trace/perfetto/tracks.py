@@ -1,0 +1,113 @@
+"""The tree of tracks in a trace: pipeline > stage > compute, hint, wait, send, receive, ...
+
+Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so a
+link has a track of its own below `send` and `receive`, and what would still overlap goes to a
+further lane: a sibling of the same name, which the viewer shows as one track of several rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from rrfp.trace.perfetto.format import HINT, RANK
+from rrfp.trace.records import RankInfo
+
+Node = tuple[int, str]
+"""One step of a path in the tree: a place among siblings, and a name."""
+
+COUNTERS = (6, "counters")
+_DETAILS = (8, "details")
+
+PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
+    "task": ((0, "compute"),),
+    HINT: ((1, "hint"),),
+    "wait": ((2, "wait"),),
+    "agreement": ((3, "agreement"),),
+    "send": ((4, "send"),),
+    "receive": ((5, "receive"),),
+    "phase": ((7, "phases"),),
+    "stimulus": (_DETAILS, (0, "stimuli")),
+    "cost": (_DETAILS, (1, "recording")),
+    "loss": (_DETAILS, (1, "recording")),
+    RANK: (_DETAILS, (2, "rank")),
+}
+"""Where the events of each category are shown below their stage. What only a replay or an audit of
+the recording asks for is in a group that the viewer keeps closed."""
+
+COUNTER_TRACKS = ("D", "held", "ready forwards", "ready backwards")
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A track as its descriptor states it; `parent` is 0 at the top."""
+
+    uuid: int
+    parent: int
+    name: str
+    place: int
+    """Its place among its siblings."""
+    is_counter: bool = False
+
+
+class Tracks:
+    """Hands out tracks by path and remembers those that are new until they are described."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
+        self._new: list[Track] = []
+
+    def get(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
+        """The uuid of the track at a path of (place, name) from the top, made where it is new."""
+        key: tuple[tuple[int, str, int], ...] = ()
+        parent = 0
+        for depth, (place, name) in enumerate(path, start=1):
+            is_leaf = depth == len(path)
+            key = (*key, (place, name, lane if is_leaf else 0))
+            track = self._tracks.get(key)
+            if track is None:
+                uuid = len(self._tracks) + 1
+                track = Track(uuid, parent, name, place, is_counter and is_leaf)
+                self._tracks[key] = track
+                self._new.append(track)
+            parent = track.uuid
+        return parent
+
+    def take_new(self) -> Iterator[Track]:
+        """The tracks made since the last call, parents first."""
+        new, self._new = self._new, []
+        yield from new
+
+
+def stage_name(info: RankInfo) -> str:
+    """`stage 0`, or `stages 0 7` on a rank with chunks."""
+    label = "stage" if len(info.stages) == 1 else "stages"
+    return " ".join((label, *map(str, info.stages)))
+
+
+def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
+    """The path of a rank's stage: the pipelines in order of their replica, the stages in theirs."""
+    pipelines = sorted({(other.dp_rank, other.tp_rank) for other in ranks})
+    name = "pipeline"
+    if len(pipelines) > 1:
+        name = f"pipeline dp{info.dp_rank} tp{info.tp_rank}"
+    place = pipelines.index((info.dp_rank, info.tp_rank))
+    return (place, name), (info.pp_rank, stage_name(info))
+
+
+def assign_lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """The lane of each (start, end), so that no two of one lane overlap; as few as can be."""
+    lanes = [0] * len(intervals)
+    free: list[int] = []
+    running: list[tuple[int, int]] = []
+    num_lanes = 0
+    ordered = sorted((*interval, index) for index, interval in enumerate(intervals))
+    for start_ns, end_ns, index in ordered:
+        while running and running[0][0] <= start_ns:
+            heappush(free, heappop(running)[1])
+        if free:
+            lane = heappop(free)
+        else:
+            lane, num_lanes = num_lanes, num_lanes + 1
+        lanes[index] = lane
+        heappush(running, (end_ns, lane))
+    return lanes

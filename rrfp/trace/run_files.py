@@ -1,0 +1,13 @@
+"""The files of a run that no training made: an imported or a simulated one."""
+
+import json
+
+from rrfp.trace.perfetto.writer import write_trace
+from rrfp.trace.records import Recording
+from rrfp.trace.rundir import RunDir
+
+
+def write_run_files(run: RunDir, recording: Recording) -> None:
+    """Write a recording's description and trace into a run's directory. May raise OSError."""
+    write_trace(run.trace, recording)
+    run.run_json.write_text(f"{json.dumps(recording.settings, indent=2)}\n", encoding="utf-8")

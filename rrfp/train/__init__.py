@@ -1,0 +1,1 @@
+"""What `rrfp train` runs: its settings, its ranks, its loop and its evaluation."""

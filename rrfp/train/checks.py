@@ -1,0 +1,280 @@
+"""Whether a run's settings can run: each in its range, and all of them together."""
+
+import os
+from collections.abc import Callable
+
+from rrfp.errors import UsageError
+from rrfp.megatron.item_costs import CostName
+from rrfp.megatron.settings import GradOrder
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement
+from rrfp.train.groups import (
+    NUM_EXPERTS_A_TOKEN,
+    DataSettings,
+    LayoutSettings,
+    ModelKind,
+    ModelSettings,
+    RunSettings,
+)
+from rrfp.train.settings import DECLARED, TrainSettings
+
+_DEVICES = ("cpu",)
+
+_MAX_MICROBATCHES = 2**16
+"""Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+
+_MAX_PORT = 2**16 - 1
+
+_MAX_RANKS_PER_CORE = 16
+"""More ranks than this on a host would start for many minutes, if there were memory for them."""
+
+_PLAIN_DATA = DataSettings()
+
+
+def check_settings(settings: TrainSettings) -> None:
+    """Raise UsageError when these settings cannot run. Whether hint and data fit is checked
+    apart."""
+    for flag, value in settings.by_flag().items():
+        DECLARED[flag].check(value)
+    _require(
+        settings.data.microbatches <= _MAX_MICROBATCHES,
+        f"--microbatches is {settings.data.microbatches}; it must be at most {_MAX_MICROBATCHES}",
+    )
+    _check_device(settings.run.device)
+    for is_so, sentence in _TOGETHER:
+        _require(not is_so(settings), sentence.format(settings))
+    _ = settings.effective_policy
+    _check_layout(settings.layout, settings.model)
+    _check_hosts(settings.layout.world_size, settings.run)
+
+
+def _check_device(device: str) -> None:
+    _require(device != "cuda", "--device cuda has no transport in this version; use --device cpu")
+    _require(
+        device in _DEVICES, f"'{device}' is not a device; use --device {' or '.join(_DEVICES)}"
+    )
+
+
+def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
+    _require(
+        model.layers % (layout.pp * layout.chunks) == 0,
+        f"{model.layers} layers do not divide by {layout.pp} pipeline ranks"
+        + ("" if layout.chunks == 1 else f" of {layout.chunks} chunks")
+        + "; change --layers, --pp or --chunks",
+    )
+    _require(
+        model.hidden % model.heads == 0,
+        f"a hidden size of {model.hidden} does not divide by {model.heads} heads; "
+        "change --hidden or --heads",
+    )
+    _require(
+        model.hidden // model.heads % 2 == 0,
+        f"a head of {model.hidden // model.heads} numbers cannot be rotated in pairs; "
+        "make --hidden an even multiple of --heads",
+    )
+    _require(
+        model.heads % layout.tp == 0,
+        f"{model.heads} heads do not divide by {layout.tp} tensor-parallel ranks; "
+        "change --heads or --tp",
+    )
+
+
+def _check_hosts(world_size: int, run: RunSettings) -> None:
+    _require(
+        world_size % run.nnodes == 0,
+        f"{world_size} ranks do not divide over {run.nnodes} hosts; change --nnodes",
+    )
+    num_ranks, num_cores = world_size // run.nnodes, os.cpu_count() or 1
+    _require(
+        num_ranks <= _MAX_RANKS_PER_CORE * num_cores,
+        f"{num_ranks} ranks on a host of {num_cores} cores are too many; change --pp, --tp or "
+        f"--dp so that there are at most {_MAX_RANKS_PER_CORE * num_cores}",
+    )
+    _require(
+        0 <= run.node_rank < run.nnodes,
+        f"--node-rank is {run.node_rank}; with --nnodes {run.nnodes} it must be in "
+        f"0..{run.nnodes - 1}",
+    )
+    if run.rdzv_endpoint is not None:
+        host, _, port = run.rdzv_endpoint.rpartition(":")
+        _require(
+            bool(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT,
+            f"--rdzv-endpoint is '{run.rdzv_endpoint}'; it must be HOST:PORT, such as node0:29400",
+        )
+    if run.nnodes > 1:
+        _require(
+            run.rdzv_endpoint is not None,
+            "several hosts need --rdzv-endpoint HOST:PORT, an address of host 0",
+        )
+        _require(
+            run.out is not None,
+            "several hosts need --out DIR on a file system that all of them share",
+        )
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise UsageError(sentence)
+
+
+_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
+    (
+        lambda s: s.layout.placement == Placement.V and s.layout.chunks != 2,
+        "--placement v takes 2 chunks a rank, not {0.layout.chunks}; add --chunks 2",
+    ),
+    # What Megatron-Core's own schedules run.
+    (
+        lambda s: s.policy.dispatch == Dispatch.MEGATRON and s.layout.placement != Placement.LOOP,
+        "--dispatch megatron has no placement {0.layout.placement}; leave --placement out",
+    ),
+    (
+        lambda s: s.policy.dispatch == Dispatch.MEGATRON and s.hint != s.megatron_hint,
+        "--dispatch megatron runs {0.megatron_hint.name} only, not '{0.hint.name}'; leave --hint "
+        "out",
+    ),
+    (
+        lambda s: (
+            s.policy.dispatch == Dispatch.MEGATRON and s.layout.chunks > 1 and s.layout.pp < 3
+        ),
+        "--dispatch megatron interleaves chunks over 3 or more pipeline ranks, not {0.layout.pp} "
+        "(between 2, gloo mixes up the messages of both directions); change --pp or --chunks",
+    ),
+    (
+        lambda s: (
+            s.policy.dispatch == Dispatch.MEGATRON and s.policy.grad_order != GradOrder.CANONICAL
+        ),
+        "--dispatch megatron adds gradients up in its own order, which is the canonical one; "
+        "leave --grad-order out",
+    ),
+    # Who says what a microbatch weighs.
+    (
+        lambda s: s.policy.admit_cost is not None and s.policy.admit != Admit.PYRAMID,
+        "--admit-cost {0.policy.admit_cost} weighs microbatches and --admit {0.policy.admit} "
+        "sorts none; add --admit pyramid or leave --admit-cost out",
+    ),
+    (
+        lambda s: s.policy.admit_cost is not None and s.run.pace is not None,
+        "--pace {0.run.pace} knows what microbatches cost; leave --admit-cost out",
+    ),
+    (
+        lambda s: s.policy.admit_cost == CostName.PATCHES and s.model.kind != ModelKind.VLM,
+        "--admit-cost patches counts those of images and --model {0.model.kind} has none; leave "
+        "it out",
+    ),
+    # What the model and its groups need.
+    (
+        lambda s: s.layout.cp > 1,
+        "--cp {0.layout.cp} needs the attention of Transformer Engine, which this build for the "
+        "CPU lacks; leave --cp out",
+    ),
+    (
+        lambda s: s.layout.sequence_parallel and s.layout.tp == 1,
+        "--sequence-parallel divides sequences among tensor-parallel ranks and there is 1; add "
+        "--tp 2",
+    ),
+    (
+        lambda s: (
+            (s.layout.sequence_parallel or s.data.variable_lengths)
+            and s.data.seq_length % s.layout.tp > 0
+        ),
+        "a sequence length of {0.data.seq_length} does not divide by {0.layout.tp} tensor-"
+        "parallel ranks, as --sequence-parallel and --variable-lengths need; change --seq-length "
+        "or --tp",
+    ),
+    (
+        lambda s: (
+            s.model.kind == ModelKind.VLM and (s.model.num_experts is not None or s.layout.ep > 1)
+        ),
+        "--model vlm has dense layers; leave --experts and --ep out",
+    ),
+    (
+        lambda s: s.model.num_experts is not None and s.model.num_experts < NUM_EXPERTS_A_TOKEN,
+        "--experts is {0.model.num_experts}; every token takes "
+        f"{NUM_EXPERTS_A_TOKEN}, so there must be at least as many",
+    ),
+    (
+        lambda s: (
+            s.model.num_experts is not None and s.layout.tp > 1 and not s.layout.sequence_parallel
+        ),
+        "experts with --tp {0.layout.tp} train with sequence parallelism only; add --sequence-"
+        "parallel",
+    ),
+    (
+        lambda s: s.layout.ep > 1 and s.layout.tp > 1,
+        "--ep {0.layout.ep} with --tp {0.layout.tp} gathers tokens in unequal parts, which gloo "
+        "cannot do; leave one of them out",
+    ),
+    (
+        lambda s: s.layout.ep > 1 and s.model.num_experts is None,
+        "--ep {0.layout.ep} shares out experts and the layers are dense; add --experts",
+    ),
+    (
+        lambda s: s.model.num_experts is not None and s.model.num_experts % s.layout.ep > 0,
+        "{0.model.num_experts} experts do not divide by {0.layout.ep} expert-parallel ranks; "
+        "change --experts or --ep",
+    ),
+    (
+        lambda s: s.layout.num_replicas * s.layout.cp % s.layout.ep > 0,
+        "{0.layout.num_replicas} replicas do not divide by {0.layout.ep} expert-parallel ranks; "
+        "change --dp or --ep",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.shape.num_stages == 1,
+        "--model vlm needs a vision stage and a language stage, and there is 1 stage; add --pp 2 "
+        "or --chunks 2",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.layout.sequence_parallel,
+        "--model vlm has images of any number of patches, which --sequence-parallel cannot "
+        "divide; leave it out",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.model.tie_embeddings,
+        "--model vlm has no text on its first stage to tie the embedding of; leave --tie-"
+        "embeddings out",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.data.variable_lengths,
+        "--model vlm gives every microbatch the length of its own documents anyway; leave "
+        "--variable-lengths out",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.data.image_size % s.data.patch_size > 0,
+        "--image-size {0.data.image_size} is not a whole number of patches of {0.data.patch_size}"
+        " pixels; change --image-size or --patch-size",
+    ),
+    (
+        lambda s: (
+            s.model.kind != ModelKind.VLM
+            and (s.data.max_images, s.data.image_size, s.data.patch_size)
+            != (_PLAIN_DATA.max_images, _PLAIN_DATA.image_size, _PLAIN_DATA.patch_size)
+        ),
+        "--max-images, --image-size and --patch-size are about images and --model {0.model.kind} "
+        "sees none; add --model vlm",
+    ),
+    (
+        lambda s: s.model.kind != ModelKind.VLM and s.data.blank_images,
+        "--blank-images hides images and --model {0.model.kind} sees none; add --model vlm",
+    ),
+    (
+        lambda s: s.model.kind != ModelKind.VLM and s.run.heldout_every is not None,
+        "--heldout-every looks at images that are held out and --model {0.model.kind} sees none; "
+        "add --model vlm",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.data.micro_batch_size > 1,
+        "--model vlm packs a microbatch into one sequence; leave --micro-batch-size "
+        "{0.data.micro_batch_size} out",
+    ),
+    (
+        lambda s: (
+            s.model.tie_embeddings
+            and s.layout.chunks > 1
+            and (s.layout.placement == Placement.V or s.layout.pp == 1)
+        ),
+        "--tie-embeddings with the first and the last stage on one rank would train two copies of"
+        " the weight; leave it out or change --placement or --pp",
+    ),
+)
+"""What does not go together, and the sentence that says so, formatted with the settings."""

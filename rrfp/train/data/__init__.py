@@ -1,0 +1,1 @@
+"""What the models of `rrfp train` learn from."""

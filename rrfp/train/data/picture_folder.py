@@ -1,0 +1,193 @@
+"""A folder with images and their captions, in lines of JSON.
+
+Every `.jsonl` file under the folder counts. A line has a string `text` and, unless it is a text
+alone, the path `image` of a file inside the folder, from the folder on. One image in 20, at least
+one, is held out with all of its captions.
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from rrfp.errors import UsageError
+from rrfp.train.data.corpus import check_no_pipe, files_under, json_line
+from rrfp.train.data.documents import Document, Part, Pixels
+from rrfp.train.data.sampling import sample_at
+from rrfp.train.settings import TrainSettings
+
+_ONE_HELD_OUT_IN = 20
+_MAX_PIXELS = 100_000_000
+"""Of an image file; a small file can claim far more than memory holds."""
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What is opened; Pillow reads others too, some by starting other programs."""
+_GROUND = (128, 128, 128)
+"""What shows through where an image is transparent: the grey of values around 0."""
+_NUM_KEPT = 64
+"""Decoded images that are kept, each scaled already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A caption, its image's file, and where it stands, for errors."""
+
+    text: bytes
+    image: Path | None
+    place: str
+
+
+class PictureFolder:
+    """The images and texts of a folder; images are read when they are asked for."""
+
+    def __init__(self, folder: Path, settings: TrainSettings) -> None:
+        """Raises UsageError for a folder without two images, a line that is wrong, and a file that
+        is not there."""
+        lines = list(_lines(folder))
+        images = list(dict.fromkeys(line.image for line in lines if line.image is not None))
+        if len(images) < 2:
+            raise UsageError(
+                f"the .jsonl files of {folder} name {len(images)} images; --model vlm needs at "
+                "least 2, one to train on and one to hold out"
+            )
+        heldout = set(images[_ONE_HELD_OUT_IN - 1 :: _ONE_HELD_OUT_IN] or images[-1:])
+        self._texts = [line for line in lines if line.image is None]
+        self._captions = {
+            Part.TRAINING: [line for line in lines if line.image and line.image not in heldout],
+            Part.HELDOUT: [line for line in lines if line.image in heldout],
+        }
+        self.has_texts = bool(self._texts)
+        self._seed = settings.run.seed
+        self._image_size = settings.data.image_size
+        self._patch_size = settings.data.patch_size
+        self._pixels = lru_cache(maxsize=_NUM_KEPT)(self._read)
+
+    def picture(self, part: Part, index: int) -> Document:
+        """The image of that number in an endless walk over all of the part. Raises UsageError for
+        one that cannot be decoded."""
+        captions = self._captions[part]
+        line = captions[sample_at(index, len(captions), self._seed)]
+        return Document(line.text, self._pixels(line))
+
+    def text(self, index: int) -> Document:
+        """The text of that number, likewise."""
+        return Document(self._texts[sample_at(index, len(self._texts), self._seed)].text)
+
+    def check(self) -> None:
+        """Raise UsageError for an image whose head already shows that it cannot be used."""
+        for captions in self._captions.values():
+            for line in captions:
+                with _opened(line):
+                    pass
+
+    def _read(self, line: _Line) -> Pixels:
+        """Scaled to at most the largest size, and cut in the middle to whole patches."""
+        with _opened(line) as opened:
+            try:
+                image = _in_colours(ImageOps.exif_transpose(opened))
+            except Exception as error:  # Decoders raise anything over a damaged file.
+                raise UsageError(
+                    f"{line.place}: the image {line.image} is damaged ({error}); mend or remove it"
+                ) from None
+        scale = min(1.0, self._image_size / max(image.size))
+        # At least a patch, also of an image that is all length.
+        width, height = (max(round(edge * scale), self._patch_size) for edge in image.size)
+        pixels = np.asarray(image.resize((width, height)), np.float32) / 127.5 - 1.0
+        rows, columns = (_whole_patches(edge, self._patch_size) for edge in (height, width))
+        return pixels[rows, columns]
+
+
+def _in_colours(image: Image.Image) -> Image.Image:
+    """Of 8 bits each, and nowhere transparent."""
+    if image.mode.startswith("I;16"):
+        greys, clear = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray(np.rint(greys / 257).astype(np.uint8))
+        if clear is not None:
+            image.putalpha(Image.fromarray(np.where(greys == clear, 0, 255).astype(np.uint8)))
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, _GROUND)
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    return image.convert("RGB")
+
+
+def _whole_patches(edge: int, patch_size: int) -> slice:
+    """The middle of an edge that is a number of whole patches."""
+    spare = edge % patch_size
+    return slice(spare // 2, spare // 2 + edge - spare)
+
+
+def _opened(line: _Line) -> Image.Image:
+    assert line.image is not None
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large images; the bound is ours, and the same sentence says so.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(line.image, formats=_FORMATS)
+    except Exception as error:  # Heads are as damaged as bodies.
+        raise UsageError(
+            f"{line.place}: {line.image} is no image that can be read ({error}); give one of "
+            f"{', '.join(_FORMATS)}"
+        ) from None
+    if image.width * image.height > _MAX_PIXELS:
+        image.close()
+        raise UsageError(
+            f"{line.place}: the image {line.image} claims {image.width} x {image.height} pixels; "
+            f"at most {_MAX_PIXELS} are read, so scale it down"
+        )
+    if image.mode in ("I", "F"):  # Pillow would clip them to 8 bits.
+        image.close()
+        raise UsageError(
+            f"{line.place}: the image {line.image} has more than 16 bits a value, or is a PPM of "
+            "more than 8; save it with 8"
+        )
+    return image
+
+
+def _lines(folder: Path) -> Iterator[_Line]:
+    """The lines of all `.jsonl` files under the folder, by name."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
+            ".jsonl of captions"
+        )
+    files = [file for file in files_under(folder) if file.suffix == ".jsonl"]
+    if not files:
+        raise UsageError(
+            f"the folder {folder} holds no .jsonl; give it one, with lines like "
+            '{"image": "1.png", "text": "a dog"}'
+        )
+    root = folder.resolve()
+    for file in files:
+        check_no_pipe(file)
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield _parsed(line, f"{file}, line {number}", root)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the data {file}: {error.strerror}; check --data"
+            ) from None
+
+
+def _parsed(line: bytes, place: str, root: Path) -> _Line:
+    values, text = json_line(line, place)
+    if not text.strip():
+        raise UsageError(f"{place}: the field 'text' is empty; write a caption or remove the line")
+    name = values.get("image")
+    if name is None:
+        return _Line(text, None, place)
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{place}: the field 'image' is {name!r}; it takes the path of a file")
+    try:
+        image = (root / name).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # Python 3.11 calls a loop of links a RuntimeError.
+        raise UsageError(
+            f"{place}: there is no image {name!r} in {root}; add it or correct its path"
+        ) from None
+    if not image.is_relative_to(root) or not image.is_file():
+        raise UsageError(f"{place}: the image {name!r} is not a file inside {root}; move it there")
+    return _Line(text, image, place)

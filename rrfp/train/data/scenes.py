@@ -1,0 +1,127 @@
+"""Scenes drawn at run time: a coloured form on a coloured ground, and a caption that tells it.
+
+A caption follows from the picture and from nothing else: colours, form and side are drawn with
+equal chances, so that whoever cannot see can only guess. A text alone is written in the same words
+and shows nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rrfp.errors import UsageError
+from rrfp.train.data.documents import Document, Part, Pixels
+from rrfp.train.settings import TrainSettings
+
+COLOURS: Final = {
+    "red": (1.0, -1.0, -1.0),
+    "green": (-1.0, 1.0, -1.0),
+    "blue": (-1.0, -1.0, 1.0),
+    "yellow": (1.0, 1.0, -1.0),
+    "cyan": (-1.0, 1.0, 1.0),
+    "magenta": (1.0, -1.0, 1.0),
+    "white": (1.0, 1.0, 1.0),
+    "orange": (1.0, 0.0, -1.0),
+}
+
+FORMS: Final = ("square", "disc", "cross")
+
+SIDES: Final = ("left", "right")
+"""Of the picture, where the middle of the form is."""
+
+_MAX_SENTENCES = 3
+_RADIUS = (0.25, 0.33)
+"""Of a form, as a share of the shorter edge."""
+_MIN_EDGE = 16
+"""Of a picture, in pixels."""
+_NOISE = 0.1
+"""Standard deviation of what is added to every value."""
+
+_PICTURES, _TEXTS = range(2)
+"""Which random numbers are drawn."""
+
+
+class Scenes:
+    """Scenes without an end. Those of the two parts are drawn from different random numbers."""
+
+    has_texts = True
+
+    def __init__(self, settings: TrainSettings) -> None:
+        """Raises UsageError where nothing could be seen on so few pixels."""
+        if settings.data.image_size < _MIN_EDGE:
+            raise UsageError(
+                f"--image-size is {settings.data.image_size}; scenes take at least {_MIN_EDGE} "
+                "pixels"
+            )
+        self._settings = settings
+
+    def picture(self, part: Part, index: int) -> Document:
+        """The scene of that number. Its edges are half to the whole of `image_size`."""
+        patch_size = self._settings.data.patch_size
+        rng = np.random.default_rng((self._settings.run.seed, _PICTURES, part, index))
+        most = self._settings.data.image_size // patch_size
+        fewest = -(-max(self._settings.data.image_size // 2, _MIN_EDGE) // patch_size)
+        height, width = (int(edge) * patch_size for edge in rng.integers(fewest, most + 1, 2))
+        scene = draw_scene(rng)
+        return Document(scene.caption, draw_picture(rng, scene, height, width))
+
+    def text(self, index: int) -> Document:
+        """The text of that number."""
+        return Document(draw_text(np.random.default_rng((self._settings.run.seed, _TEXTS, index))))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Something to see."""
+
+    colour: str
+    form: str
+    side: str
+    ground: str
+
+    @property
+    def caption(self) -> bytes:
+        """`blue, red disc left.`"""
+        return f"{self.ground}, {self.colour} {self.form} {self.side}.".encode()
+
+
+def draw_scene(rng: np.random.Generator) -> Scene:
+    """A scene; its form has another colour than its ground."""
+    colour, ground = rng.choice(list(COLOURS), 2, replace=False).tolist()
+    return Scene(colour, FORMS[rng.integers(len(FORMS))], SIDES[rng.integers(len(SIDES))], ground)
+
+
+def draw_text(rng: np.random.Generator) -> bytes:
+    """A text without a picture: some sentences like captions."""
+    num_sentences = rng.integers(1, _MAX_SENTENCES + 1)
+    return b" ".join(draw_scene(rng).caption for _ in range(num_sentences))
+
+
+def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int) -> Pixels:
+    """The scene in so many pixels; how large its form is, how high it is, and some noise are drawn
+    too."""
+    picture = np.full((height, width, 3), COLOURS[scene.ground])
+    rows, columns = np.mgrid[0:height, 0:width] + 0.5
+    radius = rng.uniform(*_RADIUS) * min(height, width)
+    y = (rows - rng.uniform(radius, height - radius)) / radius
+    x = (columns - (1 / 3 + SIDES.index(scene.side) / 3) * width) / radius
+    picture[_covers(scene.form, y, x)] = COLOURS[scene.colour]
+    picture += rng.normal(0.0, _NOISE, picture.shape)
+    pixels: Pixels = np.clip(picture, -1.0, 1.0).astype(np.float32)
+    return pixels
+
+
+def _covers(
+    form: str, y: npt.NDArray[np.float64], x: npt.NDArray[np.float64]
+) -> npt.NDArray[np.bool_]:
+    """Which points a form of radius 1 around the origin covers."""
+    match form:
+        case "square":
+            inside = np.maximum(abs(y), abs(x)) <= 1.0
+        case "disc":
+            inside = y**2 + x**2 <= 1.0
+        case _:
+            inside = (np.minimum(abs(y), abs(x)) <= 0.25) & (np.maximum(abs(y), abs(x)) <= 1.0)
+    return inside

@@ -1,0 +1,147 @@
+"""How a setting is declared: once, for the command line, for TOML and for whoever checks it."""
+
+import math
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import UsageError
+from rrfp.inputs.hint_files import resolve_hint
+from rrfp.schedule.hints.hint import Hint
+
+_MOST_OF_A_FLOAT = 10**308
+"""No float is much larger than that."""
+
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
+
+_METADATA = "declared"
+
+
+@dataclass(frozen=True, slots=True)
+class Must:
+    """What a setting's value must be."""
+
+    told: str
+    """In words, after "it must be"."""
+    holds: Callable[[Any], bool]
+
+
+AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    help: str
+    must: Must | None
+    flag: str | None
+    metavar: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One setting, as it was declared."""
+
+    flag: str
+    """Its name as a keyword: `micro_batch_size`, which is `--micro-batch-size` and, in TOML, either
+    spelling."""
+    group: str
+    field: str
+    """Where it stands among the settings: `settings.<group>.<field>`."""
+    kind: Any
+    """int, float, bool, str, Path, a StrEnum, or Hint."""
+    default: Any
+    help: str
+    must: Must | None
+    metavar: str | None
+
+    @property
+    def spelled(self) -> str:
+        """As it is written on the command line, without dashes before it."""
+        return self.flag.replace("_", "-")
+
+    @property
+    def told(self) -> str:
+        """Its help, with the default where the text itself does not tell it."""
+        return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
+
+    def read(self, value: Any) -> Any:
+        """A value from a flag, as text where the kind has no other form, or given as what it is.
+
+        Raises UsageError for a text that is none of a choice, and for a hint that does not exist.
+        """
+        if value is None or not isinstance(value, str):
+            return value
+        if self.kind is Hint:
+            return resolve_hint(value)
+        if self.kind is Path:
+            return Path(value)
+        if isinstance(self.kind, type) and issubclass(self.kind, StrEnum):
+            if value not in list(self.kind):
+                raise UsageError(
+                    f"--{self.spelled} is '{value}'; it must be one of {', '.join(self.kind)}"
+                )
+            return self.kind(value)
+        return value
+
+    def read_toml(self, value: object, path: Path) -> Any:
+        """A value from a TOML file; raises UsageError for one of another type."""
+        wanted = str if self.kind is Hint or _is_choice(self.kind) else self.kind
+        if wanted is Path and isinstance(value, str):
+            return Path(value)
+        if wanted is float and type(value) is int:
+            return float(value) if abs(value) < _MOST_OF_A_FLOAT else math.inf
+        if type(value) is not wanted:
+            raise UsageError(
+                f"{path} sets {self.spelled} to {value!r}; it takes "
+                f"{_TYPE_NAMES.get(wanted, 'a string')}"
+            )
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise UsageError for a value out of the setting's range."""
+        if value is not None and self.must is not None and not self.must.holds(value):
+            raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.told}")
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    must: Must | None = None,
+    flag: str | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """A field of a group of settings. A help that ends without a full stop gets the default behind
+    it. `flag` is its name where the field has another."""
+    return field(default=default, metadata={_METADATA: _Told(help_text, must, flag, metavar)})
+
+
+def declared_in(group: str, of: type) -> Iterator[Declared]:
+    """The settings of a group, in the sequence of its fields."""
+    hints = typing.get_type_hints(of)
+    for each in fields(of):
+        told: _Told = each.metadata[_METADATA]
+        yield Declared(
+            told.flag or each.name,
+            group,
+            each.name,
+            _without_none(hints[each.name]),
+            each.default,
+            told.help,
+            told.must,
+            told.metavar,
+        )
+
+
+def _without_none(annotation: Any) -> Any:
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (part for part in annotation.__args__ if part is not types.NoneType)
+    return annotation
+
+
+def _is_choice(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, StrEnum)

@@ -1,0 +1,241 @@
+"""The settings of a training run, group by group. All that is said of a setting is said here: its
+flag's help, its default, its range, and its place in a TOML file.
+
+This file imports no torch: the launcher checks the settings before it starts any process.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rrfp.megatron.settings import GradOrder
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.shape import Placement
+from rrfp.train.declared import AT_LEAST_1, Must, setting
+
+_MAX_SEED = 2**32 - 1
+
+NUM_EXPERTS_A_TOKEN = 2
+"""Each token goes through so many experts of a layer, as in Megatron by default."""
+
+_NUM_EXPERTS = 4
+"""Experts a layer of `ModelKind.MOE` unless another number is asked for."""
+
+
+class ModelKind(StrEnum):
+    """What is trained."""
+
+    GPT = "gpt"
+    """Text; with `experts`, as `MOE`."""
+    VLM = "vlm"
+    """Images and text: vision stages before language stages."""
+    MOE = "moe"
+    """A GPT whose layers have experts."""
+    MLP = "mlp"
+    """A GPT without attention: as little work as a task of Megatron's can be, for paced runs."""
+
+
+class Dtype(StrEnum):
+    """What parameters and activations are kept in; gradients add up in fp32 either way."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class Recompute(StrEnum):
+    """Which activations the backward computes again rather than keeps."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Those inside the attention."""
+    FULL = "full"
+    """Those of every layer but its input."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """What steers the ranks, as it was asked for; `TrainSettings.policy` is what is in effect."""
+
+    hint: Hint | None = setting(None, f"{', '.join(HINTS)}, or an order file (.csv) [bf].")
+    dispatch: Dispatch = setting(
+        Dispatch.READY,
+        "ready (default: the hint ranks what is ready), fixed (its order binds) or megatron "
+        "(Megatron-Core's own 1F1B, or interleaving with --chunks).",
+    )
+    limit: int | None = setting(
+        None,
+        f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready without "
+        "--hold].",
+    )
+    hold: int | None = setting(
+        None, "Most microbatches whose activations a rank keeps; instead of --limit."
+    )
+    w: WeightGradients = setting(
+        WeightGradients.IDLE,
+        "Weight gradients of an order used as a hint: idle (default: when nothing else is ready) "
+        "or ranked (at their places).",
+    )
+    agreement: AgreementRule = setting(
+        AgreementRule.INTERSECTION,
+        "What ranks that share collectives run: intersection (default: the best that all have "
+        "ready) or unanimous (what all would pick).",
+    )
+    grad_order: GradOrder = setting(
+        GradOrder.CANONICAL,
+        "How gradients add up: canonical (default: by microbatch, the same to the bit) or arrival "
+        "(as they come).",
+    )
+    admit: str = setting(
+        Admit.GIVEN,
+        "The order in which a step's microbatches enter: given (default), pyramid (light, heavy, "
+        "light) or a file with a line a step.",
+    )
+    admit_cost: str | None = setting(
+        None,
+        "What a microbatch weighs in the pyramid: work (default), tokens, patches or "
+        "MODULE:FUNCTION, which takes its batch.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSettings:
+    """How the ranks are laid out."""
+
+    pp: int = setting(4, "Pipeline ranks", must=AT_LEAST_1)
+    tp: int = setting(1, "Tensor-parallel ranks", must=AT_LEAST_1)
+    dp: int | None = setting(
+        None, "Data-parallel replicas [as many as --ep spans, or 1].", must=AT_LEAST_1
+    )
+    cp: int = setting(
+        1,
+        "Context-parallel ranks; more than 1 needs Transformer Engine [1].",
+        must=AT_LEAST_1,
+    )
+    ep: int = setting(1, "Replicas that share out the experts; a divisor of --dp", must=AT_LEAST_1)
+    chunks: int = setting(1, "Model chunks a pipeline rank", must=AT_LEAST_1)
+    placement: Placement = setting(
+        Placement.LOOP,
+        "Where chunks lie: loop (default: Megatron's interleaving) or v (there and back, with "
+        "--chunks 2).",
+    )
+    sequence_parallel: bool = setting(
+        False, "Divide norms and dropout along the sequence, with --tp."
+    )
+    distributed_optimizer: bool = setting(False, "Divide the optimizer's state among the replicas.")
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas: those asked for, or as few as the experts can be spread over."""
+        return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * self.cp * self.num_replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """What is trained."""
+
+    kind: ModelKind = setting(
+        ModelKind.GPT,
+        "gpt (default: text), vlm (images, then text), moe (a gpt with experts) or mlp (a gpt "
+        "without attention, for --pace).",
+        flag="model",
+    )
+    layers: int = setting(8, "Transformer layers, a multiple of --pp x --chunks", must=AT_LEAST_1)
+    hidden: int = setting(128, "Hidden size", must=AT_LEAST_1)
+    heads: int = setting(4, "Attention heads, a multiple of --tp", must=AT_LEAST_1)
+    experts: int | None = setting(
+        None,
+        "Experts a layer, of which a token takes 2 [moe: 4; else dense layers].",
+        must=AT_LEAST_1,
+    )
+    tie_embeddings: bool = setting(False, "Use the embedding's weight for the output too.")
+    dropout: float = setting(
+        0.0,
+        "Share of hidden and attention values dropped",
+        must=Must("at least 0 and below 1", lambda value: 0 <= value < 1),
+    )
+    dtype: Dtype = setting(Dtype.FP32, "fp32 (default) or bf16; gradients stay in fp32.")
+    recompute: Recompute = setting(
+        Recompute.NONE, "Activations to compute twice: none (default), selective or full."
+    )
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts a layer; None where layers are dense."""
+        if self.experts is None and self.kind is ModelKind.MOE:
+            return _NUM_EXPERTS
+        return self.experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """What the model learns from, and how a step divides it. The sizes of images are such that a
+    microbatch takes a CPU a fraction of a second."""
+
+    path: Path | None = setting(
+        None,
+        "Text file, folder, JSONL with a 'text' field, or Megatron .bin/.idx pair [Python's "
+        "standard library]; for --model vlm a folder with images and a JSONL of 'image' and 'text' "
+        "[scenes drawn at run time].",
+        flag="data",
+    )
+    microbatches: int = setting(8, "Microbatches a step and replica", must=AT_LEAST_1)
+    micro_batch_size: int = setting(1, "Sequences a microbatch", must=AT_LEAST_1)
+    seq_length: int = setting(256, "Tokens a sequence", must=AT_LEAST_1)
+    variable_lengths: bool = setting(
+        False, "Give every microbatch the length of its own documents."
+    )
+    max_images: int = setting(4, "Most images a microbatch of --model vlm", must=AT_LEAST_1)
+    image_size: int = setting(32, "Longest edge of an image, in pixels", must=AT_LEAST_1)
+    patch_size: int = setting(8, "Edge of a patch, in pixels", must=AT_LEAST_1)
+    blank_images: bool = setting(
+        False, "Show grey instead of the images, to see what they are worth."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How long the run is, at what pace, on which hosts, and where it goes."""
+
+    steps: int | None = setting(None, "Steps [60; vlm: 240].", must=AT_LEAST_1)
+    lr: float = setting(
+        2e-3,
+        "Learning rate",
+        must=Must("a finite number above 0", lambda value: math.isfinite(value) and value > 0),
+    )
+    seed: int = setting(
+        1234,
+        "Seed of parameters, data and dropout",
+        must=Must(f"in 0..{_MAX_SEED}", lambda value: 0 <= value <= _MAX_SEED),
+    )
+    pace: str | None = setting(
+        None,
+        "Stretch tasks and messages to language, multimodal or uniform costs, or to those of a CSV "
+        "or TOML file or of a run [none].",
+    )
+    jitter: str = setting(
+        "none", "none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."
+    )
+    heldout_every: int | None = setting(
+        None,
+        "Steps between evaluations on held-out images [after the last step only].",
+        must=AT_LEAST_1,
+    )
+    device: str = setting("cpu", "cpu, the only device of this version.")
+    out: Path | None = setting(
+        None, "The run's directory; none means runs/<time>-<hint>, linked as runs/latest."
+    )
+    force: bool = setting(False, "Replace the run in --out.")
+    no_trace: bool = setting(False, "Record nothing.")
+    nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1)
+    node_rank: int = setting(0, "This host's number")
+    rdzv_endpoint: str | None = setting(
+        None, "Where the hosts meet: a free port of host 0.", metavar="HOST:PORT"
+    )

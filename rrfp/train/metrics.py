@@ -1,0 +1,82 @@
+"""What every step came to, over all ranks: a line of `metrics.jsonl` each."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rrfp.runtime.worker import StepSummary
+from rrfp.trace.records import NS_PER_S, RankInfo
+from rrfp.train.pacing import PaceTally
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.training import StepResult
+
+
+class Metrics:
+    """Gathers each step's numbers from all ranks; rank 0 writes them, flushed."""
+
+    def __init__(self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool) -> None:
+        self._layout = layout
+        self._offset_ns = info.clock_offset_ns
+        self._is_traced = is_traced
+        self._file = path.open("a", encoding="utf-8") if layout.rank == 0 else None
+
+    def write(
+        self,
+        step: int,
+        result: StepResult,
+        summary: StepSummary,
+        seconds: float,
+        tally: PaceTally | None,
+    ) -> None:
+        """Write a finished step that took `seconds` as a whole; every rank calls it. `tally` is
+        this rank's, where tasks have a model."""
+        layout = self._layout
+        own_tally = tally or PaceTally()
+        # Float64 holds nanoseconds exactly for the first hundred days after a host's start.
+        own = torch.tensor(
+            [
+                summary.start_ns + self._offset_ns,
+                summary.end_ns + self._offset_ns,
+                summary.busy_ns,
+                summary.peak_held,
+                own_tally.num_tasks,
+                own_tally.num_over,
+                own_tally.worst_over_ns,
+            ],
+            dtype=torch.float64,
+        )
+        ranks = [torch.empty_like(own) for _ in range(layout.world_size)]
+        dist.all_gather(ranks, own)
+        if self._file is None:
+            return
+        table = torch.stack(ranks)
+        window_ns = float(table[:, 1].max() - table[:, 0].min())
+        # Ranks are numbered pipeline rank by pipeline rank.
+        busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
+        peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
+        line = {
+            "step": step,
+            "loss": result.loss,
+            "heldout_loss": result.heldout_loss,
+            "grad_norm": result.grad_norm,
+            "step_time_s": seconds,
+            "tokens": result.tokens,
+            "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
+            "peak_held": peak_held.tolist(),
+            "busy_fraction": busy.mean(dim=1).tolist(),
+            "over_pace": None
+            if tally is None
+            else {
+                "tasks": int(table[:, 5].sum()),
+                "of": int(table[:, 4].sum()),
+                "worst_s": float(table[:, 6].max()) / NS_PER_S,
+            },
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

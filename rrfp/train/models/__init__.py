@@ -1,0 +1,1 @@
+"""The models of `rrfp train`, stage by stage."""

@@ -1,0 +1,83 @@
+"""What one rank trains: the chunks of its model, their data parallelism, their optimizer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rrfp.train.groups import ModelKind
+from rrfp.train.models.configuration import transformer_config
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
+
+_CLIP_NORM = 1.0
+_ADAM_BETA2 = 0.95
+
+
+class Vocabulary(Protocol):
+    """What a model must know of its data."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunks:
+    """What one rank trains."""
+
+    chunks: list[Any]
+    """The model chunks, each in Megatron's DistributedDataParallel."""
+    config: Any
+    """The TransformerConfig that Megatron's schedules read."""
+    optimizer: Any
+    forward_step: Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]
+    """Runs a chunk on the iterator's next batch (Megatron's `forward_step_func`)."""
+
+
+def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> ModelChunks:
+    """Build this rank's chunks for the tokens of `data`, with their optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    if settings.model.kind == ModelKind.VLM:
+        from rrfp.train.models.vlm import build_chunk, forward_step
+    else:
+        from rrfp.train.models.gpt import build_chunk, forward_step
+
+    config = transformer_config(settings)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=settings.layout.distributed_optimizer
+    )
+    chunks = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp_config,
+            module=build_chunk(settings, layout, config, chunk, data.vocab_size),
+            # As in Megatron's training: the reduction of other chunks overlaps with work anyway.
+            disable_bucketing=chunk > 0,
+        )
+        for chunk in range(settings.layout.chunks)
+    ]
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.run.lr,
+            adam_beta2=_ADAM_BETA2,
+            clip_grad=_CLIP_NORM,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=settings.layout.distributed_optimizer,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    no_sync_funcs = [chunk.no_sync for chunk in chunks]
+    # As in Megatron's training: its interleaved schedule alone takes a list.
+    config.no_sync_func = no_sync_funcs if len(chunks) > 1 else no_sync_funcs[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return ModelChunks(chunks, config, optimizer, forward_step)

@@ -1,0 +1,90 @@
+"""The parameters of a stage: their names in the whole model, and what they start from.
+
+Parameters are initialised by layer and not by rank: each is drawn whole from a generator of its
+own, seeded by the run's seed and the parameter's name in the whole model, and then cut to this
+rank's slice. Every layout whose `tp` divides 64, to which the vocabulary is padded, starts from the
+same function.
+"""
+
+import hashlib
+import math
+import re
+from typing import Any
+
+import torch
+
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
+
+_LOCAL_LAYER = re.compile(r"(?<=coder\.layers\.)\d+")
+"""Of a decoder, or of an encoder of images."""
+_LOCAL_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
+
+_OUTPUT_WEIGHT = "output_layer.weight"
+_EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
+
+_SCALED_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
+"""Weights that write to the residual stream: Megatron shrinks them by the number of layers."""
+
+
+def finish_chunk(
+    chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, stage: int
+) -> Any:
+    """Give a chunk that holds `layers` of `stage` the numbers and the parameters of that stage, in
+    the run's type."""
+    _number_layers(layers, stage * len(layers))
+    _initialise(chunk, settings, layout)
+    # What Megatron's Float16Module does; that would also cast the outputs of the last *rank*, which
+    # in a V has no last stage. The loss is in fp32 without it.
+    return chunk.bfloat16() if chunk.config.bf16 else chunk
+
+
+def _number_layers(layers: Any, num_before: int) -> None:
+    """Number the layers on from those of the stages before: Megatron knows no V to count by."""
+    shift = num_before + 1 - layers[0].layer_number
+    for module in layers.modules():
+        if getattr(module, "layer_number", None) is not None:
+            module.layer_number += shift
+
+
+def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
+    config = chunk.config
+    std = config.init_method_std
+    scaled_std = std / math.sqrt(2.0 * config.num_layers)
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() < 2:
+            continue  # Biases and norms start as constants.
+        shape = list(parameter.shape)
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        if is_cut:
+            assert parameter.partition_stride == 1
+            shape[parameter.partition_dim] *= layout.tp
+        whole = torch.empty(shape)
+        seed = _seed_of(settings.run.seed, whole_name(name, chunk, settings, layout))
+        generator = torch.Generator().manual_seed(seed)
+        whole.normal_(
+            0.0, scaled_std if name.endswith(_SCALED_WEIGHTS) else std, generator=generator
+        )
+        if is_cut:
+            whole = whole.chunk(layout.tp, parameter.partition_dim)[layout.tp_rank]
+        with torch.no_grad():
+            parameter.copy_(whole)
+
+
+def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -> str:
+    """The name of a chunk's parameter in the model that is on one rank."""
+    if settings.model.tie_embeddings and name == _OUTPUT_WEIGHT:
+        return _EMBEDDING_WEIGHT
+
+    def whole_layer(match: re.Match[str]) -> str:
+        return str(chunk.get_submodule(name[: match.end()]).layer_number - 1)
+
+    first_expert = layout.ep_rank * ((settings.model.num_experts or 0) // layout.ep)
+    return _LOCAL_EXPERT.sub(
+        lambda match: str(first_expert + int(match[0])), _LOCAL_LAYER.sub(whole_layer, name)
+    )
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")

@@ -1,0 +1,208 @@
+"""A stage of the multimodal model: images in the first stages, text in the others, one chain.
+
+A vision stage passes on a vector a patch, of all the images of its microbatch end to end; patches
+attend to those of their own image. The first language stage puts them into the text, and what is
+passed on from there has a vector a place of the sequence; a place attends to those before it in its
+own document. A microbatch without images passes on a tensor of no rows.
+
+The layers are Megatron-Core's, and so are the language stages: `GPTModel`. Its rotary embeddings
+see only how far places are apart, so that packing documents does not change what they see.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import MegatronModule
+from megatron.core.transformer.enums import AttnMaskType, ModelType
+from megatron.core.transformer.transformer_block import (
+    LayerNormImpl,
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.utils import make_viewless_tensor
+
+from rrfp.train.data.image_batches import ImageBatch
+from rrfp.train.models.gpt import gpt_stage, mean_loss
+from rrfp.train.models.parameters import finish_chunk
+from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
+from rrfp.train.settings import TrainSettings
+
+_VISION_SHARE = 3 / 8
+"""Of the stages, as in the simulator's costs `multimodal`."""
+
+_NUM_COLOURS = 3
+
+_WAVE_LENGTHS = tuple(4.0 * 2**octave for octave in range(8))
+"""In patches: of the sines and cosines that tell a patch's row and column at any resolution."""
+
+
+def build_chunk(
+    settings: TrainSettings, layout: Layout, config: Any, chunk: int, num_tokens: int
+) -> Any:
+    """One chunk of a rank, for a vocabulary of `num_tokens`."""
+    stage = layout.stages[chunk]
+    num_vision = num_vision_stages(layout.num_stages)
+    num_layers = settings.model.layers // layout.num_stages
+    vp_stage = None if virtual_pipeline_size(settings) is None else chunk
+    layer_spec = get_gpt_layer_local_spec()
+    layer_spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
+    if stage < num_vision:
+        vision = VisionStage(
+            config,
+            TransformerBlockSubmodules([layer_spec] * num_layers, LayerNormImpl),
+            patch_size=settings.data.patch_size,
+            is_first=stage == 0,
+            is_last=stage == num_vision - 1,
+            vp_stage=vp_stage,
+        )
+        return finish_chunk(vision, vision.encoder.layers, settings, layout, stage)
+    gpt = gpt_stage(
+        settings,
+        config,
+        layer_spec,
+        num_layers=num_layers,
+        num_tokens=num_tokens,
+        is_first=stage == num_vision,
+        is_last=stage == layout.num_stages - 1,
+        vp_stage=vp_stage,
+    )
+    return finish_chunk(LanguageStage(gpt), gpt.decoder.layers, settings, layout, stage)
+
+
+def num_vision_stages(num_stages: int) -> int:
+    """How many of the stages, from the first on, see images; the others read text."""
+    return max(1, int(_VISION_SHARE * num_stages + 0.5))
+
+
+def forward_step(
+    data_iterator: Iterator[ImageBatch], model: Any
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Run a chunk on the iterator's next microbatch (Megatron's `forward_step_func`)."""
+    batch = next(data_iterator)
+    return model(batch), partial(mean_loss, batch["loss_mask"])
+
+
+class _Stage(MegatronModule):  # type: ignore[misc]
+    """What Megatron's schedules and gradient finalisation ask of a stage."""
+
+    def __init__(
+        self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
+    ) -> None:
+        super().__init__(config)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.share_embeddings_and_output_weights = False
+        self._input: Any = None
+
+    def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
+        """Take what the stage before has sent: [patches or length, 1, hidden]."""
+        (self._input,) = input_tensor
+
+
+class VisionStage(_Stage):
+    """Some layers over the patches of a microbatch; in the first stage the embedding of patches
+    before them, in the last the projection to the language's space behind them."""
+
+    def __init__(
+        self,
+        config: Any,
+        layers: TransformerBlockSubmodules,
+        *,
+        patch_size: int,
+        is_first: bool,
+        is_last: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(config, pre_process=is_first, post_process=False, vp_stage=vp_stage)
+        if is_first:
+            num_values = _NUM_COLOURS * patch_size**2
+            self.embedding = _linear(config, num_values + 4 * len(_WAVE_LENGTHS))
+        # It takes its input as an argument in every stage: `pre_process`.
+        self.encoder = TransformerBlock(
+            config, layers, pre_process=True, post_process=is_last, vp_stage=vp_stage
+        )
+        self._is_last = is_last
+        if is_last:
+            self.projection = _linear(config, config.hidden_size)
+
+    def forward(self, batch: ImageBatch) -> torch.Tensor:
+        """[patches, 1, hidden], without a row where the microbatch has no image."""
+        hidden = self._patches(batch) if self.pre_process else self._input
+        image_ids = torch.repeat_interleave(batch["patch_counts"])
+        is_empty = len(image_ids) == 0
+        if is_empty:
+            # Megatron's attention takes no empty sequence. This row's gradients are zeros, so that
+            # every microbatch has some for every parameter.
+            hidden = torch.cat((hidden, hidden.new_zeros(1, *hidden.shape[1:])))
+            image_ids = image_ids.new_zeros(1)
+        if self.pre_process:
+            hidden, _ = self.embedding(hidden)
+        hidden = self.encoder(hidden, (image_ids[:, None] != image_ids)[None, None])
+        if self._is_last:
+            hidden, _ = self.projection(hidden)
+        if is_empty:
+            hidden = hidden[:0]
+        # Megatron's schedule frees outputs once they are sent, and that cannot free a view.
+        return make_viewless_tensor(  # type: ignore[no-any-return]
+            hidden, requires_grad=True, keep_graph=True
+        )
+
+    def _patches(self, batch: ImageBatch) -> torch.Tensor:
+        values = torch.cat((batch["patches"], _waves(batch["patch_places"])), dim=1)
+        return values.to(self.config.params_dtype)[:, None]
+
+
+class LanguageStage(_Stage):
+    """Some layers over the sequence of a microbatch; in the first stage the embedding of text and
+    the places of the images before them, in the last the head and the losses behind them."""
+
+    def __init__(self, gpt: Any) -> None:
+        super().__init__(
+            gpt.config,
+            pre_process=False,
+            post_process=gpt.post_process,
+            vp_stage=gpt.vp_stage,
+        )
+        self.gpt = gpt
+
+    def forward(self, batch: ImageBatch) -> torch.Tensor:
+        """[length, 1, hidden], or the losses of all labels in the last stage: [1, length]."""
+        document_ids = batch["document_ids"][0]
+        places = torch.arange(len(document_ids), device=document_ids.device)
+        hides = (document_ids[:, None] != document_ids) | (places[:, None] < places)
+        embedded = None
+        if self.gpt.pre_process:
+            text = self.gpt.embedding(batch["tokens"], batch["position_ids"])
+            embedded = text.index_copy(0, batch["image_slots"], self._input)
+        else:
+            self.gpt.set_input_tensor(self._input)
+        return self.gpt(  # type: ignore[no-any-return]
+            batch["tokens"],
+            batch["position_ids"],
+            hides[None, None],
+            decoder_input=embedded,
+            labels=batch["labels"],
+        )
+
+
+def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
+    """A linear layer to the hidden size, whole on every tensor-parallel rank's output."""
+    return ColumnParallelLinear(
+        num_inputs,
+        config.hidden_size,
+        config=config,
+        init_method=config.init_method,
+        gather_output=True,
+    )
+
+
+def _waves(places: torch.Tensor) -> torch.Tensor:
+    """Rows and columns [patches, 2] as numbers between -1 and 1, [patches, 4 * wave lengths]."""
+    angles = 2 * torch.pi * places[:, :, None] / torch.tensor(_WAVE_LENGTHS, device=places.device)
+    return torch.cat((angles.sin(), angles.cos()), dim=2).flatten(1)

@@ -1,0 +1,248 @@
+"""Paced runs: every task takes as long as the simulator says, while the training is real.
+
+Step k of a run with seed S meets what `rrfp simulate` meets under the seed S + k: the costs, the
+factors of jitter, its delays and stops, all drawn by the simulator's own code. Without costs jitter
+works on what tasks really take, which it can only lengthen. Steps that only evaluate keep their own
+time. A group's rounds and the reduction of gradients are the run's own, too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rrfp.errors import UsageError
+from rrfp.inputs.admission_files import resolve_admission
+from rrfp.replay.cost_files import resolve_costs
+from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
+from rrfp.schedule.admission import Admission
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Task
+from rrfp.simulate.admission import order_by_costs
+from rrfp.simulate.conditions import Conditions, conditions
+from rrfp.simulate.costs.flops import check_divided
+from rrfp.simulate.costs.model import Costs, Links
+from rrfp.simulate.jitter import Jitter, parse_jitter
+from rrfp.simulate.world import Stretch, TaskTimes
+from rrfp.trace.records import NS_PER_S
+
+if TYPE_CHECKING:
+    from rrfp.train.ranks.parallel import Layout
+    from rrfp.train.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PaceTally:
+    """How many tasks have a model, and how many of them took longer."""
+
+    num_tasks: int = 0
+    num_over: int = 0
+    worst_over_ns: int = 0
+    """The most by which the work of a task took longer than its model."""
+
+    def __add__(self, other: "PaceTally") -> "PaceTally":
+        return PaceTally(
+            self.num_tasks + other.num_tasks,
+            self.num_over + other.num_over,
+            max(self.worst_over_ns, other.worst_over_ns),
+        )
+
+
+class StepPacer:
+    """The pace of one rank's steps: a `rrfp.runtime.pace.Pace`."""
+
+    def __init__(
+        self,
+        costs: Costs | None,
+        jitter: Jitter,
+        admit: Admission,
+        seed: int,
+        shape: Shape,
+        pp_rank: int,
+        dp_rank: int,
+        *,
+        sleep: Sleep = sleep_until,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """`seed` is that of step 0; `shape` that of a step, of its hint's kinds. The replica of the
+        simulator that this one is like has the number `dp_rank`."""
+        self._costs = costs
+        self._jitter = jitter
+        self._admit = admit
+        self._seed = seed
+        self._shape = shape
+        self._pp_rank = pp_rank
+        self._replica = dp_rank
+        self._sleep = sleep
+        self._clock = clock
+        self._prepared: tuple[int, Conditions] | None = None
+        self.tally = PaceTally()
+        """Of the step that began last."""
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether tasks have a model; else they are only made longer."""
+        return self._costs is not None
+
+    def order(self, step: int) -> Sequence[int]:
+        """The order in which a step's microbatches are admitted, by their modelled costs."""
+        assert self._costs is not None
+        costs = self._costs.step(self._shape, self._seed + step, self._replica)
+        return order_by_costs(costs, self._admit, step)
+
+    def prepare(self, step: int) -> None:
+        """Draw what the step meets, which takes some ms, before it begins."""
+        if self._costs is not None:
+            self._prepared = step, self._conditions(self._costs, step, self._shape)
+
+    def _conditions(self, costs: Costs, step: int, shape: Shape) -> Conditions:
+        seed = self._seed + step
+        return conditions(costs, self._jitter, self._admit, shape, seed, self._replica, step)
+
+    def start_step(self, step: int, shape: Shape) -> "PacedStep":
+        """The pace of a step that begins now."""
+        self.tally = PaceTally()
+        seed, replica, count = self._seed + step, self._replica, None
+        if self._costs is None:
+            model, links = _measured(self._jitter, shape, seed, replica), Links()
+            stretch = self._jitter.stretch(shape, seed, replica)
+        else:
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None and prepared[0] == step and prepared[1].shape == shape:
+                met = prepared[1]
+            else:
+                met = self._conditions(self._costs, step, shape)
+            model, links, stretch = _modelled(met), met.links, met.stretch()
+            count = self._count
+        return PacedStep(
+            shape, self._pp_rank, model, links, stretch, count, self._sleep, self._clock
+        )
+
+    def _count(self, over_ns: int) -> None:
+        """Count a task whose work took so much longer than its model; below 0, less long."""
+        is_over = over_ns > 0
+        self.tally += PaceTally(1, int(is_over), over_ns if is_over else 0)
+
+
+_Model = Callable[[Task, int], int]
+"""What a task takes before delays and stops, from what its work took; both in ns."""
+
+
+def _modelled(met: Conditions) -> _Model:
+    times_ns = met.times.by_kind(split=met.shape.splits_backward)
+    return lambda task, _: times_ns[task.kind][task.stage][task.microbatch]
+
+
+def _measured(jitter: Jitter, shape: Shape, seed: int, replica: int) -> _Model:
+    seconds_ns = [[NS_PER_S] * shape.num_microbatches] * shape.num_stages
+    times = jitter.times(TaskTimes(seconds_ns, seconds_ns, seconds_ns), shape, seed, replica)
+    # Factors that only lengthen are those of a rank, the same for all that it runs.
+    a_second_ns = [of_stage[0] for of_stage in times.forward]
+    return lambda task, worked_ns: worked_ns * a_second_ns[task.stage] // NS_PER_S
+
+
+class PacedStep:
+    """The pace of one step on one rank: a `rrfp.runtime.pace.StepPace`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        pp_rank: int,
+        model: _Model,
+        links: Links,
+        stretch: Stretch | None,
+        count: Callable[[int], None] | None,
+        sleep: Sleep,
+        clock: Callable[[], int],
+    ) -> None:
+        """`count` is told by how much a task's work took longer than its model."""
+        self._shape = shape
+        self._model = model
+        self._links = links
+        self._stretch = None if stretch is None else partial(stretch, pp_rank)
+        self._count = count
+        self._sleep = sleep
+        self._clock = clock
+        self._start_ns = clock()
+
+    @contextmanager
+    def task(self, task: Task) -> Iterator[None]:
+        start_ns = self._clock()
+        yield
+        worked_ns = self._clock() - start_ns
+        time_ns = self._model(task, worked_ns)
+        if self._stretch is not None:
+            time_ns = self._stretch(start_ns - self._start_ns, task, time_ns)
+        if self._count is not None:
+            self._count(worked_ns - time_ns)
+        self._sleep(start_ns + time_ns)
+
+    def message_ns(self, task: Task) -> int:
+        link = self._shape.link(task)
+        assert link is not None
+        return self._links(*link, task)
+
+
+def make_pace(
+    costs: Costs | None,
+    jitter: Jitter,
+    admit: Admission,
+    seed: int,
+    shape: Shape,
+    pp_rank: int,
+    dp_rank: int,
+) -> StepPacer | None:
+    """The pace of one rank of a run, as `StepPacer`; None where there is nothing to stretch.
+
+    From here on the calling thread, and those that it starts, sleep to the microsecond.
+    """
+    if costs is None and not jitter.factors and not jitter.delays_tasks:
+        return None
+    sharpen_sleep()
+    return StepPacer(costs, jitter, admit, seed, shape, pp_rank, dp_rank)
+
+
+def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
+    """The pace that the settings of a run ask for on this rank, if they ask for any."""
+    costs, jitter = read_pace(settings)
+    admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    shape = _shape_of(settings)
+    return make_pace(costs, jitter, admit, settings.run.seed, shape, layout.pp_rank, layout.dp_rank)
+
+
+def _shape_of(settings: "TrainSettings") -> Shape:
+    """The shape of a step, of the kinds of its hint."""
+    shape = settings.shape
+    return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
+
+
+def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
+    """What `pace` and `jitter` name.
+
+    Raises UsageError for what there is not and for what does not go together; RrfpError for a run
+    that has no whole trace.
+    """
+    jitter = parse_jitter(settings.run.jitter)
+    if settings.run.pace is None:
+        if jitter.needs_costs:
+            raise UsageError(
+                f"jitter {jitter.spec} changes times that are modelled, and real ones can only be "
+                "made longer; add --pace"
+            )
+        return None, jitter
+    costs = resolve_costs(settings.run.pace)
+    check_divided(costs, settings.run.pace, settings.layout.tp)
+    return costs, jitter
+
+
+def check_pace(settings: "TrainSettings") -> None:
+    """Raise UsageError when the costs or the jitter are none, or do not fit the run's pipeline."""
+    costs, jitter = read_pace(settings)
+    admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    if costs is None:
+        _measured(jitter, settings.shape, settings.run.seed, 0)
+    else:
+        conditions(costs, jitter, admit, _shape_of(settings), settings.run.seed, 0, 0)

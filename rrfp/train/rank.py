@@ -1,0 +1,140 @@
+"""What one rank of a training run does, from its introduction to the others to its last step."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import torch
+
+from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
+from rrfp.megatron.native.schedule import NativeSchedule
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime import introduction
+from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import Pace
+from rrfp.runtime.recorder import Recorder
+from rrfp.runtime.rendezvous import default_store
+from rrfp.schedule.policy import Dispatch
+from rrfp.trace.records import RankInfo, Record
+from rrfp.trace.rundir import RunDir
+from rrfp.train.data.batches import Batch
+from rrfp.train.data.open import open_data
+from rrfp.train.description import write_description
+from rrfp.train.evaluation import Evaluation
+from rrfp.train.metrics import Metrics
+from rrfp.train.models.model import ModelChunks, build_model
+from rrfp.train.pacing import pace_of
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
+from rrfp.train.training import Trainer
+
+_MEETING_S = 60.0
+_INTRODUCTIONS = "rrfp/ranks"
+
+
+def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Train this rank's chunks for all steps. Raises what the training raises."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    info = introduce(layout)
+    if layout.rank == 0:
+        write_description(run.run_json, settings, _introduced(layout))
+    recorder = Recorder(None if settings.run.no_trace else run.rank_records(info.rank), info)
+    metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
+    pace = pace_of(settings, layout)
+    schedule = schedule_of(settings, layout.pp_rank, recorder.record, pace=pace)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
+    trainer = Trainer(
+        settings,
+        layout,
+        model,
+        data.batches(layout.dp_rank),
+        schedule,
+        recorder.record,
+        pace=pace,
+    )
+    evaluation = evaluation_of(settings, layout, model, data.heldout)
+    for step in range(settings.num_steps):
+        start_s = time.monotonic()
+        result = trainer.train_step(step)
+        seconds = time.monotonic() - start_s
+        assert schedule.last_step is not None
+        if evaluation is not None and evaluation.is_due(step):
+            result = result._replace(heldout_loss=evaluation.loss())
+        # Metrics wait for every rank: a step that stands there is in the records of all of them.
+        recorder.flush(step)
+        tally = pace.tally if pace is not None and pace.has_costs else None
+        metrics.write(step, result, schedule.last_step, seconds, tally)
+    if evaluation is not None:
+        evaluation.close()
+    schedule.close()
+    metrics.close()
+    recorder.close()
+
+
+def evaluation_of(
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    heldout: Callable[[int], Batch] | None,
+) -> Evaluation | None:
+    """What looks at held-out data, where there is any: over links of its own, so that its steps do
+    not count among those of the training, at no pace, and recorded nowhere."""
+    if heldout is None:
+        return None
+    schedule = schedule_of(settings, layout.pp_rank, _forget)
+    return Evaluation(settings, layout, model, heldout, schedule)
+
+
+def _forget(_: Record) -> None:
+    pass
+
+
+def introduce(layout: Layout) -> RankInfo:
+    """Tell all ranks who this one is; all of them call it. Gives that, with the offset of this
+    rank's clock to rank 0's host."""
+    own = RankInfo(
+        rank=layout.rank,
+        pp_rank=layout.pp_rank,
+        tp_rank=layout.tp_rank,
+        dp_rank=layout.dp_rank,
+        stages=layout.stages,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+    return introduction.introduce(
+        default_store(), _INTRODUCTIONS, own, layout.world_size, timeout_s=_MEETING_S
+    )
+
+
+def _introduced(layout: Layout) -> list[RankInfo]:
+    """Who all ranks are, by rank."""
+    return introduction.introduced(
+        default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
+    )
+
+
+def schedule_of(
+    settings: TrainSettings,
+    pp_rank: int,
+    record: Callable[[Record], None],
+    delays: Delays | None = None,
+    pace: Pace | None = None,
+) -> NativeSchedule | ForwardBackward:
+    """The function that runs this run's steps at a pace: Megatron's own, or ours, which `delays`
+    slow down."""
+    if settings.policy.dispatch == Dispatch.MEGATRON:
+        return NativeSchedule(pp_rank, record, pace=pace)
+    policy = settings.effective_policy
+    dispatch = DispatchSettings(
+        hint=policy.hint,
+        dispatch=policy.dispatch,
+        limit=policy.limit,
+        hold=settings.policy.hold,
+        w=policy.w,
+        agreement=policy.agreement,
+        grad_order=settings.policy.grad_order,
+        placement=settings.layout.placement,
+    )
+    return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

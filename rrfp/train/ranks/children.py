@@ -1,0 +1,148 @@
+"""The processes of one host's ranks: started together, watched, and ended together.
+
+A process each, in a session of its own, so that Ctrl-C at the terminal reaches the launcher alone,
+and the launcher passes it on. Nothing here listens or connects.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rrfp.errors import RrfpError
+from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOOK_S = 0.05
+_SHUTDOWN_S = 5.0
+"""How long a rank may take to end by a signal before it is killed."""
+
+
+class SignalledError(Exception):
+    """A signal from outside ended the ranks."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank's process ended that did not end well."""
+
+    pid: int
+    exit_code: int
+    """Below 0: the signal that killed it."""
+    ended_s: float
+    """When it said so, or was found to have ended (seconds since the epoch)."""
+    report: FailureReport | None
+    """What it left in its error file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    error_file: Path
+
+
+def run_to_end(
+    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], directory: Path
+) -> dict[int, Failure]:
+    """Run the command once for each rank, with what its environment has more than this process',
+    until all have ended; gives those that failed. As soon as one fails the others are ended too.
+
+    Error files go to `directory`. Raises SignalledError when this process is told to end, and
+    RrfpError when a process cannot be started; no rank is left then. Must run on the main thread.
+    """
+    children: dict[int, _Child] = {}
+    try:
+        with _noted_signals() as noted:
+            for rank, environment in environments.items():
+                children[rank] = _start(command, environment, directory / f"error-{rank}.json")
+            return _watch(children, noted)
+    finally:
+        _signal(children, signal.SIGKILL)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], error_file: Path) -> _Child:
+    environment = {**os.environ, **environment, ERROR_FILE: str(error_file)}
+    try:
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        raise RrfpError(
+            f"a rank's process cannot be started ({error}); see whether this host allows one more"
+        ) from None
+    return _Child(process, error_file)
+
+
+def _watch(children: Mapping[int, _Child], noted: Sequence[signal.Signals]) -> dict[int, Failure]:
+    failures: dict[int, Failure] = {}
+    while not failures:
+        if noted:
+            _end(children, noted[0])
+            raise SignalledError(noted[0])
+        is_over = all(child.process.poll() is not None for child in children.values())
+        _add_failures(failures, children)
+        if is_over:
+            return failures
+        time.sleep(_LOOK_S)
+    _end(children, signal.SIGTERM)
+    _add_failures(failures, children)
+    return failures
+
+
+def _end(children: Mapping[int, _Child], number: signal.Signals) -> None:
+    """End every process by a signal, and kill those that it does not end in time."""
+    deadline_s = time.monotonic() + _SHUTDOWN_S
+    for each in (number, signal.SIGKILL):
+        _signal(children, each)
+        for child in children.values():
+            # A process that waits for a device in the kernel outlives SIGKILL; nobody can wait
+            # for that.
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline_s - time.monotonic()))
+        deadline_s += _SHUTDOWN_S
+
+
+def _signal(children: Mapping[int, _Child], number: signal.Signals) -> None:
+    for child in children.values():
+        if child.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(child.process.pid, number)
+
+
+def _add_failures(failures: dict[int, Failure], children: Mapping[int, _Child]) -> None:
+    for rank, child in children.items():
+        exit_code = child.process.poll()
+        if exit_code and rank not in failures:
+            failures[rank] = _failure(child, exit_code)
+
+
+def _failure(child: _Child, exit_code: int) -> Failure:
+    try:
+        report = FailureReport.read(json.loads(child.error_file.read_bytes()))
+        ended_s = child.error_file.stat().st_mtime
+    except (OSError, ValueError):
+        report, ended_s = None, time.time()
+    return Failure(child.process.pid, exit_code, ended_s, report)
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note the signals that would end this process, in a list, instead of ending it."""
+    noted: list[signal.Signals] = []
+    handlers = {
+        each: signal.signal(each, lambda number, _: noted.append(signal.Signals(number)))
+        for each in _SIGNALS
+        if signal.getsignal(each) is not signal.SIG_IGN  # as nohup has it
+    }
+    try:
+        yield noted
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)

@@ -1,0 +1,50 @@
+"""Gloo groups on one device, at one address.
+
+Each group that torch makes has a gloo device of its own. That listens at whatever address the
+host's name or GLOO_SOCKET_IFNAME gives, and has a thread that wakes up a hundred times a second.
+Megatron makes some fifty groups on each rank: several ranks on a few cores would spend much of them
+on that.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from rrfp.errors import RrfpError, first_line
+
+_NUM_THREADS = 2
+"""As many as torch gives a group."""
+
+
+@contextmanager
+def one_device_at(address: str) -> Iterator[None]:
+    """Inside, gloo groups are made on one device, which listens at this address of the host and at
+    no other. Raises RrfpError when it cannot."""
+    # torch declares neither that its name may be replaced nor these options.
+    module: Any = dist.distributed_c10d
+    torchs_own: Any = module.ProcessGroupGloo
+    try:
+        device = torchs_own.create_device(hostname=address)
+    except RuntimeError as error:
+        raise RrfpError(
+            f"gloo cannot listen at {address} ({first_line(str(error))}); see whether it is an "
+            "address of this host"
+        ) from None
+
+    class OnOneDevice(torchs_own):  # type: ignore[misc]
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = torchs_own._Options()
+            options._devices = [device]
+            options._threads = _NUM_THREADS
+            options._timeout = timeout
+            super().__init__(store, rank, size, options)
+
+    module.ProcessGroupGloo = OnOneDevice
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = torchs_own

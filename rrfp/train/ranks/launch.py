@@ -1,0 +1,121 @@
+"""Starts the ranks of this host and says how they ended."""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.trace.rundir import RunDir
+from rrfp.train.ranks.children import Failure, SignalledError, run_to_end
+from rrfp.train.ranks.stores import file_store
+from rrfp.train.settings import TrainSettings
+
+TRAINING = "rrfp.train.rank"
+"""What the ranks of `rrfp train` do."""
+
+_MEETING_S = 300.0
+"""How long a host waits for the others to come."""
+
+
+def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
+    """Run this host's ranks to their end; `work` is the module that says what each of them does.
+
+    Raises RrfpError naming the rank that failed first (UsageError when it refused its settings),
+    KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. Must run
+    on the main thread.
+    """
+    command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
+    # Only its owner may enter a directory that tempfile makes.
+    with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
+        directory = Path(name)
+        with _store(settings, directory) as environment:
+            environments = _environments(settings, environment)
+            try:
+                failures = run_to_end((*command, settings.to_json()), environments, directory)
+            except SignalledError as error:
+                if error.number == signal.SIGINT:
+                    raise KeyboardInterrupt from None
+                raise StoppedError(f"the run was stopped by {error.number.name}") from None
+            if failures:
+                raise _first_failure(failures, run, settings.run.nnodes)
+
+
+@contextmanager
+def _store(settings: TrainSettings, directory: Path) -> Iterator[dict[str, str]]:
+    """What tells the ranks where their store is, which is there inside."""
+    if settings.run.nnodes == 1:
+        yield file_store(directory)
+        return
+    # The only launcher that needs torch.
+    from rrfp.train.ranks.meeting import meeting
+
+    with meeting(settings, _MEETING_S) as environment:
+        yield environment
+
+
+def _environments(
+    settings: TrainSettings, environment: Mapping[str, str]
+) -> dict[int, dict[str, str]]:
+    """What the processes of this host's ranks are told, by rank."""
+    num_local = settings.layout.world_size // settings.run.nnodes
+    return {
+        settings.run.node_rank * num_local + local_rank: {
+            "RANK": str(settings.run.node_rank * num_local + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(settings.layout.world_size),
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **environment,
+        }
+        for local_rank in range(num_local)
+    }
+
+
+def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
+    """The failure that the others follow from, as an error."""
+
+    def precedence(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        # The launcher itself ends the other ranks with SIGTERM.
+        was_killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM
+        is_consequence = failure.report is None or failure.report.is_consequence
+        return 0 if was_killed else 2 if is_consequence else 1, failure.ended_s
+
+    rank = min(failures, key=precedence)
+    failure, log = failures[rank], run.rank_log(rank)
+    report = failure.report
+    if failure.exit_code == -signal.SIGKILL:
+        for other in failures.values():
+            if other.report is not None and other.report.is_silence:
+                # The launcher kills what a SIGTERM does not end.
+                return RrfpError(
+                    f"rank {rank} (pid {failure.pid}) did not answer and was killed: "
+                    f"{other.report.sentence}"
+                )
+    if failure.exit_code < 0:
+        return RrfpError(
+            f"rank {rank} (pid {failure.pid}) was killed by {_signal_name(-failure.exit_code)}; "
+            f"what it said last is in {log}"
+        )
+    if report is None:
+        return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
+    if report.exit_code == UsageError.exit_code:
+        return UsageError(report.sentence)
+    if report.is_consequence and num_hosts > 1:
+        return RrfpError(
+            f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
+            "rrfp train names the first)"
+        )
+    detail = f"\n{report.detail}" if report.detail else ""
+    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time one has no name

@@ -1,0 +1,216 @@
+"""Where the hosts of a run meet before any of them starts its ranks, and part when all are done.
+
+Host 0 serves the store, at the one address that the endpoint names; its ranks and those of the
+other hosts use it too. Every wait asks again and again, so that Ctrl-C ends it, and says which host
+is missing.
+"""
+
+import ipaddress
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from torch.distributed import DistError, Store, TCPStore
+
+from rrfp.errors import RrfpError, UsageError, first_line
+from rrfp.inputs.admission_files import admission_file
+from rrfp.inputs.hint_files import order_file
+from rrfp.inputs.text_files import sha256_of
+from rrfp.replay.cost_files import costs_file
+from rrfp.runtime.decoding import parsed
+from rrfp.runtime.rendezvous import own_address_towards
+from rrfp.train.ranks.stores import port_store
+from rrfp.train.settings import TrainSettings
+
+_LOOK_S = 0.2
+_ANSWER_S = 30.0
+_PARTING_S = 60.0
+"""How long hosts whose ranks have ended wait for the others."""
+
+_MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force"})
+"""Settings that hosts may spell each in its own way."""
+
+_DIGITS = 12
+"""Of a digest, to tell files apart."""
+
+
+@contextmanager
+def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str]]:
+    """Wait until every host of the run is there, and see that they were asked for the same; inside,
+    the store is there. Gives what tells this host's ranks where.
+
+    When the block ends well, the hosts wait for each other to end theirs, for a while. Raises
+    RrfpError naming the host that did not come in time, and UsageError when the endpoint is not an
+    address of host 0 or settings differ.
+    """
+    part = _Meeting(settings, timeout_s)
+    try:
+        store = part.hold()
+    except (DistError, OSError) as error:
+        raise UsageError(
+            f"the hosts cannot meet at {settings.run.rdzv_endpoint} ({first_line(str(error))}); "
+            "give --rdzv-endpoint a free port of host 0 that the others can reach"
+        ) from None
+    try:
+        yield port_store(part.host, part.port, part.own_address)
+    finally:
+        part.leave(store)
+    part.await_parting(store)
+
+
+class _Meeting:
+    """One host's part in the meeting, with one deadline for all of it."""
+
+    def __init__(self, settings: TrainSettings, timeout_s: float) -> None:
+        assert settings.run.rdzv_endpoint is not None
+        host, _, port = settings.run.rdzv_endpoint.rpartition(":")
+        self.host = host.removeprefix("[").removesuffix("]")
+        self.port = int(port)
+        self._settings = settings
+        self._endpoint = settings.run.rdzv_endpoint
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._common = {
+            name: value for name, value in settings.described().items() if name not in _MAY_DIFFER
+        } | _contents(settings)
+        self.own_address = ""
+        """Of this host, on the way to host 0; known once the meeting is held."""
+
+    def hold(self) -> Store:
+        own_rank = self._settings.run.node_rank
+        store = self._serve() if own_rank == 0 else self._join()
+        # Host 0 ends the store with itself when settings differ. So the others read what it was
+        # asked for before they tell it what they were.
+        first = self._common if own_rank == 0 else self._told_by(0, store)
+        store.set(_key(own_rank), json.dumps(self._common))
+        _compare(first, own_rank, self._common)
+        for node_rank in range(1, self._settings.run.nnodes):
+            _compare(first, node_rank, self._told_by(node_rank, store))
+        return store
+
+    def leave(self, store: Store) -> None:
+        """Tell host 0 that this host's ranks have ended."""
+        with suppress(RuntimeError):
+            store.set(_parting_key(self._settings.run.node_rank), "")
+
+    def await_parting(self, store: Store) -> None:
+        """Wait until all have left, for a while. Host 0 keeps the store as long, for others' ranks
+        may still be at their last step; the others see it go, or they might find it again at the
+        next meeting (a race launches ranks several times)."""
+        deadline_s = time.monotonic() + _PARTING_S
+        others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
+        is_host_0 = self._settings.run.node_rank == 0
+        with suppress(RuntimeError):
+            while not (store.check(others) and is_host_0) and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_S)
+
+    def _serve(self) -> Store:
+        """The store, which listens at the address that the endpoint names and at no other."""
+        family, address = _address_of(self.host, self._endpoint)
+        listening = socket.create_server((address, self.port), family=family)
+        self.own_address = address
+        return self._store(address, listening.detach())
+
+    def _join(self) -> Store:
+        self._await_server()
+        self.own_address = own_address_towards(self.host)
+        return self._store(self.host)
+
+    def _store(self, host: str, listening: int | None = None) -> Store:
+        return TCPStore(
+            host,
+            self.port,
+            is_master=listening is not None,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+
+    def _await_server(self) -> None:
+        while True:
+            try:
+                socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
+            except OSError:
+                self._wait_for(0)
+            else:
+                return
+
+    def _told_by(self, node_rank: int, store: Store) -> Mapping[str, object]:
+        """What a host was asked for."""
+        key = _key(node_rank)
+        while not store.check([key]):
+            self._wait_for(node_rank)
+        try:
+            told = parsed(store.get(key))
+        except ValueError as error:
+            told = error
+        if isinstance(told, dict):
+            return told
+        raise RrfpError(
+            f"what stands at {self._endpoint} as '{key}' is not the settings of host {node_rank}; "
+            "see whether it runs the same rrfp, and who else can reach that port"
+        )
+
+    def _wait_for(self, node_rank: int) -> None:
+        if time.monotonic() > self._deadline_s:
+            raise RrfpError(
+                f"host {node_rank} did not come to {self._endpoint} within {self._timeout_s:g} s; "
+                f"run the same command there with --node-rank {node_rank}"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _address_of(host: str, endpoint: str) -> tuple[socket.AddressFamily, str]:
+    """The one address to listen at that the endpoint's host names."""
+    found = [
+        (family, str(address[0]))
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    ]
+    is_name = host not in ("localhost", *(address for _, address in found))
+    reachable = [each for each in found if not ipaddress.ip_address(each[1]).is_loopback]
+    family, address = (reachable or found)[0] if is_name else found[0]
+    if ipaddress.ip_address(address).is_unspecified:
+        raise UsageError(
+            f"--rdzv-endpoint is '{endpoint}', which is every address of host 0; name the one at "
+            "which the other hosts reach it"
+        )
+    if is_name and not reachable:
+        raise UsageError(
+            f"--rdzv-endpoint is '{endpoint}', and on host 0 itself that name means {address}, "
+            "where no other host reaches it; give the address instead of the name"
+        )
+    return family, address
+
+
+def _contents(settings: TrainSettings) -> dict[str, object]:
+    """What the files hold that the settings name, in short: each host reads its own."""
+    paths = {
+        "hint": order_file(settings.hint.name),
+        "admit": admission_file(settings.policy.admit),
+        "pace": None if settings.run.pace is None else costs_file(settings.run.pace),
+    }
+    return {
+        f"the content of --{name} {path}": f"{sha256_of(path)[:_DIGITS]}..."
+        for name, path in paths.items()
+        if path is not None
+    }
+
+
+def _compare(first: Mapping[str, object], node_rank: int, other: Mapping[str, object]) -> None:
+    for name, value in first.items():
+        if other.get(name) != value:
+            raise UsageError(
+                f"{name} is {value} on host 0 and {other.get(name)} on host {node_rank}; run the "
+                "same command with the same files on both"
+            )
+
+
+def _key(node_rank: int) -> str:
+    return f"rrfp/meeting/{node_rank}"
+
+
+def _parting_key(node_rank: int) -> str:
+    return f"rrfp/parting/{node_rank}"

@@ -1,0 +1,88 @@
+"""The process of one rank: `python -m rrfp.train.ranks.process MODULE RUN_DIR SETTINGS`.
+
+`rrfp.train.ranks.launch` starts it. What it prints goes to a log of its own, so what is heavy (and
+talks while it is imported) is imported after that.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from rrfp.errors import RrfpError, first_line
+from rrfp.trace.rundir import RunDir
+from rrfp.train.ranks.failure import FailureReport
+from rrfp.train.settings import TrainSettings
+
+_PARENT_CHECK_S = 1.0
+
+
+def main() -> None:
+    """Do the work of one rank of the run: call `work(run, settings, layout)` of the module that the
+    command line names."""
+    module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
+    settings = TrainSettings.from_json(sys.argv[3])
+    _write_output_to(run.rank_log(int(os.environ["RANK"])))
+    # Ctrl-C ends a rank at once, also inside a collective that Python cannot interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    try:
+        from rrfp.megatron.cpu.patches import prepare_cpu
+        from rrfp.train.ranks.exchange import no_objects
+        from rrfp.train.ranks.parallel import parallel_groups
+
+        prepare_cpu()
+        work = importlib.import_module(module).work
+
+        with parallel_groups(settings) as layout, no_objects():
+            try:
+                work(run, settings, layout)
+            except Exception as error:
+                # Leaving the groups could wait for ranks that wait for this one.
+                _fail(error)
+    except Exception as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Leave word of the failure and end this process without waiting for any other."""
+    logging.getLogger(__name__).error("this rank failed", exc_info=error)
+    from rrfp.runtime.protocols import PeerLostError, PeerSilentError
+
+    text, detail = first_line(str(error)), ""
+    if isinstance(error, RrfpError):
+        sentence, exit_code = text, error.exit_code
+        detail = str(error).partition("\n")[2]
+    else:
+        sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
+    # Torch's collectives raise a bare RuntimeError when a peer's connection breaks, or the peer is
+    # silent, and say which only in words.
+    is_torchs = isinstance(error, RuntimeError)
+    is_silence = isinstance(error, PeerSilentError) or (is_torchs and "timed out" in text.lower())
+    is_lost = isinstance(error, PeerLostError) or (is_torchs and "connection" in text.lower())
+    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence, detail).write()
+    logging.shutdown()
+    os._exit(exit_code)
+
+
+def _write_output_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+
+
+def _end_with_launcher(launcher: int) -> None:
+    """End this process when its launcher has died, for nobody else would."""
+    while os.getppid() == launcher:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(RrfpError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""A run's store: where the launcher puts it, and how a rank finds it.
+
+On one host it is a file in a directory that only the user may enter, and nothing need listen for
+it. Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.meeting`).
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rrfp.errors import RrfpError
+from rrfp.runtime import variables
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+def file_store(directory: Path) -> dict[str, str]:
+    """What tells the ranks of one host that their store is in this directory, and that they listen
+    at loopback."""
+    return {
+        variables.STORE: f"file:{directory / 'store'}",
+        variables.ADDRESS: variables.LOOPBACK,
+    }
+
+
+def port_store(host: str, port: int, own_address: str) -> dict[str, str]:
+    """What tells a host's ranks that their store is at a port of host 0, and at which address of
+    their own host they listen."""
+    return {
+        variables.STORE: f"tcp:{host}:{port}",
+        variables.ADDRESS: own_address,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def open_store(timeout_s: float) -> "Store | None":
+    """The store that the launcher has named; None when it is for torch to find its own, by the
+    variables that torchrun sets."""
+    from torch.distributed import FileStore, TCPStore
+
+    where = os.environ.get(variables.STORE)
+    if where is None:
+        return None
+    kind, _, place = where.partition(":")
+    store: Store
+    if kind == "file":
+        store = FileStore(place)
+    elif kind == "tcp":
+        host, _, port = place.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    else:
+        raise RrfpError(
+            f"{variables.STORE} is '{where}', which is neither file:PATH nor tcp:HOST:PORT; leave "
+            "it to 'rrfp train' to set it"
+        )
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store

@@ -1,0 +1,46 @@
+"""What the ranks of a layout are told to train, and what each learned: the files between them and
+the launcher."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rrfp.errors import RrfpError
+from rrfp.trace.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one rank learned in one run."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters_sha256: str
+
+    def difference(self, other: "Learned") -> str | None:
+        """What of `other` is not the same to the last bit, in a few words; None if all is."""
+        for name, ours, theirs in (
+            ("loss", self.losses, other.losses),
+            ("gradient norm", self.grad_norms, other.grad_norms),
+        ):
+            for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                if a != b:
+                    return f"{name} of step {step}: {b!r}, not {a!r}"
+        return None if self.parameters_sha256 == other.parameters_sha256 else "final parameters"
+
+
+def variants_file(run: RunDir) -> Path:
+    return run.path / "variants.jsonl"
+
+
+def learned_file(run: RunDir, rank: int) -> Path:
+    return run.path / f"learned-{rank}.jsonl"
+
+
+def read_learned(run: RunDir, rank: int, num_variants: int) -> list[Learned]:
+    lines = learned_file(run, rank).read_text(encoding="utf-8").splitlines()
+    if len(lines) != num_variants:
+        raise RrfpError(
+            f"rank {rank} finished {len(lines)} of {num_variants} runs; see {run.rank_log(rank)}"
+        )
+    return [Learned(**json.loads(line)) for line in lines]

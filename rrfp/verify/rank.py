@@ -1,0 +1,63 @@
+"""What a rank does for `rrfp verify`: it trains every variant, from the same start each time."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from rrfp.runtime.delays import Delays
+from rrfp.trace.records import Record
+from rrfp.trace.rundir import RunDir
+from rrfp.train.data.open import open_data
+from rrfp.train.models.model import build_model
+from rrfp.train.rank import schedule_of
+from rrfp.train.ranks.parallel import Layout, seed_random_states
+from rrfp.train.settings import TrainSettings
+from rrfp.train.training import Trainer
+from rrfp.verify.learned import Learned, learned_file, variants_file
+
+_MAX_DELAY_S = 1e-3
+
+
+def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Train every variant on this rank, from the start each time, and write what it learned."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    lines = variants_file(run).read_text(encoding="utf-8").splitlines()
+    with learned_file(run, layout.rank).open("w", encoding="utf-8") as file:
+        for index, line in enumerate(lines):
+            delays = Delays(index, layout.rank, _MAX_DELAY_S)
+            learned = _learn(TrainSettings.from_json(line), layout, delays)
+            file.write(json.dumps(asdict(learned)) + "\n")
+            file.flush()
+
+
+def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
+    def forget(_: Record) -> None:
+        pass
+
+    seed_random_states(settings, layout)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
+    schedule = schedule_of(settings, layout.pp_rank, forget, delays)
+    batches = data.batches(layout.dp_rank)
+    trainer = Trainer(settings, layout, model, batches, schedule, forget)
+    results = [trainer.train_step(step) for step in range(settings.num_steps)]
+    schedule.close()
+    return Learned(
+        [result.loss for result in results],
+        [result.grad_norm for result in results],
+        parameters_sha256(model.chunks),
+    )
+
+
+def parameters_sha256(chunks: Sequence[Any]) -> str:
+    """The digest of all parameters of a rank's model chunks, bit for bit."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

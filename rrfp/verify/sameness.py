@@ -1,0 +1,98 @@
+"""The proof of `rrfp verify`: what is done to the order does not change what is learned.
+
+Each layout is one launch. Its ranks train a small model again and again from the same start: by the
+reference, then under every hint that goes with the layout and every rule of agreement, with random
+delays before each task and each message, so that no two runs have the same timing. Losses, gradient
+norms and the final parameters must equal the reference's on every rank, to the last bit.
+
+The reference is Megatron's own schedule; for the V, which Megatron lacks, it is `zb-v` as a fixed
+order. Megatron draws dropout by its own order of execution, so with dropout on ours are compared
+among themselves, the first of them being the reference.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.trace.rundir import RunDir
+from rrfp.train.settings import TrainSettings
+from rrfp.verify.learned import Learned, read_learned, variants_file
+from rrfp.verify.variants import LAYOUTS, RANDOM, SMALL, Variant
+
+RANK_MODULE = "rrfp.verify.rank"
+"""What each rank does."""
+
+_SEED = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A variant held against its reference."""
+
+    layout: str
+    variant: Variant
+    reference: Variant
+    difference: str | None
+    """None: the same to the last bit on every rank."""
+
+
+def verify(
+    layout: str,
+    variants: list[Variant],
+    directory: Path,
+    *,
+    steps: int,
+    launch: Callable[[TrainSettings, RunDir], None],
+) -> list[Verdict]:
+    """Train every variant on the layout in one launch of its ranks, in `directory`, and compare.
+
+    `launch` runs the ranks to their end (`rrfp.train.ranks.launch`). Raises RrfpError when a rank
+    fails.
+    """
+    base = TrainSettings(**SMALL, **LAYOUTS[layout], steps=steps, seed=_SEED)
+    random_order = directory / "random.csv"
+    random_order.write_text(format_order(_random_order(base.shape)), encoding="utf-8")
+    chosen = []
+    for variant in variants:
+        settings = base.changed(**variant.settings)
+        chosen.append(
+            settings.changed(hint=str(random_order)) if variant.hint == RANDOM else settings
+        )
+    run = RunDir(directory)
+    lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
+    variants_file(run).write_text(lines, encoding="utf-8")
+    launch(base, run)
+    learned = [read_learned(run, rank, len(variants)) for rank in range(base.layout.world_size)]
+    return list(_verdicts(layout, variants, learned))
+
+
+def _random_order(shape: Shape) -> Order:
+    shape = replace(shape, kinds=SPLIT_BACKWARD)
+    rows = []
+    for rank in range(shape.num_ranks):
+        row = list(shape.tasks_of(rank))
+        random.Random(f"{_SEED} {rank}").shuffle(row)
+        rows.append(tuple(row))
+    return Order(RANDOM, shape, tuple(rows))
+
+
+def _verdicts(
+    layout: str, variants: list[Variant], learned: list[list[Learned]]
+) -> Iterator[Verdict]:
+    references: dict[float, int] = {}
+    for index, variant in enumerate(variants):
+        reference = references.setdefault(variant.dropout, index)
+        if reference == index:
+            continue
+        differences = (
+            by_variant[reference].difference(by_variant[index]) for by_variant in learned
+        )
+        found = (
+            f"rank {rank}, {difference}"
+            for rank, difference in enumerate(differences)
+            if difference is not None
+        )
+        yield Verdict(layout, variant, variants[reference], next(found, None))

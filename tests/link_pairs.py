@@ -1,0 +1,182 @@
+"""Socket transports for tests: a pair of ranks in one process, and ranks with a bare peer."""
+
+import multiprocessing.util
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.protocols import Event, Failed, Inbox
+from rrfp.runtime.rendezvous import Rendezvous, files_identity
+from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.runtime.transport.whereabouts import Where
+from rrfp.runtime.transport.wire import Header, Purpose, encode_header
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import Record
+
+PREFIX = "rrfp/transport"
+PATIENCE_S = 20.0
+
+unix_and_tcp = pytest.mark.parametrize("allow_unix", [True, False], ids=["unix", "tcp"])
+
+
+@contextmanager
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Around a test: no thread more than before, and no socket file."""
+    before = set(threading.enumerate())
+    # Made once, for as long as this process lives.
+    multiprocessing.util.get_temp_dir()
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+        left = set(threading.enumerate()) - before
+        assert not {thread.name for thread in left}
+        assert not list(Path(directory).iterdir())
+
+
+def opened(transport: SocketTransport) -> SocketTransport:
+    transport.open()
+    return transport
+
+
+def task(microbatch: int, kind: Kind = Kind.F) -> Task:
+    return Task(1, kind, microbatch)
+
+
+def take(inbox: Inbox, num_events: int, timeout_s: float = PATIENCE_S) -> list[Event]:
+    """So many events, or fewer when the time is up."""
+    events: list[Event] = []
+    deadline_s = time.monotonic() + timeout_s
+    while len(events) < num_events and (left_s := deadline_s - time.monotonic()) > 0:
+        events.extend(inbox.take(left_s))
+    return events
+
+
+def failure(events: list[Event]) -> RrfpError:
+    (event,) = events
+    assert isinstance(event, Failed)
+    return event.error
+
+
+class Pair:
+    """Ranks 0 and 1 in one process, a link each way."""
+
+    def __init__(self, **options: object) -> None:
+        self.store = HashStore()
+        self.inboxes = (Inbox(), Inbox())
+        self.records: tuple[list[Record], list[Record]] = ([], [])
+
+        def make(rank: int) -> SocketTransport:
+            settings: dict[str, object] = {"num_credits": 100, "connect_s": PATIENCE_S, **options}
+            return opened(
+                SocketTransport(
+                    rank,
+                    self.store,
+                    [1 - rank],
+                    [1 - rank],
+                    self.inboxes[rank],
+                    record=self.records[rank].append,
+                    **settings,  # type: ignore[arg-type]
+                )
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            self.transports = tuple(pool.map(make, (0, 1)))
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(SocketTransport.close, self.transports))
+
+
+@contextmanager
+def pair(**options: object) -> Iterator[Pair]:
+    made = Pair(**options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def lone_rank(
+    rank: int, *, sends_to: list[int], receives_from: list[int], address: str | None = None
+) -> None:
+    """A rank whose peers say that they are on another host, and nothing else."""
+    store = HashStore()
+    for peer in {*sends_to, *receives_from} - {rank}:
+        store.set(f"{PREFIX}/place/{peer}", "elsewhere")
+    opened(
+        SocketTransport(
+            rank,
+            store,
+            sends_to,
+            receives_from,
+            Inbox(),
+            num_credits=1,
+            connect_s=0.2,
+            address=address,
+        )
+    )
+
+
+@contextmanager
+def bare_peer(
+    role: str, *, unix: bool = True, **options: float
+) -> Iterator[tuple[SocketTransport, Inbox, socket.socket]]:
+    """Rank 0 with one link, whose other end is a proven but bare socket: the link's `source` or
+    its `destination`."""
+    store, inbox = HashStore(), Inbox()
+    rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
+    rendezvous.publish("place/1", files_identity() if unix else "elsewhere")
+    sends_to, receives_from = ([1], []) if role == "destination" else ([], [1])
+
+    def make() -> SocketTransport:
+        return opened(
+            SocketTransport(
+                0,
+                store,
+                sends_to,
+                receives_from,
+                inbox,
+                num_credits=1,
+                **options,  # type: ignore[arg-type]
+            )
+        )
+
+    connected: list[socket.socket] = []
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(make)
+        if role == "destination":
+            listener = Listener(
+                1,
+                [0],
+                lambda _, connection: connected.append(connection),
+                unix=unix,
+                tcp=not unix,
+                address="127.0.0.1",
+            )
+            listener.open()
+            rendezvous.publish("address/1", listener.where.to_json())
+            listener.wait(rendezvous, PATIENCE_S)
+            listener.close()
+        else:
+            where = rendezvous.wait_json("address/0", 0, Where.decode)
+            connected.append(dial(1, 0, where, unix=unix, timeout_s=PATIENCE_S))
+        transport = making.result(PATIENCE_S)
+    try:
+        yield transport, inbox, connected[0]
+    finally:
+        connected[0].close()
+        transport.close()
+
+
+def message_bytes(sequence: int) -> bytes:
+    return encode_header(Header(Purpose.MESSAGE, 0, task(0), sequence))

@@ -1,0 +1,47 @@
+"""What is done when a process' main thread has ended: links say farewell, traces are merged."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys, threading, time
+from rrfp.runtime.at_end import at_end
+
+def tell(what):
+    # Other threads still run, and new ones can be started.
+    thread = threading.Thread(target=print, args=(what, threading.main_thread().is_alive()))
+    thread.start()
+    thread.join()
+
+def fail():
+    raise RuntimeError("not this one")
+
+at_end.call(lambda: tell("first"))
+at_end.call(fail)
+at_end.call(lambda: tell("last"))
+print("main ends", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('broken')", 1)]
+)
+def test_the_last_is_done_first_once_the_main_thread_has_ended(end: str, code: int) -> None:
+    script = SCRIPT.format(end=end)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.splitlines() == ["main ends", "last False", "first False"]
+    assert "what was to be done at the end failed" in done.stderr
+
+
+def test_it_is_done_once() -> None:
+    script = SCRIPT.format(end="at_end.run()")
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == ["main ends", "last True", "first True"]

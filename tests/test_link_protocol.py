@@ -1,0 +1,602 @@
+"""The link protocol without a socket: both ends, a wire of bytes, and every interleaving of them.
+
+A program of random bytes says what happens next: who sends, reads, writes, waits, closes, is
+stopped, and how much of it. Each step is one call of the protocol, so that a write of one thread
+may have begun and not ended while another one reads, closes or sends.
+
+`pytest --hypothesis-profile thorough tests/test_link_protocol.py` runs 100,000 programs.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from rrfp.runtime.protocols import Arrived, Decided, Failed, Left, Message, Reported
+from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.link import NEXT_STATES, Link, LinkOptions, Output, State
+from rrfp.runtime.transport.source_link import SourceLink
+from rrfp.runtime.transport.wire import FrameReader, Purpose
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import ReceiveRecord, SendRecord
+
+NUM_EXAMPLES = 100_000 if settings().max_examples >= 1000 else 400
+
+HEARTBEAT_NS, SILENCE_NS, CLOSE_NS = 10, 100, 200
+OPTIONS = LinkOptions(HEARTBEAT_NS, SILENCE_NS, 2**20, keeps_records=True)
+PIPE_BYTES = 300
+"""About two messages."""
+
+TASK_PURPOSES = (Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION)
+TENSORS = tuple(torch.arange(size, dtype=torch.uint8) for size in (0, 1, 5))
+
+
+class Way:
+    """The bytes under way in one direction."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.is_shut = False
+        """Nothing more comes; what is under way still does."""
+        self.is_unread = False
+        """Whoever read it has closed."""
+
+
+class End:
+    """One end with what a driver knows: it calls the protocol as one does, when it is told to."""
+
+    def __init__(self, link: Link, incoming: Way, outgoing: Way) -> None:
+        self.link = link
+        self.incoming = incoming
+        self.outgoing = outgoing
+        self.buffers: list[memoryview] = []
+        """Of the write that has begun."""
+        self.outputs: list[Output] = []
+        self.written: list[Purpose] = []
+        """Of the frames that were written whole."""
+        self._reader = FrameReader(2**20)
+        self.is_stopped = False
+        self.is_closed = False
+        """The driver has seen that its link is over."""
+        self.was_closing = False
+        """`begin_close` came before it was over."""
+        self.was_aborted = False
+        """It closed without a farewell, or its deadline came."""
+        self.close_deadline_ns: int | None = None
+        self.num_failed_before_close = 0
+        self.heard_ns = 0
+        self.stopped_ns = 0
+        """For how long it was stopped since anything was heard, and how often."""
+        self.num_stops = 0
+
+    def failures(self) -> list[Failed]:
+        return [output for output in self.outputs if isinstance(output, Failed)]
+
+    def failure(self) -> str:
+        """What it told of a loss; empty when it told of none."""
+        return "".join(str(failed.error) for failed in self.failures())
+
+    def begin_write(self, now_ns: int) -> bool:
+        if not self.buffers and not self.is_closed:
+            self.buffers = self.link.next_write(now_ns)
+        return bool(self.buffers)
+
+    def end_write(self, most_bytes: int, now_ns: int) -> int:
+        """Carry up to so many bytes of the write that has begun."""
+        if not self.buffers:
+            return 0
+        buffers, self.buffers = self.buffers, []
+        way = self.outgoing
+        if way.is_unread:
+            self.outputs += self.link.write_failed()
+            return 0
+        room = min(most_bytes, PIPE_BYTES - len(way.data))
+        data = b"".join(buffers)[: max(0, room)]
+        self._put(data)
+        self.outputs += self.link.wrote(len(data), now_ns)
+        if self.link.state is State.LINGERING:
+            way.is_shut = True
+        return len(data)
+
+    def _put(self, data: bytes) -> None:
+        self.outgoing.data += data
+        while data:
+            buffer = self._reader.missing
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+            if frame := self._reader.fill(len(part), 0):
+                self.written.append(frame.header.purpose)
+
+    @property
+    def can_read(self) -> bool:
+        return bool(self.incoming.data) or self.incoming.is_shut
+
+    def read(self, most_bytes: int, now_ns: int) -> int:
+        """Read up to so many bytes; the number of those that were read."""
+        if self.is_closed or not self.can_read:
+            return 0
+        data = self.incoming.data
+        if not data:
+            self.outputs += self.link.received(0, now_ns) or []
+            return 0
+        num_read = 0
+        self.heard_ns, self.stopped_ns, self.num_stops = now_ns, 0, 0
+        while data and num_read < most_bytes and self.link.state is not State.OVER:
+            buffer = self.link.next_read()
+            num_bytes = min(len(buffer), len(data), most_bytes - num_read)
+            buffer[:num_bytes] = data[:num_bytes]
+            del data[:num_bytes]
+            num_read += num_bytes
+            self.outputs += self.link.received(num_bytes, now_ns) or []
+        return num_read
+
+    def look(self, now_ns: int) -> None:
+        """End a wait and begin the next one."""
+        if self.is_closed:
+            return
+        if not self.can_read:
+            num_failures = len(self.failures())
+            self.outputs += self.link.waited(now_ns)
+            if len(self.failures()) > num_failures:
+                # Of a stop, no more than one wait counts as the peer's silence.
+                quiet_ns = now_ns - self.heard_ns - self.stopped_ns
+                assert quiet_ns + HEARTBEAT_NS * self.num_stops >= SILENCE_NS
+        self.link.patience_ns(now_ns)
+
+    def close_if_over(self) -> None:
+        """What a driver does once its link is over and no write is under way."""
+        if self.is_closed or self.link.state is not State.OVER or self.buffers:
+            return
+        self.is_closed = True
+        if not self.outgoing.is_unread:
+            self._put(b"".join(self.link.last_words()))
+        if self.incoming.data and not self.outgoing.is_shut:
+            # As TCP does: what a socket has not read when it is closed takes the rest along.
+            self.outgoing.data.clear()
+        self.outgoing.is_shut = True
+        self.incoming.is_unread = True
+
+
+class World:
+    """A link, its two ends and what became of all that was sent on it."""
+
+    def __init__(self, num_credits: int) -> None:
+        self.now_ns = 0
+        there, back = Way(), Way()
+        self.source_link = SourceLink(0, 1, OPTIONS, 0)
+        self.destination_link = DestinationLink(1, 0, OPTIONS, 0, num_credits)
+        self.source = End(self.source_link, back, there)
+        self.destination = End(self.destination_link, there, back)
+        self.ends = (self.source, self.destination)
+        self.bound = num_credits
+        self.messages: list[tuple[Task, int]] = []
+        """What was sent: each task, and which tensor it took."""
+        self.announcements: list[Task] = []
+        self.num_consumed = 0
+        self.is_cut = False
+        self.story: list[str] = []
+
+    # What a program may do. `number` is from 0 to 255.
+
+    def send(self, number: int) -> None:
+        if self.source.is_stopped:
+            return
+        task = Task(1, Kind.F, len(self.messages))
+        size = number % len(TENSORS)
+        latency_ns = number // 16 if number >= 192 else 0
+        self.messages.append((task, size))
+        message = Message(0, task, (TENSORS[size], None), latency_ns)
+        self.source.outputs += self.source_link.send(message, self.now_ns)
+
+    def announce(self, number: int) -> None:
+        if self.source.is_stopped:
+            return
+        task = Task(1, Kind.B, len(self.announcements))
+        purpose = Purpose.REPORT if number % 2 else Purpose.DECISION
+        self.announcements.append(task)
+        self.source.outputs += self.source_link.announce(purpose, 0, task, number)
+
+    def consume(self, number: int) -> None:
+        num_arrived = sum(isinstance(output, Arrived) for output in self.destination.outputs)
+        if not self.destination.is_stopped and self.num_consumed < num_arrived:
+            self.num_consumed += 1
+            self.destination_link.consumed(number)
+
+    def grant(self, number: int) -> None:
+        if not self.destination.is_stopped:
+            self.bound = max(self.bound, number % 24)
+            self.destination_link.grant(number % 24)
+
+    def begin_write(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if not end.is_stopped:
+            end.begin_write(self.now_ns)
+
+    def write(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if not end.is_stopped:
+            end.begin_write(self.now_ns)
+            end.end_write(number, self.now_ns)
+
+    def read(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if not end.is_stopped:
+            end.read(1 + number, self.now_ns)
+
+    def look(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if not end.is_stopped:
+            end.look(self.now_ns)
+
+    def pass_time(self, number: int) -> None:
+        self.advance(number // 16 if number < 240 else 3 * SILENCE_NS)
+
+    def advance(self, duration_ns: int) -> None:
+        self.now_ns += duration_ns
+        for end in self.ends:
+            if end.is_stopped:
+                end.stopped_ns += duration_ns
+            if end.close_deadline_ns is not None and self.now_ns >= end.close_deadline_ns:
+                end.was_aborted = True
+
+    def serve(self, number: int) -> None:
+        """A whole round of a driver."""
+        end = self.ends[number % 2]
+        if not end.is_stopped:
+            end.read(1000, self.now_ns)
+            while end.begin_write(self.now_ns) and end.end_write(1000, self.now_ns):
+                pass
+            end.look(self.now_ns)
+
+    def stop_or_resume(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if end.is_stopped:
+            end.is_stopped = False
+        elif number >= 128:
+            end.is_stopped = True
+            end.num_stops += 1
+
+    def close(self, number: int) -> None:
+        end = self.ends[number % 2]
+        if number < 160 or end.is_stopped:
+            return
+        self.begin_close(end, farewell=number < 240)
+
+    def begin_close(self, end: End, *, farewell: bool) -> None:
+        if end.link.state is not State.OVER:
+            end.was_closing = True
+            end.was_aborted |= not farewell
+            end.close_deadline_ns = end.close_deadline_ns or self.now_ns + CLOSE_NS
+        if not end.num_failed_before_close:
+            end.num_failed_before_close = len(end.failures())
+        end.link.begin_close(self.now_ns + CLOSE_NS, farewell=farewell)
+
+    def cut(self, number: int) -> None:
+        if number < 250:
+            return
+        self.is_cut = True
+        for end in self.ends:
+            end.outgoing.data.clear()
+            end.outgoing.is_shut = end.outgoing.is_unread = True
+
+    ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
+        *(send, send, send, send, announce, consume, consume, grant),
+        *(begin_write, begin_write, write, write, write, read, read, read, look, look),
+        *(pass_time, serve, serve, serve, stop_or_resume, close, cut),
+    )
+
+    def run(self, program: bytes) -> None:
+        for index, number in zip(program[::2], program[1::2], strict=False):
+            action = self.ACTIONS[index % len(self.ACTIONS)]
+            self.story.append(f"{action.__name__}({number})")
+            action(self, number)
+            self.check()
+
+    # What holds at every moment, and in the end.
+
+    def check(self) -> None:
+        for end in self.ends:
+            end.close_if_over()
+        outputs = self.destination.outputs
+        arrived = [output.message for output in outputs if isinstance(output, Arrived)]
+        sent = self.messages[: len(arrived)]
+        assert [message.task for message in arrived] == [task for task, _ in sent]
+        for message, (_, size) in zip(arrived, sent, strict=True):
+            tensor, nothing = message.tensors
+            assert nothing is None
+            assert tensor is not None
+            assert tensor.equal(TENSORS[size])
+        told = [output.task for output in outputs if isinstance(output, Reported | Decided)]
+        assert told == self.announcements[: len(told)]
+        assert len(arrived) - self.num_consumed <= self.bound + self.bound // 8
+        for end in self.ends:
+            self.check_failure(end)
+        ends_told = [output for output in outputs if isinstance(output, Left | Failed)]
+        assert len(ends_told) <= 1
+        if Left(0) in outputs:
+            last = [output for output in outputs if not isinstance(output, ReceiveRecord)][-1]
+            assert last == Left(0), "nothing comes after a farewell"
+
+    def check_failure(self, end: End) -> None:
+        """A loss is told once, with its rank, and has a cause."""
+        assert len(end.failures()) <= 1
+        if end.was_closing:
+            assert len(end.failures()) == end.num_failed_before_close, "it closes: nobody's concern"
+        told = end.failure()
+        if not told:
+            return
+        assert f"rank {end.link.peer} " in told
+        assert "cannot be read" not in told
+        peer = self.ends[1 - self.ends.index(end)]
+        if "closed its connection" in told:
+            assert self.is_cut or peer.was_aborted or peer.failures()
+        elif "while" in told or "has left or was lost" in told:
+            assert end is self.source
+            assert self.num_unsent() > 0
+        else:
+            assert "was silent" in told
+
+    def num_unsent(self) -> int:
+        """How many messages and announcements were not written whole."""
+        num_sent = sum(purpose in TASK_PURPOSES for purpose in self.source.written)
+        return len(self.messages) + len(self.announcements) - num_sent
+
+    def settle(self) -> None:
+        """Let both ends do all that they can, without more time than what messages wait for."""
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for end in self.ends:
+                if end.is_stopped:
+                    continue
+                while end.begin_write(self.now_ns) and end.end_write(1000, self.now_ns):
+                    is_moving = True
+                is_moving |= end.read(1000, self.now_ns) > 0
+                if end.incoming.is_shut:
+                    end.read(1000, self.now_ns)
+                end.close_if_over()
+            num_consumed, num_arrived = self.num_consumed, -1
+            while num_arrived != self.num_consumed:
+                num_arrived = self.num_consumed
+                self.consume(0)
+            is_moving |= num_arrived > num_consumed
+            due_ns = self.source_link.due_ns
+            if not is_moving and due_ns is not None and not self.source.is_stopped:
+                assert due_ns > self.now_ns
+                self.advance(due_ns - self.now_ns)
+                is_moving = True
+        for end in self.ends:
+            if not end.is_stopped:
+                end.look(self.now_ns)
+        self.check()
+
+    def idle(self) -> None:
+        """Let time pass; heartbeats keep both ends from taking the other one for lost."""
+        written = [len(end.written) for end in self.ends]
+        for _ in range(3 * SILENCE_NS // HEARTBEAT_NS):
+            self.advance(HEARTBEAT_NS // 2)
+            self.settle()
+        for end, num_before in zip(self.ends, written, strict=True):
+            assert Purpose.HEARTBEAT in end.written[num_before:]
+
+    def end(self, number: int) -> None:
+        """Settle, close in one way or another, and see that everything has come to its end."""
+        for end in self.ends:
+            end.is_stopped = False
+        is_fair = not self.is_cut and all(end.link.state is State.OPEN for end in self.ends)
+        if number & 4:
+            self.settle()
+            if is_fair and number & 8:
+                self.idle()
+        is_whole = is_fair and all(end.link.state is State.OPEN for end in self.ends)
+        assert is_whole or not is_fair
+        if is_whole and number & 4:
+            self.check_that_all_came()
+        closing = [end for index, end in enumerate(self.ends) if number >> index & 1]
+        closing = closing or [*self.ends]
+        farewell = number < 160
+        for end in closing:
+            self.begin_close(end, farewell=farewell)
+            self.check()
+        if number & 16:
+            self.leave_alone(closing)
+            is_whole = False
+        self.settle()
+        if is_whole:
+            self.check_end_of_whole_link(closing, farewell=farewell, is_settled=bool(number & 4))
+        for end in self.ends:
+            self.begin_close(end, farewell=True)
+        self.settle()
+        self.advance(CLOSE_NS)
+        self.settle()
+        for end in self.ends:
+            assert end.link.state is State.OVER
+            assert end.is_closed
+        self.check_what_was_told()
+
+    def leave_alone(self, closing: list[End]) -> None:
+        """Whoever closes is over by its deadline, whatever the other end does."""
+        for end in self.ends:
+            end.is_stopped = end not in closing
+        self.settle()
+        self.advance(CLOSE_NS)
+        self.settle()
+        for end in self.ends:
+            assert end.link.state is State.OVER or end.is_stopped
+            end.is_stopped = False
+
+    def check_that_all_came(self) -> None:
+        num_told = sum(isinstance(each, Reported | Decided) for each in self.destination.outputs)
+        assert self.num_consumed == len(self.messages), "a full link binds for ever"
+        assert num_told == len(self.announcements)
+        assert self.num_unsent() == 0
+        num_recorded = sum(isinstance(each, SendRecord) for each in self.source.outputs)
+        assert num_recorded == len(self.messages)
+
+    def check_end_of_whole_link(
+        self, closing: list[End], *, farewell: bool, is_settled: bool
+    ) -> None:
+        """Both ends were open, and nobody was stopped or cut off."""
+        if closing == [self.source] and farewell and not self.source.was_aborted:
+            self.check_that_all_came()
+        if not is_settled:
+            return
+        for end in self.ends:
+            assert end.link.state is State.OVER, "one end that closes ends both"
+            if farewell:
+                assert not end.failures(), "a clean farewell is no loss"
+            elif end not in closing:
+                assert "closed its connection without a farewell" in end.failure()
+        if farewell:
+            is_left = self.destination not in closing
+            assert (Left(0) in self.destination.outputs) is is_left
+
+    def check_what_was_told(self) -> None:
+        """An end that was over without having closed has told why, once."""
+        if not self.destination.was_closing:
+            told = [out for out in self.destination.outputs if isinstance(out, Left | Failed)]
+            assert len(told) == 1
+        if not self.source.was_closing and self.num_unsent():
+            assert len(self.source.failures()) == 1
+
+
+@settings(max_examples=NUM_EXAMPLES)
+@given(num_credits=st.integers(1, 9), program=st.binary(min_size=40, max_size=240))
+@pytest.mark.timeout(1200)
+def test_every_interleaving_keeps_what_a_link_promises(num_credits: int, program: bytes) -> None:
+    world = World(num_credits)
+    try:
+        world.run(program[:-1])
+        world.end(program[-1])
+    except BaseException:
+        note("\n".join([f"num_credits {num_credits}", *world.story, f"end({program[-1]})"]))
+        raise
+
+
+# Single moves, one by one.
+
+
+def open_ends() -> World:
+    """A link whose destination has given one credit."""
+    world = World(1)
+    world.settle()
+    return world
+
+
+def test_the_states_of_an_end_that_closes() -> None:
+    world = open_ends()
+    world.send(0)
+    world.send(0)
+    world.begin_close(world.source, farewell=True)
+    states = [world.source_link.state]
+    world.settle()
+    states.append(world.source_link.state)
+    assert states == [State.DRAINING, State.OVER]
+    world.check_that_all_came()
+    assert Left(0) in world.destination.outputs
+    # The destination was open, and answered.
+    assert world.destination.written[-1] is Purpose.FAREWELL
+    assert world.source.written[-1] is Purpose.FAREWELL
+
+
+def test_an_end_lingers_until_its_peer_has_read_the_farewell() -> None:
+    world = open_ends()
+    world.begin_close(world.source, farewell=True)
+    world.write(254)
+    assert world.source_link.state is State.LINGERING
+    world.send(0)
+    assert not world.source_link.next_write(0), "its last word is said"
+    world.settle()
+    assert world.source_link.state is State.OVER
+    assert not world.source.outputs
+
+
+def test_no_state_leads_back() -> None:
+    for before, states in NEXT_STATES.items():
+        assert before not in states
+        assert states in (frozenset(), frozenset({State.OVER})) or State.OVER in states
+    order = list(State)
+    assert all(
+        order.index(after) > order.index(before)
+        for before in order
+        for after in NEXT_STATES[before]
+    )
+
+
+def test_a_farewell_that_comes_during_a_write_is_acted_on_when_the_write_has_ended() -> None:
+    world = open_ends()
+    world.send(0)
+    world.begin_write(0)
+    world.begin_close(world.destination, farewell=True)
+    world.serve(1)
+    world.source.read(1000, 0)
+    # The end of the pipe, behind the farewell, is no news.
+    world.source.read(1000, 0)
+    assert world.source_link.state is State.OPEN
+    world.source.end_write(1000, 0)
+    assert world.source_link.state is State.OVER
+    assert not world.source.failures(), "the message was written before the link was over"
+
+
+def test_what_a_write_leaves_when_the_peer_has_left_is_told() -> None:
+    world = open_ends()
+    world.send(0)
+    world.begin_write(0)
+    world.begin_close(world.destination, farewell=True)
+    world.serve(1)
+    world.source.read(1000, 0)
+    world.source.end_write(5, 0)
+    assert "rank 1 said farewell while 1 frames waited for it" in world.source.failure()
+
+
+def test_a_broken_wire_is_read_to_its_end() -> None:
+    """Who cannot write any more still hears the farewell that came before."""
+    world = open_ends()
+    world.begin_close(world.destination, farewell=True)
+    world.serve(1)
+    world.source.outgoing.is_unread = True
+    world.advance(HEARTBEAT_NS)
+    world.write(0)
+    assert world.source_link.state is State.OPEN
+    world.source.read(1000, world.now_ns)
+    assert world.source_link.state is State.OVER
+    assert not world.source.failures()
+
+
+def test_a_delay_holds_messages_back_one_after_the_other_and_reports_overtake_it() -> None:
+    delays_s = iter([20e-9, 30e-9])
+    link = SourceLink(0, 1, OPTIONS, 0, lambda: next(delays_s))
+    link._num_credits = 2
+    for index in range(2):
+        link.send(Message(0, Task(1, Kind.F, index), ()), 0)
+    written: list[tuple[int, int]] = []
+    for now_ns in range(0, 60, 5):
+        if now_ns == 10:
+            link.announce(Purpose.REPORT, 0, Task(1, Kind.B, 7), 0)
+        while buffers := link.next_write(now_ns):
+            data = b"".join(buffers)
+            if data[5] != Purpose.HEARTBEAT:
+                written.append((now_ns, data[5]))
+            link.wrote(len(data), now_ns)
+    message, report = int(Purpose.MESSAGE), int(Purpose.REPORT)
+    assert written == [(10, report), (20, message), (50, message)]
+
+
+def test_what_is_no_frame_is_told_and_ends_the_link() -> None:
+    world = open_ends()
+    world.destination.incoming.data += b"x" * 48
+    world.destination.read(1000, 0)
+    assert world.destination_link.state is State.OVER
+    assert "what rank 0 sent to rank 1 cannot be read" in world.destination.failure()
+
+
+def test_tensors_are_handed_over_where_they_lie() -> None:
+    world = open_ends()
+    big = torch.zeros(1000, dtype=torch.uint8)
+    world.source_link.send(Message(0, Task(1, Kind.F, 0), (big,)), 0)
+    _, payload = world.source_link.next_write(0)
+    big.fill_(7)
+    assert bytes(payload) == b"\7" * 1000
