@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message is one sentence: the fact, the value, the next step."""
+"""The errors a user can see. Each message is one sentence: the fact, the value, the next step."""
 
 
 class RrfpError(Exception):
@@ -8,7 +8,7 @@ class RrfpError(Exception):
 
 
 class StoppedError(RrfpError):
-    """A signal from outside ended what ran."""
+    """A signal from outside ended the run."""
 
 
 class UsageError(RrfpError):
@@ -18,5 +18,5 @@ class UsageError(RrfpError):
 
 
 def first_line(text: str) -> str:
-    """What a long message says first; torch's go on with where in its sources that was."""
+    """The first line of a long message; torch's go on with source locations."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")

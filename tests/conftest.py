@@ -1,6 +1,7 @@
 """What every test may use: golden texts, and how hard hypothesis tries."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite the files in tests/golden"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where tests start ranks, their server imports what they need beside the first tests."""
+    if "tests.ranks" in sys.modules and not session.config.option.collectonly:
+        sys.modules["tests.ranks"].start_server()
 
 
 @pytest.fixture

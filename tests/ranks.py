@@ -104,7 +104,7 @@ def _start(
     timeout_s: float,
     fresh: bool,
 ) -> _Rank:
-    context = multiprocessing.get_context("spawn") if fresh else _server()
+    context = multiprocessing.get_context("spawn") if fresh else start_server()
     environment = {
         "RANK": index,
         "LOCAL_RANK": index,
@@ -131,12 +131,14 @@ def _start(
 
 
 @cache
-def _server() -> ForkServerContext:
+def start_server() -> ForkServerContext:
     """Where ranks are forked. The server ends with this process, however that ends."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", "tests.rank_server"])
     # The server must find our modules whatever its working directory is.
-    with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent)):
+    ours = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+    with patch.dict(os.environ, PYTHONPATH=path):
         forkserver.ensure_running()
     return context
 

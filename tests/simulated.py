@@ -84,7 +84,7 @@ def without(recording: Recording, leave_out: Callable[[int], bool]) -> Recording
 
 def simulated_case(case: Case, times: TaskTimes, **world: Any) -> Recording:
     """A random case, its hint's order given."""
-    policy = Policy(case.hint, case.order, case.dispatch, case.limit, case.hold, case.w, case.rule)
+    policy = case.policy(case.order)
     recording = new_recording(case.shape, case.num_members, 1, {})
     met = World(times, num_members=case.num_members, **world)
     simulate_step(case.shape, policy, [met], recording=recording)

@@ -86,7 +86,7 @@ def test_the_presets_come_to_what_the_documentation_says(
     settings = [
         Setting(
             shape=shape,
-            policy=Policy(ranking, hold=hold * num_chunks),
+            policy=Policy(ranking, hold=hold),
             costs=resolve_costs(costs),
             jitter=parse_jitter(jitter),
             admit=admit,

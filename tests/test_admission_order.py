@@ -94,7 +94,7 @@ def test_a_file_is_read_or_refused(text: str) -> None:
         ("\n , \n", "mine admits nothing"),
         ("0 1 2\n0 1", "mine, line 2 admits 2 of 3 microbatches; 2 is missing, add it"),
         ("0 1 2 3", "mine, line 1: '3' is not one of the 3 microbatches; write their numbers, "),
-        ("0 1 1", "mine, line 1: 1 stands twice; admit each microbatch once"),
+        ("0 1 1", "mine, line 1: 1 is listed twice; admit each microbatch once"),
         ("0 1 -2", "mine, line 1: '-2' is not one of the 3"),
         ("0 1 two", "'two' is not one of the 3"),
         ("0 1 2.0", "'2.0' is not one of the 3"),
@@ -138,5 +138,5 @@ def test_other_bytes_than_text_are_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "order.csv").write_bytes(b"0 1\n" * 2**19)
     with pytest.raises(UsageError, match=r"order\.csv is larger than 1 MiB; name another one"):
         resolve_admission(str(tmp_path / "order.csv"), 2)
-    with pytest.raises(UsageError, match="/dev/zero is no regular file"):
+    with pytest.raises(UsageError, match="/dev/zero is not a regular file"):
         resolve_admission("/dev/zero", 2)

@@ -12,8 +12,8 @@ from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit, pyramid
 from rrfp.simulate.admission import weights_ns
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.train.checks import check_settings
 from rrfp.train.admission import run_order
+from rrfp.train.checks import check_settings
 from rrfp.train.pacing import make_pace
 from rrfp.train.settings import TrainSettings
 
@@ -40,7 +40,9 @@ def test_modelled_costs_say_what_is_heavy() -> None:
     settings = TrainSettings(**SIZES, admit="pyramid", pace="multimodal")
     costs = resolve_costs("multimodal")
     for replica in range(2):
-        pace = make_pace(costs, NO_JITTER, Admit.PYRAMID, settings.run.seed, settings.shape, 1, replica)
+        pace = make_pace(
+            costs, NO_JITTER, Admit.PYRAMID, settings.run.seed, settings.shape, 1, replica
+        )
         order = run_order(settings, pace)
         for step in range(3):
             times = costs.step(settings.shape, settings.run.seed + step, replica).times

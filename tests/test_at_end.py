@@ -36,7 +36,7 @@ def test_the_last_is_done_first_once_the_main_thread_has_ended(end: str, code: i
     )
     assert done.returncode == code
     assert done.stdout.splitlines() == ["main ends", "last False", "first False"]
-    assert "what was to be done at the end failed" in done.stderr
+    assert "a function registered for the end of the process failed" in done.stderr
 
 
 def test_it_is_done_once() -> None:

@@ -67,8 +67,8 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--layers 6", "6 layers do not divide by 4 pipeline ranks; change --layers, --pp or "),
         ("--hidden 96 --heads 6 --tp 4", "6 heads do not divide by 4 tensor-parallel ranks"),
         ("--hidden 100 --heads 6", "a hidden size of 100 does not divide by 6 heads"),
-        ("--limit 0", "the limit is 0; it must be a whole number from 1 on"),
-        ("--limit -1", "the limit is -1; it must be a whole number from 1 on"),
+        ("--limit 0", "the limit is 0; it must be a whole number, at least 1"),
+        ("--limit -1", "the limit is -1; it must be a whole number, at least 1"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
         ("--steps 1.5", "Invalid value for '--steps'"),
         ("--pp four", "Invalid value for '--pp'"),
@@ -100,7 +100,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--hint interleaved --placement v --chunks 2", "order interleaved needs --chunks 2 or "),
         ("--hint 1f1b --chunks 2", "order 1f1b needs --chunks 1"),
         ("--hint zb-h1 --chunks 2", "order zb-h1 needs --chunks 1"),
-        ("--placement v", "--placement v takes 2 chunks a rank, not 1; add --chunks 2"),
+        ("--placement v", "--placement v takes 2 chunks per rank, not 1; add --chunks 2"),
         ("--limit 4 --hold 3", "a limit of 4 and a hold of 3 exclude each other"),
         ("--ep 2", "--ep 2 shares out experts and the layers are dense; add --experts"),
         ("--cp 2", "--cp 2 needs the attention of Transformer Engine"),
@@ -173,7 +173,7 @@ def test_a_pipe_and_a_folder_of_images_are_no_text(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert "the data pipe is no regular file" in refused("--data", "pipe")
+    assert "the data pipe is not a regular file" in refused("--data", "pipe")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "1.PNG").write_bytes(b"an image")
     assert "holds the image 1.PNG and the model takes text; add" in refused("--data", "data")
@@ -198,7 +198,7 @@ ORDER = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     ("order", "words"),
     [
         (ORDER.replace("1F1", "banana"), "order.csv, line 2: 'banana' is not a task"),
-        (ORDER.replace("1F1", "1F0"), "order.csv, line 2: 1F0 stands twice"),
+        (ORDER.replace("1F1", "1F0"), "order.csv, line 2: 1F0 is listed twice"),
         (ORDER.replace(",0B1", ""), "order.csv, line 1: 0B1 is missing"),
         (ORDER.replace("1F1", "0F1"), "order.csv, line 2: 0F1 is not a task of rank 1"),
         (ORDER.replace("1F1", "1F2"), "order.csv, line 2: 1F2 is not a task of rank 1"),
@@ -234,7 +234,7 @@ def test_a_run_is_not_removed_whose_times_are_asked_for(rrfp: Rrfp, tmp_path: Pa
 @pytest.mark.parametrize("flag", ["--admit", "--hint"])
 def test_a_pipe_is_not_waited_for(refused: Callable[..., str], tmp_path: Path, flag: str) -> None:
     os.mkfifo(tmp_path / "order")
-    assert "order is no regular file; save it to one first" in refused(flag, "order")
+    assert "order is not a regular file; save it to one first" in refused(flag, "order")
 
 
 def test_an_admission_file_for_another_number_of_microbatches(
@@ -322,7 +322,7 @@ def test_a_run_that_is_not_there(rrfp: Rrfp, tmp_path: Path, reader: list[str]) 
         assert words in sentence
     code, sentence = rrfp(*reader)
     assert code == 1
-    assert "there is no run yet (runs/latest is missing); 'rrfp train' makes one" in sentence
+    assert "there is no run yet (runs/latest is missing); make one with 'rrfp train'" in sentence
 
 
 SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
@@ -344,7 +344,7 @@ SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
         ("--hint fancy", "neither a hint (bf, fb, b-first, f-first, bfw, "),
         ("--hint no.csv", "cannot read the order file no.csv: No such file or directory"),
         ("--hint zb-v", "order zb-v needs --placement v --chunks 2"),
-        ("--placement v", "placement v takes 2 chunks a rank, not 1; add --chunks 2"),
+        ("--placement v", "placement v takes 2 chunks per rank, not 1; add --chunks 2"),
         ("--placement w", "--placement is 'w'; it must be one of loop, v"),
         ("--dispatch megatron", "--dispatch is 'megatron'; it must be one of ready, fixed"),
         ("--links nvlink", "--links is 'nvlink'; it must be one of async, blocking"),

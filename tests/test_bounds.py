@@ -195,13 +195,15 @@ def test_a_forward_only_step_has_no_hold() -> None:
 
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_limit_below_1_is_refused(limit: int) -> None:
-    with pytest.raises(UsageError, match=f"the limit is {limit}; it must be a whole number from 1 on"):
+    with pytest.raises(
+        UsageError, match=f"the limit is {limit}; it must be a whole number, at least 1"
+    ):
         turns("bf", Shape(2, 2), 0, limit=limit)
 
 
 @pytest.mark.parametrize(("hold", "num_chunks"), [(0, 1), (1, 2), (3, 4)])
 def test_a_hold_below_one_slot_a_chunk_is_refused(hold: int, num_chunks: int) -> None:
-    with pytest.raises(UsageError, match=r"the hold is .*; it must be a whole number from 1 on"):
+    with pytest.raises(UsageError, match=r"the hold is .*; it must be a whole number, at least 1"):
         Dispatcher(Shape(2, 2, num_chunks), 0, Policy(HINTS["bf"], hold=Fraction(hold, num_chunks)))
 
 

@@ -106,11 +106,11 @@ def _lose_the_end_of_a_step(run: Recording) -> None:
         (_run_a_task_twice, ["unmatched: 1 task ran more than once"]),
         (_overlap, ["overlapping: 1 pair of tasks (F0 of step 0, stage 2 and B0 of step 0"]),
         (_receive_too_early, ["negative latency: 1 message received before they were sent"]),
-        (_run_too_early, ["negative latency: 1 message taken by a task before they came"]),
+        (_run_too_early, ["negative latency: 1 message taken by a task before they arrived"]),
         (
             _run_on_half_a_message,
             [
-                "negative latency: 1 message taken by a task before they came "
+                "negative latency: 1 message taken by a task before they arrived "
                 "(F0 of step 0, rank 0 to 1: -3 ns)"
             ],
         ),

@@ -108,7 +108,7 @@ def test_a_task_that_waits_for_one_of_its_own_row_is_told(run: Run) -> None:
         (["bad.csv", *sizes(2, 2)], "bad.csv, line 2: 1B1 is missing; add it to the line"),
         (["good.csv", *sizes(3, 2)], "good.csv has 2 lines for 3 pipeline ranks"),
         (["zb-v", *sizes(2, 2)], "order zb-v needs --placement v --chunks 2, not "),
-        (["bf", *sizes(2, 2), "--placement", "v"], "placement v takes 2 chunks a rank, not 1"),
+        (["bf", *sizes(2, 2), "--placement", "v"], "placement v takes 2 chunks per rank, not 1"),
         (["bf", *sizes(0, 2)], "Invalid value for '--pp'"),
         (["bf", *sizes(2, 0)], "Invalid value for '--microbatches'"),
         (["bf", "--pp", "2"], "Missing option '--microbatches'"),

@@ -319,9 +319,7 @@ def test_an_order_that_deadlocks_where_ranks_meet_is_refused_before_anything(run
         *("--row", "hint=1f1b", "--row", "hint=crossed.csv links=blocking"),
     )
     assert code == 1
-    assert told.startswith(
-        "rrfp: in the row hint=crossed.csv links=blocking: the step stands still"
-    )
+    assert told.startswith("rrfp: in the row hint=crossed.csv links=blocking: the step is stuck")
     assert not Path("sim").exists()
 
 

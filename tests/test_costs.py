@@ -244,8 +244,11 @@ SLOW = "[[links.slow]]\nsender = {}\nreceiver = {}\nfactor = {}\n"
             "factor is 0; it must be a number from 0.001 to 1000",
         ),
         (GOOD + "lengths = { text = 1 }", "nothing grows with 'text'"),
-        (GOOD + "[[ranks]]\npp_ranks = '0'", "[[ranks]] 1 says nothing of its ranks"),
-        (GOOD + "[[ranks]]\npp_ranks = '0'\nseconds = {}", "[[ranks]] 1 says nothing of its ranks"),
+        (GOOD + "[[ranks]]\npp_ranks = '0'", "[[ranks]] 1 says nothing about its ranks"),
+        (
+            GOOD + "[[ranks]]\npp_ranks = '0'\nseconds = {}",
+            "[[ranks]] 1 says nothing about its ranks",
+        ),
         (
             GOOD + "[links]\nlatency_s = 1\n[[links.slow]]\nsender = 0\nreceiver = 2\nfactor = 2",
             "the link from rank 0 to rank 2, which carries no message",

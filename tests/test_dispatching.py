@@ -48,10 +48,10 @@ def test_names_are_taken_as_text() -> None:
         ({"placement": "w"}, "placement is 'w'; choose one of loop, v"),
         ({"w": "never"}, "w is 'never'; choose one of idle, ranked"),
         ({"grad_order": None}, "grad_order is 'None'; choose one of canonical, arrival"),
-        ({"limit": 0}, "the limit is 0; it must be a whole number from 1 on"),
-        ({"limit": "3"}, "the limit is '3'; it must be a whole number from 1 on"),
+        ({"limit": 0}, "the limit is 0; it must be a whole number, at least 1"),
+        ({"limit": "3"}, "the limit is '3'; it must be a whole number, at least 1"),
         ({"stall_s": 0.0}, "stall_s is 0.0; it must be a number of seconds above 0"),
-        ({"hold": -1}, "the hold is -1; it must be a whole number from 1 on"),
+        ({"hold": -1}, "the hold is -1; it must be a whole number, at least 1"),
         ({"limit": 3, "hold": 2}, "a limit of 3 and a hold of 2 exclude each other"),
     ],
 )

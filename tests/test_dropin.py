@@ -190,7 +190,7 @@ def refuse_before_the_first_task(rig: Rig, reverse: str) -> None:
         ({}, {"p2p_communicator": object()}, "come together or not at all"),
         ({}, {"model": FullyShardedDataParallel(chunk)}, "frees gradients in its own order"),
         ({"hint": "zb-v"}, {}, "zb-v needs --placement v --chunks 2"),
-        ({"placement": "v"}, {}, "placement v takes 2 chunks a rank, not 1"),
+        ({"placement": "v"}, {}, "placement v takes 2 chunks per rank, not 1"),
         ({"placement": "v"}, in_a_v, "two copies of an embedding"),
         ({}, {"model": [chunk] * 2, "data_iterator": [object()] * 2}, "several chunks are given"),
     ):
@@ -207,7 +207,7 @@ def refuse_before_the_first_task(rig: Rig, reverse: str) -> None:
     assert not links()
     from rrfp.megatron.dropin import get_forward_backward_func
 
-    with pytest.raises(UsageError, match="placement v takes 2 chunks a rank"):
+    with pytest.raises(UsageError, match="placement v takes 2 chunks per rank"):
         get_forward_backward_func(2, 3, settings=DispatchSettings(placement=Placement.V))
 
 

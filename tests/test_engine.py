@@ -54,7 +54,7 @@ def test_a_step_is_what_an_independent_engine_makes_of_it(case: Case) -> None:
     of_kind = times.by_kind(split=shape.splits_backward)
     late_ns = case.seed % 50
     order = case.order if case.dispatch is Dispatch.FIXED else None
-    policy = Policy(case.hint, order, case.dispatch, case.limit, case.hold, case.w, case.rule)
+    policy = case.policy(order)
     world = World(times, num_members=num_members, lateness=lambda member, _: late_ns * member)
     recording = new_recording(shape, num_members, 1, {})
     step = simulate_step(shape, policy, [world], recording=recording)
@@ -218,7 +218,7 @@ def test_a_weight_gradient_runs_while_messages_pass() -> None:
 
 def test_blocking_links_take_an_order_that_binds() -> None:
     shape, policy = of_hint("1f1b", Shape(2, 2), Dispatch.READY)
-    with pytest.raises(UsageError, match="blocking links need an order that binds; add --dispatch"):
+    with pytest.raises(UsageError, match="blocking links need a binding order; add --dispatch"):
         play(shape, policy, World(even_times(shape), blocking=True))
 
 

@@ -213,9 +213,10 @@ def test_a_rank_that_closes_waits_for_credit_until_its_deadline() -> None:
         ranks.transports[0].send(1, message(index))
     ranks.transports[0].close()
     assert ranks.taken(1, CLOSE_NS - SOON_NS) == (Arrived(0, message(0)),)
-    assert not ranks.transports[0].is_over
+    were_over = [ranks.transports[0].is_over]
     ranks.network.run_for(2 * SOON_NS)
-    assert ranks.transports[0].is_over
+    were_over.append(ranks.transports[0].is_over)
+    assert were_over == [False, True]
     assert "rank 0 closed its connection" in ranks.failures(1)[0]
 
 

@@ -70,23 +70,23 @@ def test_peaks_count_until_the_backward_and_until_the_activation_is_free() -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "mine has 0 lines for 2 pipeline ranks; an order file has one line a rank"),
+        ("", "mine has 0 lines for 2 pipeline ranks; an order file has one line per rank"),
         ("0F0\n", "mine has 1 lines for 2 pipeline ranks"),
         (GOOD + "2F0\n", "mine has 3 lines for 2 pipeline ranks"),
         (GOOD.replace("1B1", "oops"), "mine, line 2: 'oops' is not a task such as 2F0"),
         (GOOD.replace("0F1", "1F1"), "mine, line 1: 1F1 is not a task of rank 0"),
         (GOOD.replace("1F1", "1F2"), "mine, line 2: 1F2 is not a task of rank 1, which has stages "
          "1 and microbatches 0 to 1"),
-        (GOOD.replace("0B1", "0B0"), "mine, line 1: 0B0 stands twice"),
-        (GOOD.replace("0B1", "00B0"), "mine, line 1: 00B0 stands twice"),
+        (GOOD.replace("0B1", "0B0"), "mine, line 1: 0B0 is listed twice"),
+        (GOOD.replace("0B1", "00B0"), "mine, line 1: 00B0 is listed twice"),
         (GOOD.replace(",1B1", ""), "mine, line 2: 1B1 is missing"),
         ("\n" + GOOD.splitlines()[1], "mine, line 1: 0F0 is missing"),
         (GOOD.replace("0B0", "0I0"), "mine, line 1: 0W0 is missing"),
-        (GOOD.replace("0B0", "0B0,0I0"), "mine, line 1: 0B0 and 0I0 stand together; the backward "
-         "of a microbatch on a stage is B, or I and W"),
-        (GOOD.replace("1B1", "1W1,1B1"), "mine, line 2: 1W1 and 1B1 stand together"),
-        (GOOD.replace("0B0", "0I0,0W0,0W0"), "mine, line 1: 0W0 stands twice"),
-        (GOOD.replace("0B0", "0I0,0W0,0B1"), "mine, line 1: 0B1 stands twice"),
+        (GOOD.replace("0B0", "0B0,0I0"), "mine, line 1: 0B0 and 0I0 cannot both be there; the "
+         "backward of a microbatch on a stage is either B, or I and W"),
+        (GOOD.replace("1B1", "1W1,1B1"), "mine, line 2: 1W1 and 1B1 cannot both be there"),
+        (GOOD.replace("0B0", "0I0,0W0,0W0"), "mine, line 1: 0W0 is listed twice"),
+        (GOOD.replace("0B0", "0I0,0W0,0B1"), "mine, line 1: 0B1 is listed twice"),
         (GOOD.replace("B", "I"), "mine, line 1: 0W0 is missing"),
         ('"0F0,0F1,0B0,0B1\n', "mine, line 1: unexpected end of data; write plain CSV"),
         (GOOD.replace("0F0", "0" * 200_000), "mine, line 1: field larger than field limit"),

@@ -118,7 +118,7 @@ def test_the_layouts_of_an_order(name: str, layouts: list[tuple[int, Placement]]
         (
             "interleaved",
             Shape(4, 6, 2),
-            "order interleaved takes a multiple of its 4 pipeline ranks as microbatches, not 6; "
+            "order interleaved needs a multiple of its 4 pipeline ranks as microbatches, not 6; "
             "change --microbatches",
         ),
     ],

@@ -4,7 +4,6 @@ takes; late sends; the comparison of gradients. The schedules run in test_torch_
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -170,6 +169,7 @@ def test_sends_leave_late_one_after_another_and_nobody_waits_for_them(
     time_passes.set()
     for handle in handles:
         handle.wait()
+    late.close()
     began = [work.op.name for work in transfers.works]
     # The last is not put off itself, but stands behind the others on their link.
     assert [name for name in began if name != "other"] == ["receive", "first", "second", "last"]
@@ -196,6 +196,8 @@ def test_what_a_late_send_raises_is_raised_where_it_is_waited_for() -> None:
     (handle,) = late.batch(fail)([send])
     with pytest.raises(RuntimeError, match="closed by peer"):
         handle.wait()
+    late.close()
+    assert not any("delayed-sends" in thread.name for thread in threading.enumerate())
 
 
 # The comparison of gradients.

@@ -215,7 +215,7 @@ def png_of(width: int, height: int) -> bytes:
         (write_third(image_line("/etc/hostname")), "line 3: the image '/etc/hostname' is not"),
         (write_third(image_line("../../../../etc/passwd")), "line 3: "),
         (write_deep_image, "line 3: the image"),
-        (write_pipe, "a.jsonl is no regular file"),
+        (write_pipe, "a.jsonl is not a regular file"),
         (write_link_out, "line 3: the image 'link.png' is not a file inside"),
         (write_link_loop, "line 3: there is no image 'loop.png'"),
         (write_bytes("a.png", b"no image"), "line 3: "),

@@ -164,7 +164,7 @@ def runs(draw: st.DrawFn) -> tuple[Policy, Shape, list[World]]:
     if fixed:
         policy, shape = policy_of(hint, shape, dispatch=Dispatch.FIXED)
     elif draw(st.booleans()):
-        policy, shape = policy_of(hint, shape, hold=num_chunks * draw(st.integers(1, 4)))
+        policy, shape = policy_of(hint, shape, hold=draw(st.integers(1, 4)))
     else:
         policy, shape = policy_of(hint, shape, limit=draw(st.integers(1, 6)))
     rng = Random(draw(st.integers(0, 10**6)))

@@ -144,7 +144,7 @@ def test_a_crash_leaves_what_was_flushed() -> None:
 def test_a_run_that_goes_on_is_left_alone() -> None:
     run = create_run_dir(Path("out"), False, "bf")
     writer = SpillWriter(run.rank_records(0), RankInfo(0, 0, 0, 0, (0,), "node", 1))
-    with pytest.raises(RrfpError, match="still goes on"):
+    with pytest.raises(RrfpError, match="is still going"):
         resolve_trace(run.path)
     writer.close()
     assert resolve_trace(run.path) == run.trace

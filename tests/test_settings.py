@@ -29,7 +29,7 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"hidden": 96, "heads": 6, "tp": 4}, "6 heads do not divide by 4 tensor-parallel ranks"),
         ({"hidden": 6, "heads": 6}, "make --hidden an even multiple of --heads"),
         ({"seq_length": 7, "tp": 2, "variable_lengths": True}, "sequence length of 7"),
-        ({"limit": 0}, "the limit is 0; it must be a whole number from 1 on"),
+        ({"limit": 0}, "the limit is 0; it must be a whole number, at least 1"),
         ({"steps": 0}, "--steps is 0"),
         ({"model": "vlm", "variable_lengths": True}, "leave --variable-lengths out"),
         (
@@ -66,11 +66,11 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
             {"dispatch": "megatron", "pp": 2, "chunks": 2},
             "interleaves chunks over 3 or more pipeline ranks, not 2",
         ),
-        ({"placement": "v"}, "--placement v takes 2 chunks a rank, not 1; add --chunks 2"),
+        ({"placement": "v"}, "--placement v takes 2 chunks per rank, not 1; add --chunks 2"),
         ({"chunks": 3}, "8 layers do not divide by 4 pipeline ranks of 3 chunks"),
         ({"chunks": 0}, "--chunks is 0"),
         ({"limit": 4, "hold": 3}, "exclude each other; keep the hold"),
-        ({"hold": 0}, "the hold is 0; it must be a whole number from 1 on"),
+        ({"hold": 0}, "the hold is 0; it must be a whole number, at least 1"),
         (
             {"w": "ranked", "hint": "zb-h1", "dispatch": "fixed"},
             "runs weight gradients where its order has them; leave --w out",

@@ -130,7 +130,7 @@ def test_other_sets_of_kinds_are_refused() -> None:
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_a_v_has_two_chunks(num_chunks: int) -> None:
-    with pytest.raises(UsageError, match=f"placement v takes 2 chunks a rank, not {num_chunks}"):
+    with pytest.raises(UsageError, match=f"placement v takes 2 chunks per rank, not {num_chunks}"):
         Shape(2, 2, num_chunks=num_chunks, placement=Placement.V)
 
 

@@ -183,7 +183,7 @@ def makespan_and_floor(case: Case) -> tuple[int, Floor]:
         lateness=lambda _member, _task: rng.randint(0, latest),
         agreement_ns=rng.choice([0, 20]) if case.num_members > 1 else 0,
     )
-    policy = Policy(case.hint, case.order, case.dispatch, case.limit, case.hold, case.w, case.rule)
+    policy = case.policy(case.order)
     run = play(case.shape, policy, world)
     return run.makespan_ns, floor(case.shape, times, world.transfer)
 
@@ -213,7 +213,7 @@ def test_the_paper_s_bound_is_refused_for_chunks() -> None:
     with pytest.raises(UsageError) as refusal:
         paper_bound_ns(Shape(2, 2, 2), TIMES)
     assert str(refusal.value) == (
-        "the paper's bound is for one chunk a rank, not 2; "
+        "the paper's bound is for one chunk per rank, not 2; "
         "compare with the floor, or use --chunks 1"
     )
 

@@ -78,8 +78,8 @@ def test_a_rank_that_died_at_once_left_nothing(tmp_path: Path, left: bytes) -> N
     [
         ("[[", "is not JSON"),
         ("{}", "is not a list of records"),
-        ('["wait"]', "has a row that is no record"),
-        ('[["nap",0,1,2,"drain"]]', "has a row that is no record"),
+        ('["wait"]', "has a row that is not a record"),
+        ('[["nap",0,1,2,"drain"]]', "has a row that is not a record"),
         ('[["wait",0,1,2]]', "has a 'wait' with wrong fields"),
         ('[["wait",0,1,"2","drain"]]', "has a 'wait' with wrong fields"),
     ],

@@ -119,6 +119,7 @@ def _run_peer(
         losses = schedule.run(step, batches)
         assert schedule.last_step is not None
         summaries.append(schedule.last_step)
+    schedule.close()
     return Run(
         relative_difference(gradients(model.chunks, settings, layout), expected),
         {name: float(gradient.norm()) for name, gradient in expected.items()},

@@ -234,7 +234,7 @@ def test_the_window_asked_for_is_shown_first(trace: Path, ui: Path) -> None:
 
 def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:
     for folder in (None, ui):
-        with pytest.raises(RrfpError, match=f"port {public.port} of 127.0.0.1 cannot be had"):
+        with pytest.raises(RrfpError, match=f"port {public.port} of 127.0.0.1 cannot be opened"):
             TraceServer(trace, ui=folder, port=public.port)
 
 
@@ -245,7 +245,7 @@ def test_the_local_ui_needs_no_certain_port(
     assert public.port != PUBLIC_UI_PORT
     with TraceServer(trace, ui=ui) as server:
         assert server.port not in (0, public.port)
-    with pytest.raises(RrfpError, match="cannot be had"):
+    with pytest.raises(RrfpError, match="cannot be opened"):
         TraceServer(trace, ui=None)
 
 

@@ -1,1 +1,1 @@
-"""What a user names, found by its name or read from a file: hints and admission orders."""
+"""Resolves what a user names: hints and admission orders, built in or read from files."""

@@ -1,4 +1,4 @@
-"""An admission order by its name, or from the admission file that the user names."""
+"""Resolves an admission order from its name or from an admission file."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ from rrfp.schedule.admission import Admission, Admit, parse_admission
 
 
 def resolve_admission(text: str, num_microbatches: int | None = None) -> Admission:
-    """The admission order named `text`, or those in the file of that path, for steps of so many
-    microbatches (None: of as many as its first line has).
+    """The admission order named `text`, or the orders in the file at that path.
+
+    Each line of a file must admit `num_microbatches` microbatches (None: as many as its first
+    line does).
 
     Raises UsageError for an unknown name, an unreadable file, or a line that does not admit every
     microbatch once.
@@ -25,6 +27,6 @@ def resolve_admission(text: str, num_microbatches: int | None = None) -> Admissi
 
 
 def admission_file(text: str) -> Path | None:
-    """The admission file that a text is the path of; None for a name."""
+    """The path of an admission file, or None where `text` is a name."""
     is_file = text not in list(Admit) and means_a_file(text, ".csv", ".txt")
     return Path(text) if is_file else None

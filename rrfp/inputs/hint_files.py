@@ -1,4 +1,4 @@
-"""A hint by its name, or from the order file that the user names."""
+"""Resolves a hint from its name or from an order file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ from rrfp.schedule.shape import Shape
 
 @dataclass(frozen=True, slots=True)
 class OrderFile:
-    """The order in a file, for whatever shape a step turns out to have: a hint."""
+    """A hint: the order in a file, parsed once the step's shape is known."""
 
     name: str
-    """Its path."""
+    """The file's path."""
     text: str
 
     @property
@@ -27,7 +27,7 @@ class OrderFile:
         return self.splits_backward
 
     def on(self, shape: Shape) -> Order:
-        """Raises UsageError, with the line, for a file that is no order of this shape."""
+        """Raises UsageError, with the line, if the file does not hold an order of this shape."""
         return parse_order(self.text, shape, self.name)
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
@@ -38,10 +38,9 @@ class OrderFile:
 
 
 def resolve_hint(text: str) -> Hint:
-    """The hint named `text`, or the order in the file of that path.
+    """The hint named `text`, or the order in the file at that path.
 
-    Raises UsageError for an unknown hint, with the list of those there are, and for a file that
-    cannot be read.
+    Raises UsageError for an unknown hint, listing the known ones, and for an unreadable file.
     """
     return (
         hint_named(text)
@@ -51,5 +50,5 @@ def resolve_hint(text: str) -> Hint:
 
 
 def order_file(text: str) -> Path | None:
-    """The order file that a hint's text is the path of; None for a name."""
+    """The path of an order file, or None where `text` is a name."""
     return None if text in HINTS or not means_a_file(text, ".csv") else Path(text)

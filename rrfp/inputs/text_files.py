@@ -1,4 +1,4 @@
-"""Files that a user names: small texts are read, and any file can be told from another."""
+"""Reads the small text files that a user names, and fingerprints files of any size."""
 
 import hashlib
 from pathlib import Path
@@ -6,26 +6,26 @@ from pathlib import Path
 from rrfp.errors import UsageError
 
 _MOST_BYTES = 2**28
-"""Far more than any order takes; a larger file is a slip."""
+"""Far more than any order needs; a larger file was named by mistake."""
 
 
 def means_a_file(text: str, *suffixes: str) -> bool:
-    """Whether a text that might be a name is a path: it ends like one, or the file is there."""
+    """Whether a text that might be a name is a path: it has one of the suffixes, or exists."""
     path = Path(text)
     try:
         return bool(text) and (path.suffix in suffixes or path.exists())
-    except (OSError, ValueError):  # No path could be written like this.
+    except (OSError, ValueError):  # not a valid path on this system
         return False
 
 
 def read_text(path: str, what: str) -> str:
     """The text of a file; `what` names its kind in errors.
 
-    Raises UsageError for what is no regular file, cannot be read, is no UTF-8 text, or is huge.
+    Raises UsageError for a file that is not regular, cannot be read, is not UTF-8, or is huge.
     """
-    # To wait for what somebody may write into a pipe would be to hang; and it is read twice.
+    # Reading a pipe could block forever, and the file is read twice.
     if means_a_file(path) and not (Path(path).is_file() or Path(path).is_dir()):
-        raise UsageError(f"the {what} {path} is no regular file; save it to one first")
+        raise UsageError(f"the {what} {path} is not a regular file; save it to one first")
     try:
         with Path(path).open("rb") as file:
             octets = file.read(_MOST_BYTES + 1)
@@ -51,6 +51,6 @@ def read_text(path: str, what: str) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content, in hexadecimal digits."""
+    """The SHA-256 of a file's contents, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

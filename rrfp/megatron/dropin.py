@@ -69,7 +69,7 @@ def get_forward_backward_func(
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if settings.placement is Placement.V and vp_size not in (None, 2):
         raise UsageError(
-            f"placement v takes 2 chunks a rank, not a virtual pipeline size of {vp_size}; "
+            f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
             "choose 2, or placement loop"
         )
     # Megatron's loops ask again for training and for every evaluation: all share the links.

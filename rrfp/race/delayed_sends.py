@@ -2,7 +2,7 @@
 
 A directed link carries one message at a time, in the sequence in which they were given up, while
 the rank goes on: each has a thread of its own, which sleeps for the message's time and then sends
-it. What waits for the send waits for that as well.
+it, and which `close` joins. What waits for the send waits for that as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class DelayedSends:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: Batch) -> Batch:
-        """In place of torch's `_batch_p2p`: the same, but for the sends that were put off."""
+        """In place of torch's `_batch_p2p`: the same, but for the sends that were held back."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:
@@ -41,23 +41,29 @@ class DelayedSends:
 
         return batch
 
+    def close(self) -> None:
+        """Wait for every send, and end the links' threads."""
+        for link in self._links.values():
+            link.shutdown()
+        self._links.clear()
+
     def _start(self, op: dist.P2POp, original: Batch) -> Any:
         message_ns = self._times_ns.pop(id(op), 0)
         if op.op is not dist.isend or not (message_ns or op.peer in self._links):
             (work,) = original([op])
             return work
         if op.peer not in self._links:
-            self._links[op.peer] = ThreadPoolExecutor(1, f"rrfp-late-sends-{op.peer}")
+            self._links[op.peer] = ThreadPoolExecutor(1, f"rrfp-delayed-sends-{op.peer}")
 
         def send() -> Any:
             sleep_until(monotonic() + message_ns)
             (work,) = original([op])
             return work
 
-        return _Late(self._links[op.peer].submit(send))
+        return _Delayed(self._links[op.peer].submit(send))
 
 
-class _Late:
+class _Delayed:
     """What waits for a send that may not have begun."""
 
     def __init__(self, send: Future[Any]) -> None:

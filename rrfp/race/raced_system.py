@@ -216,7 +216,7 @@ class RacedSystem:
 
     def rest(self) -> None:
         """Let go of what would disturb others."""
-        if isinstance(self._schedule, ForwardBackward):
+        if isinstance(self._schedule, ForwardBackward | TorchSchedule):
             self._schedule.close()
 
 

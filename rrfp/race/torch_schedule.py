@@ -94,6 +94,10 @@ class TorchSchedule:
         self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
         return built.stages[-1].losses()
 
+    def close(self) -> None:
+        """Wait until all that was sent has left; a later step goes on."""
+        self._delayed_sends.close()
+
     def _build(self, batches: Sequence[Batch]) -> "_Built":
         """What runs microbatches like these: that of the last step, if they are like its own."""
         shapes = {tuple(batch["tokens"].shape) for batch in batches}

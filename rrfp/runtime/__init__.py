@@ -1,1 +1,4 @@
-"""The runtime floor: one rank's worker, its transport, its agreement and its recorder."""
+"""One rank at run time: its worker, agreement, recorder and pace, and how it finds its peers.
+
+`rrfp.runtime.transport` moves its messages.
+"""

@@ -1,9 +1,9 @@
-"""One order inside a group: the ranks that share a collective inside a task run the same sequence.
+"""Agreement in a group: ranks that share a collective inside a task run the same sequence.
 
-A star over the transport's links. Every member reports to the leader which inputs have arrived;
-the leader's dispatcher counts the reports, decides by the group's rule (the intersection of the
-ready sets, or the paper's unanimous first picks, section 4.2), and sends each decision with its
-position in the step's sequence. Members run the sequence by position.
+A star over the transport's links. Members report arrived inputs to the leader. Its dispatcher
+counts the reports and decides by the group's rule: the intersection of the ready sets, or the
+paper's unanimous first picks (section 4.2). The leader sends each decision with its position in the
+step's sequence, and members run the tasks in that sequence.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ class StarAgreement:
         record: Callable[[Record], None],
         clock: Clock = monotonic,
     ) -> None:
-        """`members` are the group's global ranks, the same list on each; the first one leads."""
+        """`members` are the group's global ranks, in the same order everywhere; the first leads."""
         self._links = links
         self._record = record
         self._clock = clock
@@ -42,24 +42,24 @@ class StarAgreement:
         self._position = 0
 
     def report(self, step: int, task: Task) -> None:
-        """A task's input is here; a follower tells its leader."""
+        """A task's input has arrived; a follower reports it to its leader."""
         if self.group is not None and not self.group.leads:
             self._links.report(self._leader, step, task)
 
     def reported(self, event: Reported) -> InputArrived:
-        """What a follower's report is to the leader's dispatcher."""
+        """A follower's report as a stimulus for the leader's dispatcher."""
         return InputArrived(event.task, self._member_of[event.peer])
 
     def decided(self, event: Decided) -> None:
-        """The leader has decided; its decisions come in the sequence in which they are run."""
+        """The leader has decided; decisions arrive in the order in which they run."""
         self._decisions.append(event)
 
     def next(self) -> Task | None:
-        """The next task of the group's sequence, if this rank follows and knows it by now."""
+        """The next task of the group's sequence, if this rank is a follower and knows it yet."""
         return self._decisions[0].task if self._decisions else None
 
     def owed(self, missing_members: int) -> dict[int, str]:
-        """By rank, what tasks that lack their input at these members (bits) need of the others."""
+        """By rank: what it owes tasks whose input is missing at these members (bits)."""
         if self.group is None:
             return {}
         if self.group.leads:
@@ -71,7 +71,7 @@ class StarAgreement:
         return {self._leader: "the group's next decision"}
 
     def dispatched(self, step: int, task: Task) -> None:
-        """A task has its place: the leader tells its followers, a follower ticks it off."""
+        """A task was dispatched: the leader sends the decision, a follower ticks it off."""
         if self.group is None:
             return
         start_ns = self._clock()

@@ -1,8 +1,8 @@
-"""Decides for the next task while one runs, so that a group's members need not wait for a round.
+"""Decides on the next task while one runs, so that a group's members need not wait for a round.
 
-Only the leader of a group does this. Deciding late keeps the decision fresh: what arrives until
-then counts. Deciding before the task ends hides the way of the decision to the others. So a thread
-of its own sleeps until shortly before the expected end.
+Only the leader of a group does this. Deciding late takes into account what arrives until then;
+deciding before the task ends hides the time that the decision travels. So a separate thread sleeps
+until shortly before the task's expected end.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,15 +19,15 @@ _WEIGHT_OF_LATEST = 0.1
 class AheadThread:
     """Calls `decide` once, shortly before the running task is expected to end.
 
-    `decide` runs on this thread, and only between the entry into `while_running` and the return
-    from it: what it touches belongs to the compute thread at all other times.
+    `decide` runs on this thread, and only within `while_running`: the state that it touches belongs
+    to the compute thread at all other times.
     """
 
     def __init__(self, decide: Callable[[], None], clock: Clock) -> None:
         self._decide = decide
         self._clock = clock
         self._expected_ns: dict[tuple[Kind, int], float] = {}
-        # Held by `decide` while it works, and by the compute thread at a task's start and end.
+        # Held while `decide` runs, and by the compute thread at a task's start and end.
         self._condition = Condition()
         self._due_ns: float | None = None
         self._failure: BaseException | None = None
@@ -40,7 +40,7 @@ class AheadThread:
 
     @contextmanager
     def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
-        """Around a task. Raises what deciding raised, once the task has ended well."""
+        """Wrap the running of a task. Raises what `decide` raised, after the task has succeeded."""
         start_ns = self._clock()
         expected_ns = self._expected_ns.get((kind, chunk))
         if expected_ns is not None:
@@ -58,12 +58,12 @@ class AheadThread:
         taken_ns = self._clock() - start_ns
         if expected_ns is None:
             expected_ns = taken_ns
-        # A running mean that forgets: the first task of a kind takes longer than those that follow.
+        # A decaying mean, because the first task of a kind takes longer than later ones.
         latest = _WEIGHT_OF_LATEST
         self._expected_ns[kind, chunk] = (1 - latest) * expected_ns + latest * taken_ns
 
     def close(self) -> None:
-        """End the thread; between two tasks."""
+        """End the thread. Call it between two tasks."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
@@ -82,6 +82,6 @@ class AheadThread:
                 self._due_ns = None
                 try:
                     self._decide()
-                except BaseException as error:  # the compute thread raises it
+                except BaseException as error:  # reraised on the compute thread
                     self._failure = error
                     return

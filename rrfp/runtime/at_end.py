@@ -1,7 +1,7 @@
-"""What is done once the process' main thread has ended, while its other threads still run.
+"""Runs functions once the process' main thread has ended, while other threads still run.
 
-A training script calls nothing of ours when it is over. So a thread of its own waits for the main
-thread, and the interpreter waits for that thread before it takes anything down.
+A training script calls nothing of ours at its end. So a separate thread joins the main thread, and
+the interpreter joins that thread before it tears anything down.
 """
 
 import logging
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class AtEnd:
-    """Calls what it was given, the last first, once the main thread has ended."""
+    """Calls its functions, last one first, once the main thread has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -21,11 +21,11 @@ class AtEnd:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` at the end. It must not raise, nor wait without bound."""
+        """Call `function` at the end. It must neither raise nor block without bound."""
         with self._lock:
             self._calls.append(function)
             if self._thread is None:
-                # No daemon: the interpreter joins it before it goes on to its own end.
+                # Not a daemon, so that the interpreter joins it before it shuts down.
                 self._thread = threading.Thread(target=self._wait, name="rrfp-at-end")
                 self._thread.start()
 
@@ -34,15 +34,15 @@ class AtEnd:
         self.run()
 
     def run(self) -> None:
-        """Do it now, for a process that ends otherwise."""
+        """Call the functions now, for a process that ends in another way."""
         with self._lock:
             calls, self._calls = self._calls[::-1], []
         for call in calls:
             try:
                 call()
             except Exception:
-                _log.exception("what was to be done at the end failed")
+                _log.exception("a function registered for the end of the process failed")
 
 
 at_end = AtEnd()
-"""That of this process."""
+"""This process' functions."""

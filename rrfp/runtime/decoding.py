@@ -1,6 +1,6 @@
-"""Reads JSON that another process wrote, strictly: of the expected shape, or a ValueError.
+"""Strictly decodes JSON from other processes: it has the expected structure, or raises ValueError.
 
-Nothing that is read is ever executed: whoever can write to the store can at most end the run.
+Nothing that is read is ever executed, so whoever can write to the store can at most end the run.
 """
 
 import json
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def parsed(data: bytes | str) -> object:
-    """The JSON in some bytes. Raises ValueError for anything else."""
+    """Parse JSON. Raises ValueError for anything else."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -44,14 +44,14 @@ def integers(value: object) -> tuple[int, ...]:
 
 
 def items(value: object, num_items: int | None = None) -> list[object]:
-    """A list, of so many items if that is given."""
+    """A list, of `num_items` items if given."""
     if not isinstance(value, list) or num_items not in (None, len(value)):
         raise ValueError(f"{_short(value)} is not a list of {num_items or 'items'}")
     return value
 
 
 def member(value: object, name: str) -> object:
-    """What an object has under a name."""
+    """An object's member of this name."""
     if not isinstance(value, dict) or name not in value:
         raise ValueError(f"{_short(value)} has no '{name}'")
     return value[name]
@@ -66,10 +66,10 @@ _READERS: dict[Any, Callable[[object], Any]] = {
 
 
 def instance(kind: type[T], value: object) -> T:
-    """A dataclass of such values, from an object that has its fields and no others."""
+    """A dataclass of such values, from an object with exactly its fields."""
     hints = get_type_hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
-        raise ValueError(f"{_short(value)} has not the fields of {kind.__name__}")
+        raise ValueError(f"{_short(value)} does not have the fields of {kind.__name__}")
     return kind(**{name: _READERS[hint](value[name]) for name, hint in hints.items()})
 
 

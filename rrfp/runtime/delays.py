@@ -8,16 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Delays of one rank: each uniform between 0 and `longest_s`, and the same in every run with
-    the same seed."""
+    """Delays of one rank, uniform between 0 and `longest_s` and reproducible by seed."""
 
     seed: int
     rank: int
     longest_s: float
 
     def draws(self, name: str) -> Callable[[], float]:
-        """A function that draws the next delay of this stream, in seconds. One owner a stream, so
-        that its sequence does not depend on other threads."""
+        """A function that draws the next delay of this stream, in seconds. Give each thread its own
+        stream, so that its sequence does not depend on other threads."""
         source = random.Random(f"{self.seed}/{self.rank}/{name}")
         return lambda: source.uniform(0.0, self.longest_s)
 

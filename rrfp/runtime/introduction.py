@@ -14,8 +14,8 @@ from rrfp.trace.records import RankInfo
 def introduce(
     store: Store, prefix: str, own: RankInfo, num_ranks: int, *, timeout_s: float
 ) -> RankInfo:
-    """Tell every rank who this one is; all ranks call it. Gives `own` with its clock's offset to
-    rank 0's host. Raises PeerLostError naming a rank that does not come."""
+    """Publish who this rank is; all ranks call it. Returns `own` with its clock's offset to rank
+    0's host. Raises PeerLostError naming a rank that does not appear."""
     rank = own.rank
     hosts = exchange_hosts(store, f"{prefix}/hosts", rank, num_ranks, timeout_s=timeout_s)
     offset = clock_offset(store, f"{prefix}/clock", rank, hosts, timeout_s=timeout_s)
@@ -28,8 +28,8 @@ def introduce(
 def introduced(
     store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float
 ) -> list[RankInfo]:
-    """Who all ranks are, by rank, for a rank that must know it. Raises PeerLostError naming a rank
-    that has not introduced itself in time, and RrfpError naming one that cannot be understood."""
+    """Who all ranks are, by rank. Raises PeerLostError naming a rank that has not introduced itself
+    in time, and RrfpError naming one whose introduction cannot be read."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     return [
         rendezvous.wait_json(f"info/{peer}", peer, partial(_info, peer))
@@ -40,5 +40,5 @@ def introduced(
 def _info(rank: int, told: object) -> RankInfo:
     info = instance(RankInfo, told)
     if info.rank != rank:
-        raise ValueError(f"it is of rank {info.rank}")
+        raise ValueError(f"it belongs to rank {info.rank}")
     return info

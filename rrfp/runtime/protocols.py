@@ -1,8 +1,8 @@
 """The seams of the runtime: what one rank's worker needs from the world, as small protocols.
 
-The compute thread owns the dispatcher, and lends it to the ahead thread while a task runs on the
-leader of a group. Every other thread speaks to the one that has it only by putting an `Event` into
-the `Inbox`, whose one Condition also guards what has arrived.
+The compute thread owns the dispatcher, and on the leader of a group lends it to the ahead thread
+while a task runs. All other threads communicate with its holder only by putting an `Event` into the
+`Inbox`, whose one Condition also guards what has arrived.
 """
 
 import time
@@ -20,26 +20,26 @@ from rrfp.schedule.stimuli import InputArrived
 from rrfp.schedule.tasks import Task
 
 Clock = Callable[[], int]
-"""Nanoseconds on a monotonic clock that all ranks of one host share."""
+"""Nanoseconds of a monotonic clock that all ranks of a host share."""
 
 monotonic: Clock = time.monotonic_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A finished task's output on its way: `task` is the one that consumes it. A tensor may be
-    None where a stage hands on nothing (the gradient of an input that needs none)."""
+    """A finished task's output in transit; `task` is the one that consumes it. A tensor may be None
+    (the gradient of an input that does not require one)."""
 
     step: int
     task: Task
     tensors: tuple[torch.Tensor | None, ...]
     latency_ns: int = 0
-    """How long a paced run keeps it on its link before it leaves; not told to the peer."""
+    """How long a paced run keeps it on its link before it leaves; the peer does not learn this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A neighbour's message is here, whole."""
+    """A neighbour's message has arrived completely."""
 
     peer: int
     message: Message
@@ -47,7 +47,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A member of this rank's group, of which this rank is the leader, has the input of a task."""
+    """A member of the group that this rank leads has the input of a task."""
 
     peer: int
     step: int
@@ -56,7 +56,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The group's leader has put a task at a position of the agreed sequence of the step."""
+    """The group's leader has put a task at this position of the step's agreed sequence."""
 
     peer: int
     step: int
@@ -66,7 +66,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A peer said farewell: nothing more comes from it. Its messages came before this."""
+    """A peer said farewell: all its messages have arrived, and no more will come."""
 
     peer: int
 
@@ -86,17 +86,17 @@ class PeerLostError(RrfpError):
 
 
 class PeerSilentError(PeerLostError):
-    """A peer was not heard for too long; its process may still be there."""
+    """A peer was silent for too long; its process may still be alive."""
 
 
 class StallError(RrfpError):
-    """Nothing arrived for longer than the configured time. One sentence, and below it a line for
-    each rank that the stall may concern: why it waits, and for what."""
+    """Nothing arrived for longer than the configured time. One sentence, and below it a line per
+    rank that the stall may concern: why it waits, and for what."""
 
 
 class Inbox:
-    """What has arrived for this rank. Any thread puts; the thread that has the dispatcher takes:
-    the compute thread, or the ahead thread while it is lent."""
+    """What has arrived for this rank. Any thread puts; only the thread that holds the dispatcher
+    takes: the compute thread, or the ahead thread while it borrows it."""
 
     def __init__(self) -> None:
         self._condition = Condition()
@@ -104,8 +104,8 @@ class Inbox:
         self._watcher: Callable[[Event], None] | None = None
 
     def watch(self, watcher: Callable[[Event], None]) -> None:
-        """Call `watcher` with every event, those that are here included: on the thread that puts
-        it, for what must not wait for the compute thread."""
+        """Call `watcher` with every event, those already here included, on the thread that puts it:
+        for work that must not wait for the compute thread."""
         with self._condition:
             self._watcher = watcher
             events = tuple(self._events)
@@ -116,13 +116,13 @@ class Inbox:
         with self._condition:
             self._events.append(event)
             self._condition.notify()
-            # Read here: of an event and a new watcher, either this call or `watch` sees both.
+            # Read under the lock: either this call or `watch` shows the event to a new watcher.
             watcher = self._watcher
         if watcher is not None:
             watcher(event)
 
     def take(self, timeout_s: float = 0.0) -> Sequence[Event]:
-        """Everything that has arrived; waits up to `timeout_s` for the first of it."""
+        """Everything that has arrived; waits up to `timeout_s` for the first event."""
         with self._condition:
             if not self._events and timeout_s > 0:
                 self._condition.wait(timeout_s)
@@ -132,76 +132,75 @@ class Inbox:
 
 
 class Links(Protocol):
-    """A rank's links, as the worker and the agreement use them: they never make the compute thread
-    wait.
+    """A rank's links, as the worker and the agreement use them: they never block the compute
+    thread.
 
-    Links are directed and first-in-first-out. `send` waits for nothing; a peer that cannot be
-    reached is told through the inbox as `Failed`, never by an exception on another thread.
+    Links are directed and first-in-first-out. `send` does not block; an unreachable peer is
+    reported through the inbox as `Failed`, never by an exception on another thread.
     """
 
     def send(self, peer: int, message: Message) -> None: ...
 
     def consumed(self, peer: int, step: int) -> None:
-        """The compute thread took a message of the link peer -> here, which may hold another."""
+        """The compute thread took a message of the link peer -> here, freeing a place on it."""
 
     def report(self, peer: int, step: int, task: Task) -> None:
-        """Tell the group's leader `peer` that the input of a task is here (`Reported` there)."""
+        """Tell the group's leader `peer` that a task's input is here (`Reported` there)."""
 
     def decide(self, peer: int, step: int, position: int, task: Task) -> None:
         """Tell the member `peer` the next task of the agreed sequence (`Decided` there)."""
 
 
 class Transport(Links, Protocol):
-    """A rank's links with their life; `rrfp.runtime.transport.factory` makes the one that fits.
+    """A rank's links and their life cycle; `rrfp.runtime.transport.factory` picks the right one.
 
-    Its owner opens it once, before anything else, and closes it once. A constructor meets nobody
-    and starts nothing.
+    Its owner opens it once, before anything else, and closes it once. A constructor contacts no
+    peer and starts no thread.
     """
 
     def open(self) -> None:
-        """Meet the peers and connect every link; returns when all are there. Raises PeerLostError
-        naming a rank that did not come; then nothing is left open."""
+        """Find the peers and connect every link; returns when all are connected. Raises
+        PeerLostError naming a rank that did not appear, and then leaves nothing open."""
 
     def grant(self, num_credits: int) -> None:
-        """Let every incoming link hold at least so many messages that were not consumed, for a step
-        with more in flight; a smaller number changes nothing. Its sources need not know."""
+        """Let every incoming link hold at least `num_credits` unconsumed messages, for a step with
+        more in flight; a smaller number changes nothing. The senders need not know."""
 
     def close(self, *, farewell: bool = True) -> None:
-        """Send what is queued, say farewell on every link and release everything, within a bounded
-        time; a second call does nothing. With `farewell=False`, for a rank that fails, nothing is
-        waited for, and the peers are told at once that this rank is lost."""
+        """Send what is queued, say farewell on every link and release everything, within bounded
+        time; a second call does nothing. With `farewell=False`, for a rank that fails, waits for
+        nothing and lets the peers know at once that this rank is lost."""
 
 
 class Agreement(Protocol):
-    """One rank's side of its group's agreement on the sequence of tasks; called by the thread that
-    has the worker's books, where not said otherwise. A rank without a group has `group` None and
-    nothing to agree on."""
+    """One rank's side of its group's agreement on the sequence of tasks. Unless noted, called by
+    the thread that holds the dispatcher. `group` is None for a rank with nothing to agree on."""
 
     group: Group | None
 
     def start_step(self) -> None: ...
 
     def report(self, step: int, task: Task) -> None:
-        """The input of a task is here, perhaps of a step to come. Called on a link's thread: the
-        leader decides for the next task on this while one runs here."""
+        """The input of a task has arrived, perhaps for a later step. Called on a link's thread, as
+        the leader may decide on the next task while one runs here."""
 
     def reported(self, event: Reported) -> InputArrived:
-        """What a member's report is to the dispatcher."""
+        """A member's report as a stimulus for the dispatcher."""
         ...
 
     def decided(self, event: Decided) -> None:
-        """A decision is here; decisions come in the sequence in which they are run."""
+        """A decision has arrived; decisions arrive in the order in which they run."""
 
     def next(self) -> Task | None:
-        """The next agreed task that this rank has not run, where another rank decides."""
+        """The next agreed task that this rank has not run; None if it decides itself."""
         ...
 
     def dispatched(self, step: int, task: Task) -> None:
-        """This rank's dispatcher has put a task at the next place of the sequence."""
+        """This rank's dispatcher has put a task at the next position of the sequence."""
 
     def owed(self, missing_members: int) -> dict[int, str]:
-        """By rank, what tasks that lack their input at these members (bit i: member i; bit 0: this
-        rank) still need of the group's other members."""
+        """By other member's rank: what it owes tasks whose input is missing at these members (bit
+        i: member i; bit 0: this rank)."""
         ...
 
 
@@ -211,6 +210,6 @@ class Compute(Protocol):
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run one task on what its `Shape.sender` sent (empty for a task without one), and give
-        what its `Shape.receiver` takes (empty for a task without one)."""
+        """Run one task on the output of its `Shape.sender`, and return what its `Shape.receiver`
+        takes. Either is empty if there is no such task."""
         ...

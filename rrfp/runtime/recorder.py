@@ -1,9 +1,9 @@
-"""Takes a rank's records while it trains, and spills them once a step.
+"""Takes a rank's records while it trains, and spills them once per step.
 
 Recording never alters training. Taking a record is one append, by any thread; encoding and writing
-wait for the flush between steps. What a step records beyond the recorder's capacity is counted and
-dropped, and the next step is recorded again. When the disk fails, recording switches itself off
-with one warning and the training goes on.
+wait for the flush between steps. Records beyond the recorder's capacity are counted and dropped;
+the next step is recorded again. If the disk fails, recording switches itself off with one warning
+and training goes on.
 """
 
 import logging
@@ -19,7 +19,7 @@ from rrfp.trace.spill import Row, SpillWriter, row_of
 from rrfp.trace.steps import step_name
 
 CAPACITY = 6_000_000
-"""Records of one step: a minute of 100,000 a second. They take 0.2 kB each, 1.2 GB in all."""
+"""Records of one step: a minute's worth at 100,000 per second, 1.2 GB at 0.2 kB each."""
 
 _NUM_BATCHES, _NUM_RECORDS_OF_A_BATCH = 25, 20
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records one rank into its spill file, or nothing at all when `path` is None."""
+    """Records one rank into its spill file, or nothing at all if `path` is None."""
 
     def __init__(
         self,
@@ -58,16 +58,16 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether what is recorded reaches the file."""
+        """Whether records reach the file."""
         return self._writer is not None
 
     @property
     def cost_ns(self) -> int:
-        """What recording has cost this rank so far: taking, encoding and writing records."""
+        """The time that this rank has spent so far taking, encoding and writing records."""
         return round(self._num_records * self._taking_ns) + self._writing_ns
 
     def record(self, record: Record) -> None:
-        """Take a record; it is written at the next flush. Any thread may call this."""
+        """Take a record, to be written at the next flush. Any thread may call this."""
         if self._writer is None:
             return
         if len(self._rows) < self._capacity:
@@ -77,7 +77,7 @@ class Recorder:
                 self._num_lost += 1
 
     def flush(self, step: int) -> None:
-        """Write what was recorded since the last flush, and what recording has cost up to here.
+        """Write the records taken since the last flush, and what recording has cost so far.
 
         Called by the compute thread at the end of a step.
         """
@@ -90,19 +90,20 @@ class Recorder:
         try:
             self._writer.append(self._taken())
             if num_lost:
-                self._tell_of_loss(step, num_lost)
+                self._warn_of_loss(step, num_lost)
                 self._writer.append([row_of(LossRecord(self._clock(), step, num_lost))])
             now_ns = self._clock()
             cost_ns = self.cost_ns + now_ns - start_ns
             cost = CostRecord(now_ns, step, self._num_records, cost_ns)
             self._writer.append([row_of(cost)])
             self._writer.flush()
-        except Exception as error:  # whatever is wrong with a record, the training goes on
+        except Exception as error:  # training goes on, whatever is wrong with a record
             self._switch_off(error)
         self._writing_ns += self._clock() - start_ns
 
     def close(self) -> None:
-        """Write what came after the last flush and close the file; closing twice is harmless."""
+        """Write the records taken since the last flush and close the file; a second call does
+        nothing."""
         if self._rows:
             self.flush(self._step)
         if self._writer is not None:
@@ -113,8 +114,8 @@ class Recorder:
                 self._switch_off(error)
 
     def _measure_taking_ns(self) -> float:
-        """The time that one record takes: two looks at the clock, the record, and its append. The
-        median over batches, of which another process may have interrupted some."""
+        """The time to take one record: two clock readings, the record, and its append. The median
+        over batches, because other processes may interrupt some of them."""
         clock = self._clock
         batches_ns = []
         for _ in range(_NUM_BATCHES):
@@ -128,12 +129,12 @@ class Recorder:
         return median(batches_ns) / _NUM_RECORDS_OF_A_BATCH
 
     def _taken(self) -> Iterator[Row]:
-        """The records up to now; one that another thread adds meanwhile stays for later."""
+        """The records taken so far; one that another thread adds meanwhile stays for later."""
         for _ in range(len(self._rows)):
             self._num_records += 1
             yield self._rows.popleft()
 
-    def _tell_of_loss(self, step: int, num_lost: int) -> None:
+    def _warn_of_loss(self, step: int, num_lost: int) -> None:
         if not self._has_told_of_loss:
             self._has_told_of_loss = True
             _log.warning(
@@ -152,6 +153,6 @@ class Recorder:
             try:
                 writer.close()
             except OSError:
-                # Closing writes what is still buffered and fails as the write before it did; the
-                # one warning has been given.
+                # Closing writes what is still buffered and fails like the write before it. The one
+                # warning was already given.
                 return

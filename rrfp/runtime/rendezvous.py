@@ -1,7 +1,7 @@
-"""How ranks find each other: small facts published in torch's store, and every wait bounded.
+"""How ranks find each other: small values published in torch's store, and every wait bounded.
 
-Who can write to the store can publish in any rank's name. So what is read is text or JSON of one
-shape, never an object, and what is not of that shape ends the run with a sentence.
+Whoever can write to the store can publish in any rank's name. So values are text or JSON of one
+expected structure, never pickled objects, and anything else ends the run with a clear error.
 """
 
 import json
@@ -31,10 +31,10 @@ _FAILED = "failed"
 
 
 class Rendezvous:
-    """One rank's view of the store, below a key prefix of its own and with one deadline for all.
+    """One rank's view of the store, below a key prefix and with one deadline for all waits.
 
-    A prefix serves one meeting: a second one in the same job takes another prefix. A rank that
-    fails before it is over tells the others by `fail`, so that nobody waits for it.
+    A prefix serves one meeting: a second meeting in the same job takes another prefix. A rank that
+    fails before the meeting is over calls `fail`, so that no other rank waits for it.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, timeout_s: float) -> None:
@@ -50,18 +50,18 @@ class Rendezvous:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def publish(self, name: str, value: str | bytes) -> None:
-        """Make a value known to every rank."""
+        """Publish a value to every rank."""
         try:
-            # torch declares str; bytes are taken too and come back unchanged.
+            # torch declares str, but also takes bytes and returns them unchanged.
             self._store.set(self._key(name), value)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise _store_failed(error) from error
 
     def wait(self, name: str, peer: int) -> bytes:
-        """The value that rank `peer` publishes under this name; raises PeerLostError when it has
-        not done so by the deadline, or as soon as a rank says that it has failed.
+        """The value that rank `peer` publishes under this name. Raises PeerLostError if it has not
+        done so by the deadline, or as soon as a rank reports that it has failed.
 
-        Asks instead of blocking inside the store, which could not be interrupted by Ctrl-C.
+        Polls, because Ctrl-C could not interrupt a call that blocks inside the store.
         """
         key = self._key(name)
         began_s = time.monotonic()
@@ -83,27 +83,27 @@ class Rendezvous:
             raise _store_failed(error) from error
 
     def wait_text(self, name: str, peer: int) -> str:
-        """The same, of a value that is text."""
+        """The same, for a value that is text."""
         return self._read(name, peer, self.wait(name, peer), bytes.decode)
 
     def wait_json(self, name: str, peer: int, decode: Callable[[object], T]) -> T:
-        """What `decode` makes of the JSON that rank `peer` publishes under this name.
+        """The JSON that rank `peer` publishes under this name, decoded by `decode`.
 
-        `decode` raises ValueError for what is not of the shape it should be. Raises as `wait` does,
-        and RrfpError naming the rank when the value cannot be read.
+        `decode` raises ValueError for JSON of the wrong structure. Raises what `wait` raises, and
+        RrfpError naming the rank if the value cannot be read.
         """
         return self._read(name, peer, self.wait(name, peer), lambda data: decode(parsed(data)))
 
     def fail(self, sentence: str) -> None:
-        """Tell every rank that waits below this prefix that this one has failed, and why. The first
-        to fail is the one that they name. Never raises: a rank that fails says so first of all in
-        its own name."""
+        """Tell every rank that waits below this prefix that this one has failed, and why. They
+        report only the first rank to fail. Never raises, so as not to mask this rank's own
+        error."""
         with suppress(RuntimeError):
             told = json.dumps({"rank": self._rank, "sentence": sentence})
             self._store.compare_set(self._key(_FAILED), "", told)
 
     def raise_if_failed(self) -> None:
-        """Raise PeerLostError with the rank that failed and its reason, if one has said so."""
+        """Raise PeerLostError, with the rank and its reason, if a rank has reported a failure."""
         try:
             if not self._store.check([self._key(_FAILED)]):
                 return
@@ -133,7 +133,7 @@ def _decode_failure(data: bytes) -> tuple[int, str]:
 
 
 def default_store() -> Store:
-    """The store in which the ranks of this job have met."""
+    """The store that the ranks of this job have in common."""
     return dist.distributed_c10d._get_default_store()  # torch has no public name for it
 
 
@@ -146,7 +146,7 @@ def _store_failed(error: RuntimeError) -> RrfpError:
 
 
 def host_identity() -> str:
-    """Which host this is: its name and the identity of its boot, so that equal names do not fool.
+    """Identifies this host by its name and its boot, in case two hosts share a name.
 
     Processes with the same identity share one monotonic clock.
     """
@@ -161,9 +161,10 @@ def _boot_identity() -> str:
 
 
 def files_identity() -> str:
-    """Which file system view this process has: only equal ones can meet at a Unix socket.
+    """Identifies this process' view of the file system: only processes with equal views can meet at
+    a Unix socket.
 
-    Containers may share a host's name and network and still not see each other's files.
+    Containers may share a host's name and network without seeing each other's files.
     """
     mounts = ""
     with suppress(OSError):
@@ -183,9 +184,9 @@ def exchange_hosts(
 def reachable_address() -> str:
     """The address of this host that other hosts of the run can connect to.
 
-    RRFP_ADDRESS names it where it is set. Else it is the first that is not a loopback address of:
-    the one used on the way to MASTER_ADDR, that of the host's name, the one used on the default
-    route; a loopback address when there is no other.
+    RRFP_ADDRESS if it is set. Otherwise the first of these that is not a loopback address: the one
+    used to reach MASTER_ADDR, the one of the host's name, the one on the default route. If there is
+    no other, a loopback address.
     """
     named = os.environ.get(variables.ADDRESS)
     if named:
@@ -193,7 +194,7 @@ def reachable_address() -> str:
     found = [
         own_address_towards(os.environ.get("MASTER_ADDR", "")),
         _resolve(socket.gethostname()),
-        # TEST-NET-1: never assigned; only the route is looked up, no packet leaves.
+        # TEST-NET-1, never assigned: only the route is looked up, no packet is sent.
         own_address_towards("192.0.2.1"),
     ]
     addresses = [address for address in found if address]
@@ -211,7 +212,7 @@ def _resolve(name: str) -> str:
 
 
 def own_address_towards(name: str) -> str:
-    """The address this host would use to reach `name`; empty when there is no way."""
+    """The address that this host would use to reach `name`; empty if there is no route."""
     if not name:
         return ""
     try:
@@ -228,7 +229,7 @@ class ClockOffset(NamedTuple):
 
     offset_ns: int
     error_ns: int
-    """At most so far off: half the shortest round trip; 0 on rank 0's host."""
+    """The largest possible error: half the shortest round trip; 0 on rank 0's host."""
 
 
 def clock_offset(
@@ -243,8 +244,8 @@ def clock_offset(
     """Measure this host's monotonic clock against that of rank 0's host; all ranks call it.
 
     `hosts` is the host identity of every rank, by rank. The first rank of each other host plays
-    ping-pong with rank 0 through the store; the shortest round trip counts. Raises PeerLostError
-    naming the rank waited for when the time-out passes.
+    ping-pong with rank 0 through the store; the shortest round trip counts. Raises PeerLostError,
+    naming the rank it waited for, if the time-out passes.
     """
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     speakers = {host: hosts.index(host) for host in hosts if host != hosts[0]}
@@ -272,7 +273,7 @@ def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> Clock
         rendezvous.publish(f"ping/{speaker}/{index}", "")
         reference_ns = rendezvous.wait_json(f"pong/{speaker}/{index}", 0, integer)
         received_ns = clock()
-        # Rounded up, so that an odd round trip does not state too small an error.
+        # Rounded up, so that an odd round trip does not understate the error.
         error_ns = (received_ns - sent_ns + 1) // 2
         if best is None or error_ns < best.error_ns:
             best = ClockOffset(reference_ns - (sent_ns + received_ns) // 2, error_ns)

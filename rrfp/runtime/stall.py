@@ -1,10 +1,9 @@
-"""What stalled ranks tell each other: for each rank, why it waits, for what, and who owes it.
+"""What stalled ranks report to each other: why each one waits, for what, and who owes it.
 
-A rank that has nearly waited too long calls for rows; every rank that waits looks now and then
-whether somebody has called, and publishes its row. A rank that runs a task, or is gone, has none.
-Calls are numbered, and a row says which one it answers: what was told before this rank's own call
-is no news to it. All of it goes through torch's store, and none of it happens before a rank has
-waited for a while.
+A rank that has waited almost too long calls for rows. Every waiting rank checks now and then for
+calls and publishes its row; a rank that runs a task, or is gone, does not. Calls are numbered and a
+row says which one it answers, because rows from before a rank's own call are stale. It all goes
+through torch's store, and only after a rank has waited for a while.
 """
 
 import json
@@ -19,9 +18,9 @@ from torch.distributed import Store
 from rrfp.runtime.decoding import instance, integer, items, parsed
 
 LOOK_S = 0.5
-"""A rank that waits looks so often whether another one calls for rows."""
+"""How often a waiting rank checks whether another one calls for rows."""
 GATHER_S = 1.5
-"""A rank calls so long before it gives up; it covers two looks of the others."""
+"""How long before giving up a rank calls for rows; the others check at least twice by then."""
 
 _NUM_LISTED = 3
 _WIDTH = 80
@@ -30,25 +29,25 @@ _TITLES = ("rank", "pp_rank", "waits", "cause", "ready", "best waiting", "lacks"
 
 @dataclass(frozen=True, slots=True)
 class StallRow:
-    """A waiting rank's own account of its wait, in words."""
+    """A waiting rank's own account of its wait, as text."""
 
     rank: int
-    """Among all ranks of the run."""
+    """The global rank."""
     pp_rank: int
     waited_s: float
-    """Since anything last arrived."""
+    """The time since anything last arrived."""
     cause: str
     ready: str
-    """The tasks whose every input is here."""
+    """The tasks with all inputs here."""
     best_waiting: str
     """The hint's best task that lacks an input."""
     lacks: str
-    """What it lacks, and of whom; and what of the group's the ready tasks lack."""
+    """What that task lacks, and from whom; and what the ready tasks lack from the group."""
 
 
 class StallBoard(Protocol):
-    """Where the ranks that a stall may concern publish their rows. Never raises: a rank that
-    stalls must be able to say so."""
+    """Where the ranks that a stall may concern publish their rows. Never raises, because a stalled
+    rank must be able to report it."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -56,13 +55,13 @@ class StallBoard(Protocol):
         ...
 
     def call(self, step: int) -> int:
-        """Ask every rank that waits in this step for its row; the number of this call."""
+        """Ask every rank that waits in this step for its row; returns the number of this call."""
         ...
 
     def num_calls(self, step: int) -> int: ...
 
     def publish(self, step: int, call: int, row: StallRow) -> None:
-        """Answer a call, the latest one, and with it those before."""
+        """Answer the latest call, and with it those before."""
 
     def rows(self, step: int, call: int) -> list[StallRow]:
         """The answers to this call."""
@@ -70,7 +69,7 @@ class StallBoard(Protocol):
 
 
 class StoreStallBoard:
-    """A board in torch's store (`StallBoard`), below a key prefix that serves one opening."""
+    """A `StallBoard` in torch's store, below a key prefix used by one opening only."""
 
     def __init__(self, store: Store, prefix: str, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
@@ -94,7 +93,7 @@ class StoreStallBoard:
                 key = self._row_key(step, rank)
                 if not self._store.check([key]):
                     continue
-                # A row that cannot be read is no row: whoever stalls tells what it knows.
+                # Skip a row that cannot be read: a stalled rank reports what it knows.
                 with suppress(ValueError):
                     answered, cells = items(parsed(self._store.get(key)), 2)
                     if integer(answered) >= call:
@@ -102,8 +101,7 @@ class StoreStallBoard:
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        # Without its store a rank still tells its own row; ValueError: what stands there is no
-        # number.
+        # Without the store a rank still reports its own row. ValueError: the value is not a number.
         with suppress(RuntimeError, ValueError):
             return self._store.add(f"{self._prefix}/stall/{step}/calls", num_new)
         return 0
@@ -113,15 +111,15 @@ class StoreStallBoard:
 
 
 def listed(things: Sequence[object]) -> str:
-    """The first few, and how many more there are."""
+    """The first few things, and how many more there are."""
     text = ", ".join(map(str, things[:_NUM_LISTED])) or "-"
     num_more = len(things) - _NUM_LISTED
     return f"{text} and {num_more} more" if num_more > 0 else text
 
 
 def grid(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
-    """One line a rank, below a line of titles, and within 80 columns: what does not fit beside the
-    rest stands below it. A rank without a row is told as silent."""
+    """One line per rank, below a line of titles, within 80 columns: cells that do not fit go on
+    lines of their own. Ranks without a row are listed as silent."""
     row_of = {row.rank: row for row in rows}
     lines, silent = [_TITLES], []
     for rank in sorted({*ranks, *row_of}):
@@ -152,7 +150,7 @@ def grid(rows: Iterable[StallRow], ranks: Iterable[int]) -> str:
 
 
 def _beside(cells: Sequence[str], widths: Sequence[int]) -> tuple[str, int]:
-    """The cells from the first on that fit into one line, and how many they are."""
+    """The leading cells that fit on one line, and how many they are."""
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
     num_beside = len(padded)
     while len(line := "  ".join(padded[:num_beside]).rstrip()) > _WIDTH:

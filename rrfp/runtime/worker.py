@@ -1,13 +1,14 @@
 """One rank's loop: take in what has arrived, ask the dispatcher, run what it says.
 
-Only the compute thread is here. The transport makes it wait for no message to leave; messages
-arrive through the inbox; before each decision everything that has arrived is taken in. A message of
-another step than the one that runs is of a later one (a neighbour may be ahead), for a step ends
-only once it has consumed all of its own; it is kept until that step begins. Numbers do not tell
-which step is later: those of training and of evaluation go opposite ways (`rrfp.trace.steps`).
+Only the compute thread runs this code. Sending never blocks it, and messages arrive through the
+inbox, which is emptied before each decision. A step ends only once it has consumed all its own
+messages, so a message of any other step belongs to a later one (a neighbour may be ahead) and is
+kept until that step begins. Step numbers do not show which is later: those of training rise and
+those of evaluations fall (`rrfp.trace.steps`).
 
-The compute thread owns the books: the dispatcher, the agreement, what has arrived. On the leader of
-a group it lends them, while a task runs, to a thread that decides for the next one (`AheadThread`).
+The compute thread owns the state: the dispatcher, the agreement, what has arrived. On the leader of
+a group it lends them, while a task runs, to the thread that decides on the next one
+(`AheadThread`).
 """
 
 from collections import defaultdict
@@ -52,16 +53,16 @@ from rrfp.trace.stimuli import record_of
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What one rank's step came to; times on this rank's clock."""
+    """What one rank's step amounted to; times on this rank's clock."""
 
     start_ns: int
-    """Its entry into the schedule."""
+    """The rank's entry into the schedule."""
     end_ns: int
-    """Its return from it."""
+    """The rank's return from the schedule."""
     busy_ns: int
     """Time in F, B and W."""
     peak_held: float
-    """Most activations held, in microbatches of the whole rank."""
+    """The most activations held, in microbatches of the whole rank."""
 
 
 class Worker:
@@ -81,9 +82,9 @@ class Worker:
         delays: Delays | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`pp_ranks` are the global ranks of this pipeline, by pipeline rank. Nothing arriving for
-        `stall_s` seconds while this rank waits raises StallError, with the rows of `board`'s ranks.
-        `decides_ahead` lets the leader of a group decide for the next task while one runs."""
+        """`pp_ranks` are the global ranks of this pipeline, by pipeline rank. If nothing arrives
+        for `stall_s` seconds of waiting, StallError is raised, with the rows of `board`'s ranks.
+        `decides_ahead` lets the leader of a group decide on the next task while one runs."""
         self._pp_ranks = pp_ranks
         self._inbox = inbox
         self._links = links
@@ -104,8 +105,8 @@ class Worker:
         self._decides_ahead = decides_ahead
 
     def open(self) -> None:
-        """Take up this rank's part in its group, before the first step; the leader's decisions
-        ahead are made on a thread of the worker's own."""
+        """Join this rank's group, before the first step. On the leader this starts the thread that
+        decides ahead."""
         group = self._agreement.group
         if group is None:
             return
@@ -116,13 +117,13 @@ class Worker:
             self._ahead.start()
 
     def close(self) -> None:
-        """End the worker's own thread, between two steps or after one that failed."""
+        """End the worker's own thread, between two steps or after a failed one."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
 
     def _report(self, event: Event) -> None:
-        """Tell the group's leader at once of an input that came; on the thread of its link."""
+        """Report an arrived input to the group's leader at once; runs on the link's thread."""
         if isinstance(event, Arrived):
             self._agreement.report(event.message.step, event.message.task)
 
@@ -133,7 +134,7 @@ class Worker:
         compute: Compute,
         pace: StepPace | None = None,
     ) -> StepSummary:
-        """Run every task of one step, at that pace if one is given. Raises what a task raises,
+        """Run every task of one step, paced if `pace` is given. Raises what a task raises,
         PeerLostError or StallError."""
         step_start_ns = self._clock()
         self._step = step
@@ -165,7 +166,7 @@ class Worker:
                         return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held)
 
     def _decide_ahead(self) -> None:
-        """Decide for the next task; on the ahead thread, to which the books are lent now."""
+        """Decide on the next task; runs on the ahead thread, which holds the state now."""
         self._take_in(self._inbox.take())
         for instruction in self._handle(DecideAhead()):
             assert isinstance(instruction, RunTask)
@@ -198,7 +199,7 @@ class Worker:
                     self._agreement.decided(event)
 
     def _run(self, compute: Compute, run: RunTask) -> int:
-        """Run one task and pass its output on; how long the task itself took, in ns."""
+        """Run one task and pass on its output; returns how long the task itself took, in ns."""
         task, shape, step = run.task, self._dispatcher.shape, self._step
         pp_rank = self._dispatcher.rank
         inputs: tuple[torch.Tensor | None, ...] = ()
@@ -236,8 +237,8 @@ class Worker:
         return end_ns - start_ns
 
     def _wait(self, cause: Cause) -> None:
-        """Wait until something arrives. Patience is counted, not the clock: time in which this
-        very process was stopped is nobody's stall."""
+        """Wait until something arrives. Adds up its time-outs instead of reading the clock, because
+        a process that was itself stopped did not see a stall."""
         if self._left:
             self._check_that_nobody_left_owing()
         board, step = self._board, self._step
@@ -301,7 +302,7 @@ class Worker:
                 )
 
     def _owed(self) -> dict[int, str]:
-        """By rank, what is still to come from it in this step."""
+        """By rank: what it still owes this rank in this step."""
         unfinished = self._dispatcher.unfinished()
         owed = self._agreement.owed(reduce(or_, (missing for _, missing in unfinished), 0))
         shape = self._dispatcher.shape

@@ -1,6 +1,6 @@
-"""In which order the microbatches of a step are admitted, decided before anything is dispatched.
+"""The order in which a step's microbatches are admitted, fixed before anything is dispatched.
 
-The order is a permutation: `order[i]` is the microbatch, as the data has it, that is admitted as
+The order is a permutation: `order[i]` is the index, in the data, of the microbatch admitted as
 number i.
 """
 
@@ -22,10 +22,10 @@ class Admit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ListedOrders:
-    """The orders of an admission file, one a step; after the last one they start again."""
+    """The orders of an admission file, one per step; after the last they start over."""
 
     name: str
-    """Of the file."""
+    """The file's name."""
     orders: tuple[tuple[int, ...], ...]
 
     def of_step(self, step: int) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def admission_order(
     num_microbatches: int,
     weigh: Callable[[], Sequence[float]],
 ) -> Sequence[int]:
-    """The order of a step; `weigh` is asked for its microbatches' weights where they matter.
+    """The order of a step; `weigh` is called for its microbatches' weights only if they matter.
 
     Raises UsageError when the order is listed for another number of microbatches.
     """
@@ -50,25 +50,25 @@ def admission_order(
         if len(order) != num_microbatches:
             raise UsageError(
                 f"the order in {admission.name} admits {len(order)} microbatches and step {step} "
-                f"has {num_microbatches}; write a line of as many"
+                f"has {num_microbatches}; list that many in each line"
             )
         return order
     return range(num_microbatches) if admission is Admit.GIVEN else pyramid(weigh())
 
 
 def pyramid(weights: Sequence[float]) -> list[int]:
-    """Sorted by weight and dealt alternately to the front and to the back; of equal ones the
-    earlier counts as the lighter."""
+    """Sort by weight and deal alternately to the front and the back. Of two equal microbatches the
+    earlier counts as lighter."""
     lightest_first = sorted(range(len(weights)), key=weights.__getitem__)
     return lightest_first[::2] + lightest_first[1::2][::-1]
 
 
 def parse_admission(text: str, name: str, num_microbatches: int | None = None) -> ListedOrders:
-    """Read an admission file: a line a step, the microbatches in the order in which they enter,
-    divided by commas or spaces; empty lines are ignored.
+    """Read an admission file: a line per step, its microbatches in the order in which they enter,
+    separated by commas or spaces. Empty lines are ignored.
 
-    Raises UsageError with the line for one that does not name every microbatch once, of as many as
-    `num_microbatches`, or else as the first line has.
+    Raises UsageError, with the line, for one that does not name each of `num_microbatches`
+    microbatches once. By default the first line sets the number.
     """
     orders: list[tuple[int, ...]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -90,7 +90,7 @@ def _parse_line(cells: list[str], num_microbatches: int, where: str) -> tuple[in
                 f"write their numbers, from 0 to {num_microbatches - 1}"
             )
         if int(cell) in order:
-            raise UsageError(f"{where}: {int(cell)} stands twice; admit each microbatch once")
+            raise UsageError(f"{where}: {int(cell)} is listed twice; admit each microbatch once")
         order[int(cell)] = None
     if len(order) < num_microbatches:
         missing = next(each for each in range(num_microbatches) if each not in order)

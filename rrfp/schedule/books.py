@@ -1,8 +1,8 @@
 """A rank's books of one step: what each of its tasks still lacks, and which are ready.
 
-A task's *number*, by which the lists go, goes by kind, then chunk, then microbatch; its *lane* by
-kind, then chunk. Kinds go by their place in F, B, W: looking one up in a list is much faster than
-hashing it.
+A task's *number* indexes the lists; numbers run by kind, then chunk, then microbatch. Its *lane*
+runs by kind, then chunk. A kind is its place in F, B, W, because indexing a list is much faster
+than hashing an enum.
 """
 
 from collections import Counter
@@ -14,15 +14,15 @@ from rrfp.schedule.tasks import Kind, Task
 
 
 class ReadySet:
-    """What is ready, best first, in the eyes of some members of the group (a bit each in `mask`).
+    """The tasks ready at all members of `mask` (one bit per member), best first.
 
-    Entries are the hint's key and the task's number in one integer. An entry stays when its task
-    is dispatched, and is dropped when it comes to the top.
+    An entry packs the hint's key and the task's number into one integer. It stays when its task
+    is dispatched, and is dropped when it reaches the top.
     """
 
     def __init__(self, mask: int, num_chunks: int) -> None:
         self.mask = mask
-        # A heap a chunk for the forwards, which bounds withhold by chunk; one for the other kinds.
+        # Forwards have a heap per chunk, because bounds withhold them by chunk.
         forwards: list[list[int]] = [[] for _ in range(num_chunks)]
         backwards: list[int] = []
         weight_gradients: list[int] = []
@@ -35,13 +35,13 @@ class ReadySet:
 
 
 class Books:
-    """What one rank, which may lead a group, knows of its tasks. A task counts as done from its
-    dispatch on."""
+    """What one rank, perhaps the leader of a group, knows about its tasks. A task counts as done
+    once dispatched."""
 
     def __init__(
         self, shape: Shape, rank: int, keys: Sequence[int], num_members: int, masks: Iterable[int]
     ) -> None:
-        """`keys` are the hint's; ready tasks are sorted for each of `masks`, sets of members."""
+        """`keys` come from the hint. Each mask (a set of members) gets its own sorted ready set."""
         self.shape = shape
         self.rank = rank
         self.tasks = list(shape.tasks_of(rank))
@@ -50,14 +50,15 @@ class Books:
         self.num_of_a_kind = shape.num_chunks * shape.num_microbatches
         self.everybody = (1 << num_members) - 1
         self.lacks: list[int] = []
-        """Tasks of this rank to be dispatched before it; below 0 once it was dispatched itself."""
+        """By number: how many tasks of this rank must be dispatched first; negative once the task
+        itself was dispatched."""
         self.missing: list[int] = []
-        """The members at which its input is still to arrive, one bit each."""
+        """By number: the members at which its input has yet to arrive, one bit each."""
         num_lanes = len(Kind) * shape.num_chunks
         self.num_ready = [0] * num_lanes
-        """How many tasks are ready at all members, by lane."""
+        """By lane: how many tasks are ready at all members."""
         self.num_here = [0] * num_lanes
-        """How many are ready by this rank's own inputs, by lane."""
+        """By lane: how many are ready as far as this rank's own inputs go."""
         self.ready_sets = [ReadySet(mask, shape.num_chunks) for mask in masks]
         self._keys = keys
         self._last_kind = len(shape.kinds) - 1
@@ -77,10 +78,10 @@ class Books:
             if lacked == 0 and missing != self.everybody:
                 self._becomes_ready(number, self.everybody & ~missing)
 
-    # What is asked.
+    # Queries.
 
     def number(self, task: Task) -> int | None:
-        """The number of a task, if this rank has it."""
+        """The number of a task; None if this rank does not have it."""
         stage, kind, microbatch = task
         first = self._first_number.get(stage)
         if first is None or not 0 <= microbatch < self.num_microbatches:
@@ -95,15 +96,15 @@ class Books:
         return self.lacks[number] >= 0
 
     def is_here(self, number: int) -> bool:
-        """Whether a task's every input is on this rank."""
+        """Whether all of a task's inputs are on this rank."""
         return self.lacks[number] == 0 and not self.missing[number] & 1
 
     def is_ready(self, number: int, mask: int) -> bool:
-        """Whether a task's every input is there at all members in the mask."""
+        """Whether all of a task's inputs have arrived at all members of the mask."""
         return self.lacks[number] == 0 and not self.missing[number] & mask
 
     def lacking(self, number: int) -> tuple[Task, ...]:
-        """The tasks whose output a task lacks on this rank."""
+        """The tasks whose output a task still needs on this rank."""
         return tuple(
             needed
             for needed in self.shape.prerequisites(self.tasks[number])
@@ -116,10 +117,10 @@ class Books:
             return self.lacks[self.shape.index_of(needed)] >= 0
         return bool(self.missing[number] & 1)
 
-    # What changes.
+    # Changes.
 
     def arrived(self, number: int, bit: int) -> None:
-        """The input of a task, which lacked it, is there at a member."""
+        """Note that an input a task lacked has arrived at a member."""
         self.missing[number] ^= bit
         if self.lacks[number] == 0:
             self._becomes_ready(number, bit)
@@ -132,8 +133,8 @@ class Books:
         self.num_here[lane] -= 1
 
     def hand_over(self, number: int, kind: int, lane: int) -> None:
-        """Count a task that was dispatched to what waits for it on this rank: the next kind of its
-        own stage, and the same kind of the next stage where that is here too."""
+        """Credit a dispatched task to the tasks waiting for it on this rank: the next kind on its
+        own stage, and the same kind on the next stage if that is here too."""
         if kind != self._last_kind:
             self._one_less(number + self.num_of_a_kind)
         if self._hands_over[lane]:
@@ -160,11 +161,11 @@ class Books:
                 if members & ready.mask and not missing & ready.mask:
                     heappush(ready.heap_of_lane[lane], entry)
 
-    # What must hold.
+    # Invariants.
 
     def contradiction(self) -> str | None:
-        """What of the books contradicts the rest, in a few words; None where all agrees. Takes as
-        long as the step has tasks."""
+        """Which part of the books contradicts the rest, in a few words; None if all agree. Takes
+        time linear in the tasks of the step."""
         left = [number for number in range(self.num_tasks) if self.is_left(number)]
         here = [number for number in left if self.is_here(number)]
         ready = [number for number in left if self.is_ready(number, self.everybody)]
@@ -194,7 +195,7 @@ class Books:
         return [counts[lane] for lane in range(len(self.num_here))]
 
     def _num_owed_here(self, number: int) -> int:
-        """How many tasks are still to be dispatched before this one on this rank."""
+        """How many tasks of this rank have yet to be dispatched before this one."""
         rank_of = self.shape.rank_of
         return sum(
             self.is_left(self.shape.index_of(needed))

@@ -1,15 +1,16 @@
 """Bounds on what a rank keeps in memory: which tasks they withhold, and why that never deadlocks.
 
 `limit` bounds D, the chunk-forwards minus the chunk-backwards run in this step (paper App. C).
-Where D has reached it, one chunk a rank runs backwards only; several chunks *drain*: microbatches
-are finished one by one in index order, each in the order F0..F(C-1), B(C-1)..B0, and waited for.
-The smallest unfinished microbatch of the whole pipeline can always go on, so no limit deadlocks.
+Once D has reached it, a rank of one chunk runs only backwards. A rank of several chunks *drains*:
+it finishes microbatches one by one in index order, each in the order F0..F(C-1), B(C-1)..B0, and
+waits for each. The smallest unfinished microbatch of the whole pipeline can always go on, so no
+limit deadlocks.
 
-`hold` bounds the slots in use, the activations kept from F until W (until B where it is whole). A
+`hold` bounds the slots in use: activations kept from F until W (until B where B is whole). A
 forward of chunk c may start only while fewer than hold - (C - 1 - c) slots are in use: deeper
 chunks have slots reserved. Slots used by chunks up to c then never exceed hold - (C - 1 - c), so
-the successor of the deepest stage that holds an activation is permitted, and no hold from C slots
-on deadlocks. A plain cap would: shallow chunks fill it and nothing can come back.
+the successor of the deepest stage that holds an activation is permitted, and no hold of C slots or
+more deadlocks. A plain cap would: shallow chunks would fill it and no backward could start.
 """
 
 from rrfp.schedule.causes import Cause
@@ -21,12 +22,12 @@ _F, _B, _W = range(3)
 
 
 class Bounds:
-    """What one rank holds, and what its bound withholds from now on. Kinds go by their place in
-    F, B, W; a task's number by kind, then chunk, then microbatch."""
+    """What one rank holds, and what its bound currently withholds. Kinds and task numbers are those
+    of `rrfp.schedule.books`."""
 
     def __init__(self, shape: Shape, policy: Policy) -> None:
         trains = Kind.B in shape.kinds
-        # A binding order was held to its bounds when it was chosen.
+        # A binding order was checked against its bounds when it was chosen.
         binds = trains and policy.dispatch is Dispatch.READY
         self.limit = policy.limit if binds else None
         self.hold = policy.hold_slots(shape.num_chunks) if binds else None
@@ -34,20 +35,20 @@ class Bounds:
         self.held = 0
         self.peak_held = 0
         self.drains = False
-        """Of forwards and backwards, only the next one of the smallest unfinished microbatch may
-        run."""
+        """Of all forwards and backwards, only the next one of the smallest unfinished microbatch
+        may run."""
         self.first_open_chunk = 0
-        """Forwards of the chunks below are withheld."""
+        """Forwards of smaller chunks are withheld."""
         self._num_chunks, self._num_microbatches = shape.num_chunks, shape.num_microbatches
-        # A step without backward keeps nothing.
+        # A step without backwards keeps nothing.
         self._keeps_activations = trains
         self._frees_held = _W if shape.splits_backward else _B
-        # How many forwards and backwards of each microbatch were dispatched.
+        # By microbatch: how many of its forwards and backwards were dispatched.
         self._progress = [0] * shape.num_microbatches
         self._smallest_unfinished = 0
 
     def ran(self, kind: int, microbatch: int) -> None:
-        """Count a task, from its dispatch on, and work out what is withheld now."""
+        """Count a dispatched task, and update what is withheld."""
         if kind != _W:
             self._progress[microbatch] += 1
         if kind == _F:
@@ -68,8 +69,8 @@ class Bounds:
             self.drains = is_at_limit and num_chunks > 1
 
     def next_to_drain(self) -> int:
-        """The number of the next task of the smallest unfinished microbatch; its tasks run in this
-        order anyway, as each needs the one before it."""
+        """The number of the next task of the smallest unfinished microbatch. A microbatch's tasks
+        can only run in one order, as each needs the one before it."""
         num_chunks, num_microbatches = self._num_chunks, self._num_microbatches
         while self._progress[self._smallest_unfinished] == 2 * num_chunks:
             self._smallest_unfinished += 1
@@ -79,7 +80,7 @@ class Bounds:
         return place * num_microbatches + self._smallest_unfinished
 
     def permits(self, number: int) -> bool:
-        """Whether no bound withholds a task of that number."""
+        """Whether the bounds let the task of this number run."""
         if number >= 2 * self._num_chunks * self._num_microbatches:
             return True
         if self.drains:
@@ -89,5 +90,5 @@ class Bounds:
 
     @property
     def cause(self) -> Cause:
-        """What a rank waits for whose forwards are withheld."""
+        """The cause of a wait while forwards are withheld."""
         return Cause.LIMIT if self.hold is None else Cause.HOLD

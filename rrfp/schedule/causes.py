@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """The cause of a wait (design: what is recorded)."""
+    """The cause of a wait."""
 
     WARMUP = "warmup"
     """Before the rank's first task of the step."""
@@ -17,12 +17,12 @@ class Cause(StrEnum):
     HOLD = "hold"
     """A forward was here and the bound on held activations withheld it."""
     COORDINATION = "coordination"
-    """Something was ready here; the group had not agreed on it yet."""
+    """A task was ready here, but the group had not agreed on it yet."""
     ORDER = "order"
-    """Fixed dispatch: something was ready and the order forbade it."""
+    """Fixed dispatch: a task was ready, but the order put another one first."""
     TRANSFER = "transfer"
-    """Issuing or waiting for a blocking send or receive (Megatron's own)."""
+    """Issuing or waiting for a blocking send or receive (Megatron's own schedule)."""
     GRADIENT_SYNC = "gradient_sync"
-    """Data-parallel reduction not hidden by work."""
+    """Data-parallel reduction not hidden behind work."""
     DRAIN = "drain"
     """After the rank's last task of the step."""

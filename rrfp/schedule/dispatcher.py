@@ -1,22 +1,22 @@
 """The dispatcher: the one place that knows what is ready and what runs next.
 
-Theory of operation. A dispatcher serves one pipeline rank for one step. State enters by `handle`
-as a stimulus and leaves as instructions; nothing else changes it, and it reads no clock.
+Theory of operation. A dispatcher serves one pipeline rank for one step. `handle` takes in a
+stimulus and answers with instructions; nothing else changes its state, and it reads no clock.
 
-- Every task lacks a number of things: tasks before it on this rank, and one arrival (at each member
-  of the rank's group) where a neighbouring rank sends its input. A task that lacks nothing is
-  *ready*. Everything counts from the dispatch on, not from completion: the tasks before it, D, what
-  is held, and the hint's round; for a rank runs its tasks one at a time, in the sequence of their
-  dispatch. That is what lets a group decide for its next task while one runs (`DecideAhead`).
+- A task may lack earlier tasks of this rank and, where a neighbouring rank sends its input, one
+  arrival at each member of the rank's group. A task that lacks nothing is *ready*. Everything
+  counts from dispatch, not from completion: earlier tasks, D, what is held, and the hint's round.
+  That is sound because a rank runs its tasks one at a time, in the order of their dispatch, and it
+  lets a group decide its next task while one runs (`DecideAhead`).
 - `ready` dispatch: ready tasks wait in heaps keyed by the hint, which also says which kinds go
   first. A bound on memory may withhold some of them (`rrfp.schedule.bounds`).
-- `fixed` dispatch: the hint's order is binding; the next task of the row runs or is waited for.
-- Group: the ranks that share a collective inside a task run the same sequence. The leader counts
-  every member's arrivals and decides; the others run what they are told (`TaskAgreed`). It runs
-  the best of what is ready at every member, or, by the paper's rule, what each member would pick
-  by itself if all of them pick the same.
+- `fixed` dispatch: the hint's order binds; the rank runs the next task of its row or waits for it.
+- Groups: ranks that share a collective inside a task run the same sequence. The leader counts
+  every member's arrivals and decides; the others follow its decisions (`TaskAgreed`). It runs the
+  best of what is ready at every member or, by the paper's rule, what each member would pick by
+  itself if all pick the same.
 
-An idle interval has one cause. When the cause changes in mid-idle the interval is split.
+An idle interval has one cause. When the cause changes during it, the interval is split.
 """
 
 from collections import deque
@@ -39,10 +39,10 @@ from rrfp.schedule.tasks import Kind, Task
 
 _KINDS = (Kind.F, Kind.B, Kind.W)
 _F, _B, _W = range(3)
-"""Kinds by their place, as the books have them."""
+"""Kinds as the books number them."""
 
 _NUM_RECENT = 8
-"""Stimuli that a story tells."""
+"""How many of the last stimuli a story keeps."""
 
 _WAITS = {cause: Wait(cause) for cause in Cause}
 
@@ -56,8 +56,8 @@ class Group:
 
 
 class DispatchError(RrfpError):
-    """A stimulus that cannot be: an input that nobody lacks, or an agreed task that cannot run; or
-    books that contradict themselves. One sentence, and below it the dispatcher's story."""
+    """An impossible stimulus (an input that no task lacks, or an agreed task that cannot run), or
+    books that contradict themselves. One sentence, with the dispatcher's story below it."""
 
 
 class Dispatcher:
@@ -74,10 +74,10 @@ class Dispatcher:
     ) -> None:
         """Start a step of `shape` on pipeline rank `rank`.
 
-        The policy's bounds bind `ready` dispatch in steps with a backward. Places and deviations
-        are counted against its order, which `fixed` dispatch needs. `validate` checks the books
-        after each stimulus, which takes as long as the step has tasks. Raises ValueError for a
-        policy without an order that it needs, or with one of another shape.
+        The policy's bounds apply to `ready` dispatch in steps with backwards. Positions and
+        deviations are counted against its order, which `fixed` dispatch requires. `validate` checks
+        the books after each stimulus, in time linear in the tasks of the step. Raises ValueError if
+        the policy lacks an order that it needs, or has one of another shape.
         """
         hint, order = policy.hint, policy.order
         if policy.dispatch is Dispatch.MEGATRON:
@@ -102,7 +102,7 @@ class Dispatcher:
             masks = [(1 << num_members) - 1]
         self._books = books = Books(shape, rank, hint.keys(shape, rank), num_members, masks)
         self._bounds = Bounds(shape, policy)
-        # The books' own lists, for short.
+        # Shorthands for the books' own lists.
         self._lacks, self._missing = books.lacks, books.missing
         self._ready_sets = books.ready_sets
         self._lanes = [(kind, chunk) for kind in range(3) for chunk in range(shape.num_chunks)]
@@ -125,7 +125,7 @@ class Dispatcher:
 
     @property
     def depth(self) -> int:
-        """D: the chunk-forwards minus the chunk-backwards run."""
+        """D: chunk-forwards minus chunk-backwards run."""
         return self._bounds.depth
 
     @property
@@ -135,16 +135,16 @@ class Dispatcher:
 
     @property
     def peak_held(self) -> int:
-        """The most that were held at once."""
+        """The most activations held at once."""
         return self._bounds.peak_held
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
-        """Take in one stimulus and say what follows from it.
+        """Take in one stimulus and return the instructions that follow from it.
 
-        An arrival only changes the books: hand in all that has arrived, then `ComputeIdle`, which
-        answers with `RunTask`, `Wait` or `StepDone`, a `Waited` before it where a wait ends.
-        `DecideAhead` answers with the `RunTask` that comes next, or with nothing. Raises
-        DispatchError for a stimulus that cannot be.
+        An arrival only updates the books. Pass in everything that has arrived, then `ComputeIdle`,
+        which answers with `RunTask`, `Wait` or `StepDone`, preceded by `Waited` where a wait ends.
+        `DecideAhead` answers with the next `RunTask`, or with nothing. Raises DispatchError for an
+        impossible stimulus.
         """
         self._recent.append((now_ns, stimulus))
         answer: tuple[Instruction, ...]
@@ -164,7 +164,7 @@ class Dispatcher:
         return answer
 
     def unfinished(self) -> list[tuple[Task, int]]:
-        """Every task not yet dispatched, and the members at which its input is still to arrive
+        """Every task not yet dispatched, with the members at which its input has yet to arrive
         (bit i: member i; bit 0: this rank)."""
         return [
             (task, missing)
@@ -174,10 +174,10 @@ class Dispatcher:
             if lacked >= 0
         ]
 
-    # What it tells of itself.
+    # Its own account.
 
     def story(self) -> Story:
-        """What each task lacks, who withholds it, and what this rank took in last."""
+        """What each task lacks, who withholds it, and the last stimuli."""
         books = self._books
         waiting = (n for n in self._by_hint() if books.is_left(n) and not books.is_here(n))
         best = next(waiting, None)
@@ -185,21 +185,21 @@ class Dispatcher:
             self.rank,
             self.depth,
             self.held,
-            tuple(self._tell(n) for n in range(books.num_tasks) if books.is_left(n)),
-            None if best is None else self._tell(best),
+            tuple(self._story_of(n) for n in range(books.num_tasks) if books.is_left(n)),
+            None if best is None else self._story_of(best),
             tuple(self._recent),
         )
 
     def _by_hint(self) -> Iterator[int]:
         return iter(range(self._books.num_tasks)) if self._order is None else self._order.left()
 
-    def _tell(self, number: int) -> TaskStory:
+    def _story_of(self, number: int) -> TaskStory:
         lacks = self._books.lacking(number)
         withheld_by = None if lacks else self._withheld_by(number)
         return TaskStory(self._books.tasks[number], lacks, self._missing[number], withheld_by)
 
     def _withheld_by(self, number: int) -> Cause | None:
-        """What keeps a task back whose every input is here."""
+        """What withholds a task that has all its inputs here."""
         if self._fixed:
             assert self._order is not None
             if number != self._order.best:
@@ -244,7 +244,8 @@ class Dispatcher:
     # Decision.
 
     def _choice(self) -> int | None:
-        """The number of the best task that may run, if there is one and this rank decides."""
+        """The number of the best task that may run; None if there is none, or if another rank
+        decides."""
         if self._follows:
             return None
         books = self._books
@@ -259,7 +260,7 @@ class Dispatcher:
         return choice
 
     def _best(self, ready: ReadySet) -> int | None:
-        """The number of the best task in this set that no bound withholds."""
+        """The number of the best task of this set that the bounds permit."""
         tiers, bounds = self._tiers, self._bounds
         if bounds.drains:
             number = bounds.next_to_drain()
@@ -283,11 +284,11 @@ class Dispatcher:
         return None
 
     def _permitted(self, counts: list[int], mask: int) -> tuple[int, int, int]:
-        """How many forwards, backwards and weight gradients of `counts`, by lane, no bound
-        withholds; the counts are those of the members in `mask`."""
+        """How many forwards, backwards and weight gradients the bounds permit, of `counts` by lane
+        taken at the members of `mask`."""
         num_chunks, bounds = self.shape.num_chunks, self._bounds
         if num_chunks == 1:
-            # What the sums below come to, without making lists: most pipelines are such.
+            # The common case of the sums below, without building lists.
             forwards, backwards, weight_gradients = counts
             return 0 if bounds.first_open_chunk else forwards, backwards, weight_gradients
         weight_gradients = sum(counts[2 * num_chunks :])
@@ -354,21 +355,21 @@ class Dispatcher:
             if is_any_here:
                 return Cause.ORDER
         elif is_any_here:
-            # Nothing may run by the group's books; what may run by this rank's waits for the group.
+            # Nothing may run at all members; what could run here waits for the group.
             is_permitted = any(self._permitted(books.num_here, 1))
             return Cause.COORDINATION if is_permitted else self._bounds.cause
         return Cause.FORWARD_INPUT if self._best_lacks_forward() else Cause.BACKWARD_INPUT
 
     def _best_lacks_forward(self) -> bool:
-        """Whether the hint's best unfinished task waits, itself or through its F, for an
-        activation. Without an order, the first of the unfinished tasks stands for it."""
+        """Whether the hint's best unfinished task, or its F, waits for an activation. Without an
+        order, the first unfinished task stands in for the best one."""
         if self._order is None:
             while self._lacks[self._first_unfinished] < 0:
                 self._first_unfinished += 1
             best = self._first_unfinished
         else:
             best = self._order.best
-        # Its F, or it itself: the numbers of the forwards come first.
+        # Numbers of forwards come first, so this is its F (or the task itself).
         return self._lacks[best % self._books.num_of_a_kind] >= 0
 
 

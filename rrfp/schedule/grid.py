@@ -1,4 +1,4 @@
-"""The rank-by-time grid of a rehearsed order, as text: a row a rank, a column a unit of time."""
+"""The rank-by-time grid of a rehearsed order as text: a row per rank, a column per unit of time."""
 
 from itertools import zip_longest
 
@@ -8,18 +8,18 @@ from rrfp.schedule.tasks import format_task
 
 IDLE = "."
 BLOCKED = "!"
-"""Stands before the task that a rank waits for in vain."""
+"""Marks the task at which a rank deadlocks."""
 
 
 def format_grid(rehearsal: Rehearsal, width: int) -> str:
-    """The grid, folded into blocks of columns that fit `width` characters.
+    """The grid, wrapped into blocks of columns that fit `width` characters.
 
-    A cell is a task, `.` where the rank was idle, and `!` before the task at which it deadlocks.
+    A cell is a task, `.` where the rank was idle, and `!` before a task at which it deadlocks.
     """
     rows = _rows(rehearsal)
     labels = ["time", *(f"rank {rank}" for rank in range(len(rows)))]
     label_width = max(map(len, labels))
-    # The times above the columns, then what the ranks ran in them.
+    # Each column has its time, then what each rank ran then.
     columns = list(zip_longest(map(str, range(max(map(len, rows)))), *rows, fillvalue=""))
     cell_width = 1 + max(len(cell) for column in columns for cell in column)
     num_columns = max(1, (width - label_width) // cell_width)
@@ -31,7 +31,7 @@ def format_grid(rehearsal: Rehearsal, width: int) -> str:
 
 
 def format_blocked(shape: Shape, blocked: Blocked) -> str:
-    """At which task a rank stands and what that one lacks: a sentence."""
+    """A sentence: the task at which a rank is stuck, and what that task lacks."""
     split = shape.splits_backward
     lacks = " and ".join(
         f"{format_task(task, split=split)} of {_whose(shape.rank_of(task.stage), blocked.rank)}"
@@ -45,7 +45,7 @@ def _whose(rank: int, here: int) -> str:
 
 
 def _rows(rehearsal: Rehearsal) -> list[list[str]]:
-    """Each rank's cells, to the end of the step or to the one at which it deadlocks."""
+    """Each rank's cells, up to the end of the step or to where it deadlocks."""
     split = rehearsal.order.shape.splits_backward
     rows = [
         [IDLE if task is None else format_task(task, split=split) for task in row]

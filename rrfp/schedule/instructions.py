@@ -1,4 +1,4 @@
-"""What a dispatcher answers with: the instructions."""
+"""Instructions: what a dispatcher answers with."""
 
 from typing import NamedTuple
 
@@ -7,33 +7,34 @@ from rrfp.schedule.tasks import Task
 
 
 class RunTask(NamedTuple):
-    """Run this task now. The counts are those of the moment of decision."""
+    """Run this task now. Counts are as of the decision."""
 
     task: Task
     chunk: int
     hint_position: int
-    """Its place in the hint's order, -1 when the dispatcher was given none."""
+    """Its place in the hint's order; -1 if the dispatcher has no order."""
     ready: int
-    """Tasks that were ready, this one included."""
+    """How many tasks were ready, this one included; a task that a bound withholds is not."""
     skipped: int
-    """Unfinished tasks that the hint's order puts before it, -1 when there is no order."""
+    """How many unfinished tasks the hint's order puts before it; -1 without an order."""
     depth: int
-    """D once this task has run."""
+    """D, this task included."""
     held: int
-    """Activations held once this task has run, in chunks."""
+    """Activations held, this task included, in slots of one chunk."""
     ready_forwards: int
-    """Of those; what a bound withholds is not ready."""
+    """The forwards among `ready`."""
     ready_backwards: int
+    """The backwards among `ready`."""
 
 
 class Wait(NamedTuple):
-    """Nothing can run; ask again when something has arrived."""
+    """Nothing can run; ask again when something arrives."""
 
     cause: Cause
 
 
 class Waited(NamedTuple):
-    """Account this idle interval, which is over, to its cause."""
+    """An idle interval has ended; attribute it to this cause."""
 
     cause: Cause
     start_ns: int
@@ -41,7 +42,7 @@ class Waited(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """Every task of the step was dispatched."""
+    """Every task of the step has been dispatched."""
 
 
 Instruction = RunTask | Wait | Waited | StepDone

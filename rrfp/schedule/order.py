@@ -1,7 +1,7 @@
-"""Orders: explicit sequences of tasks, a row a pipeline rank, and their form as CSV.
+"""Orders: explicit sequences of tasks, one row per pipeline rank, and their CSV form.
 
-An order file is torch.distributed.pipelining's CSV: one line a rank, one task a cell in its
-letters (``2F0``), empty cells ignored.
+An order file is torch.distributed.pipelining's CSV: one line per rank, one task per cell in
+torch's letters (``2F0``), empty cells ignored.
 """
 
 import csv
@@ -16,8 +16,8 @@ from rrfp.schedule.tasks import Kind, Task, format_task, parse_task
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What every rank runs, in sequence. As a hint it ranks by place: the first entry that is ready
-    is best. Under fixed dispatch it binds."""
+    """The tasks of every rank, in sequence. As a hint it ranks by place: the first ready entry is
+    best. Under fixed dispatch it binds."""
 
     name: str
     shape: Shape
@@ -32,7 +32,7 @@ class Order:
         return self.splits_backward
 
     def on(self, shape: Shape) -> "Order":
-        """Raises UsageError for another shape than its own."""
+        """Itself; raises UsageError for a shape other than its own."""
         if replace(shape, kinds=self.shape.kinds) != self.shape:
             raise UsageError(
                 f"order {self.name} is for {self.shape}, not for {shape}; choose another hint"
@@ -40,7 +40,7 @@ class Order:
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """By place in the rank's row."""
+        """Ranked by place in the rank's row."""
         keys = [0] * shape.num_tasks_of_a_rank
         for place, task in enumerate(self.rows[rank]):
             keys[shape.index_of(task)] = place
@@ -50,43 +50,41 @@ class Order:
         return order_rounds(w)
 
     def peak_depth(self, rank: int) -> int:
-        """The largest D (chunk-forwards minus chunk-backwards run) that this order reaches."""
+        """The largest D (chunk-forwards minus chunk-backwards run) that a rank reaches."""
         return _peak(self.rows[rank], ends=Kind.B)
 
     def peak_held(self, rank: int) -> int:
-        """The most activations that a rank keeps from F until W (until B where B is whole).
-
-        Counted in slots of one chunk and one microbatch.
-        """
+        """The most activations that a rank keeps at once, from F until W (until B where B is
+        whole), in slots of one chunk and one microbatch."""
         return _peak(self.rows[rank], ends=Kind.W if self.shape.splits_backward else Kind.B)
 
     def forwards(self) -> "Order":
-        """This order in a step without backward: its forwards alone."""
+        """This order in a step without backwards: its forwards alone."""
         rows = tuple(tuple(task for task in row if task.kind is Kind.F) for row in self.rows)
         return Order(self.name, replace(self.shape, kinds=FORWARD_ONLY), rows)
 
 
 def order_rounds(w: WeightGradients) -> Rounds:
-    """How an order is asked: all kinds by their places, or weight gradients when nothing else may
-    run."""
+    """An order's rounds: all kinds compete by place, or weight gradients run only when nothing else
+    may."""
     if w is WeightGradients.RANKED:
         return Rounds(((Kind.F, Kind.B, Kind.W),), {})
     return Rounds(((Kind.F, Kind.B), W_FILLS_IDLE_TIME), {})
 
 
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:
-    """The most forwards at once whose task of the kind `ends` has not run yet."""
+    """The most forwards at once whose task of kind `ends` has not run yet."""
     steps = {Kind.F: 1, ends: -1}
     return max(accumulate((steps.get(task.kind, 0) for task in row), initial=0))
 
 
 def parse_order(text: str, shape: Shape, name: str) -> Order:
-    """Read an order file for a pipeline of this shape, whose backward is split as the file says.
+    """Read an order file for a pipeline of this shape; the file says whether backwards are split.
 
-    Where any backward of the file is split into I and W, a whole one (B) is read as I followed at
-    once by W. Raises UsageError with the line when a cell is no task, stands on the wrong rank's
-    line, stands twice or beside the other kind of backward, when a task is missing, and when the
-    text is no CSV.
+    If any backward of the file is split into I and W, a whole one (B) is read as I immediately
+    followed by W. Raises UsageError, with the line, if a cell is not a task, is on the wrong rank's
+    line, repeats a task or contradicts how it is split, if a task is missing, and if the text is
+    not CSV.
     """
     lines = _cells(text, name)
     while lines and not any(lines[-1]):
@@ -94,7 +92,7 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
     if len(lines) != shape.num_ranks:
         raise UsageError(
             f"{name} has {len(lines)} lines for {shape.num_ranks} pipeline ranks; "
-            "an order file has one line a rank"
+            "an order file has one line per rank"
         )
     shape = replace(shape, kinds=SPLIT_BACKWARD if _splits(lines) else WHOLE_BACKWARD)
     rows = tuple(
@@ -105,7 +103,7 @@ def parse_order(text: str, shape: Shape, name: str) -> Order:
 
 
 def splits(text: str, name: str) -> bool:
-    """Whether an order file splits its backward; raises UsageError for a text that is no CSV."""
+    """Whether an order file splits its backwards; raises UsageError if the text is not CSV."""
     return _splits(_cells(text, name))
 
 
@@ -137,7 +135,7 @@ def _parse_row(cells: list[str], shape: Shape, rank: int, where: str) -> tuple[T
 
 
 def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, ...]:
-    """The task of a cell, or the two that a whole backward is in an order that splits others."""
+    """The task of a cell; a whole backward in an order that splits others yields two."""
     try:
         task, split = parse_task(cell)
     except ValueError as error:
@@ -154,13 +152,13 @@ def _parse_cell(cell: str, shape: Shape, rank: int, where: str) -> tuple[Task, .
 
 
 def _twice(before: str, cell: str) -> str:
-    """What is wrong with two cells of the same task."""
+    """What is wrong with two cells for the same task."""
     if ("B" in before) != ("B" in cell):
         return (
-            f"{before} and {cell} stand together; the backward of a microbatch on a stage is "
-            "B, or I and W"
+            f"{before} and {cell} cannot both be there; the backward of a microbatch on a stage "
+            "is either B, or I and W"
         )
-    return f"{cell} stands twice; a task runs once"
+    return f"{cell} is listed twice; a task runs once"
 
 
 def format_order(order: Order) -> str:

@@ -1,17 +1,17 @@
-"""How far a rank has come in the order of its hint."""
+"""How far a rank has progressed through the order of its hint."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
 
 
 class OrderProgress:
-    """How far a rank has come in an order whose entries may be run out of sequence."""
+    """How far a rank has progressed through an order whose entries may run out of sequence."""
 
     def __init__(self, numbers: list[int]) -> None:
         self._numbers = numbers
         self._position = {number: position for position, number in enumerate(numbers)}
         self._first = 0
-        self._taken_ahead: list[int] = []  # positions behind the first unfinished one, sorted
+        self._taken_ahead: list[int] = []  # positions after the first unfinished one, sorted
 
     @property
     def best(self) -> int:
@@ -26,7 +26,7 @@ class OrderProgress:
                 yield self._numbers[position]
 
     def take(self, number: int) -> tuple[int, int]:
-        """Finish a task: its position, and how many unfinished tasks stand before it."""
+        """Finish a task; return its position and how many unfinished tasks precede it."""
         position = self._position[number]
         ahead = self._taken_ahead
         if position > self._first:

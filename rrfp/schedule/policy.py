@@ -1,4 +1,4 @@
-"""What steers a dispatcher: one type, checked here and nowhere else."""
+"""The policy: everything that steers a dispatcher, validated here and nowhere else."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,45 +17,43 @@ class Dispatch(StrEnum):
     """Who decides what a rank runs next."""
 
     READY = "ready"
-    """The dispatcher: the hint ranks the tasks that are ready."""
+    """The dispatcher picks the best ready task by the hint."""
     FIXED = "fixed"
-    """The hint's order, which binds."""
+    """The hint's order binds."""
     MEGATRON = "megatron"
     """Megatron-Core's own schedule function, with its blocking transfers."""
 
 
 class AgreementRule(StrEnum):
-    """What a group runs, given what is ready at each of its members."""
+    """What a group runs next, given what is ready at each member."""
 
     INTERSECTION = "intersection"
-    """The best of the tasks that are ready at all of them."""
+    """The best of the tasks that are ready at all members."""
     UNANIMOUS = "unanimous"
     """What each member would pick by itself, if all pick the same (paper section 4.2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What steers every rank of a step. Raises UsageError for parts that do not go together.
-
-    It is the effective policy: a bound that is None withholds nothing.
-    """
+    """What steers every rank of a step: the effective policy, in which a bound of None withholds
+    nothing. Raises UsageError for parts that do not fit together."""
 
     hint: Hint
     order: Order | None = None
-    """The order that the hint gives, of one shape (`rrfp.schedule.rehearsal.fitted`). Places and
-    deviations are counted against it, and `fixed` dispatch needs it. A hint that is an order is its
-    own."""
+    """The hint's order for one shape (`rrfp.schedule.rehearsal.fitted`). Positions and deviations
+    are counted against it, and `fixed` dispatch requires it. A hint that is an `Order` serves as
+    its own."""
     dispatch: Dispatch = Dispatch.READY
     limit: int | None = None
-    """D, the chunk-forwards minus the chunk-backwards run, at which `ready` dispatch withholds
-    forwards. A binding order is held to it when it is chosen."""
+    """The D (chunk-forwards minus chunk-backwards run) at which `ready` dispatch withholds
+    forwards. A binding order is checked against it when it is chosen."""
     hold: int | Fraction | None = None
-    """Most activations that `ready` dispatch keeps on a rank from F until W, in microbatches of the
-    whole rank: of n chunks, 1/n is one chunk's. It takes the limit's place."""
+    """The most activations that `ready` dispatch keeps on a rank from F until W, in microbatches of
+    the whole rank: with n chunks, 1/n is one chunk's. It replaces the limit."""
     w: WeightGradients = WeightGradients.IDLE
     """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
-    """What the ranks that share a collective inside a task run."""
+    """How ranks that share a collective inside a task settle on the next one."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.hold is not None:
@@ -65,7 +63,7 @@ class Policy:
             )
         for name, bound in (("limit", self.limit), ("hold", self.hold)):
             if bound is not None and (type(bound) not in (int, Fraction) or bound < 1):
-                raise UsageError(f"the {name} is {bound!r}; it must be a whole number from 1 on")
+                raise UsageError(f"the {name} is {bound!r}; it must be a whole number, at least 1")
         if self.w is WeightGradients.RANKED and not self.hint.ranks_weight_gradients:
             raise UsageError(
                 f"--w ranked needs an order that ranks the weight gradients and {self.hint.name} "
@@ -95,22 +93,22 @@ class Policy:
         w: WeightGradients = WeightGradients.IDLE,
         agreement: AgreementRule = AgreementRule.INTERSECTION,
     ) -> Self:
-        """A policy as its user asks for it: `ready` dispatch without a bound has the paper's."""
+        """A policy as a user asks for it: `ready` dispatch without a bound gets the paper's."""
         if limit is None and hold is None and dispatch is Dispatch.READY:
             limit = DEFAULT_LIMIT
         return cls(hint, None, dispatch, limit, hold, w, agreement)
 
     def hold_slots(self, num_chunks: int) -> int | None:
-        """The hold in slots of one chunk and one microbatch, as the dispatcher counts."""
+        """The hold in slots of one chunk and one microbatch, as the dispatcher counts it."""
         return None if self.hold is None else int(self.hold * num_chunks)
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
-        """The most messages of a step that a link has to hold at once, so that a full link
-        never binds a decision.
+        """How many messages of a step a link must be able to hold at once, so that a full link
+        never constrains a decision.
 
-        An activation that waits on a link counts in its sender's D and held slots, a gradient in
-        its receiver's, so neither can pass their bound. With one chunk a rank a link carries one of
-        the two kinds; with several it may carry both.
+        An activation waiting on a link counts in its sender's D and held slots, a gradient in its
+        receiver's, so neither can exceed the bound. With one chunk per rank a link carries only one
+        of the two; with several it may carry both.
         """
         bound = num_microbatches * num_chunks
         if self.dispatch is Dispatch.READY and not forward_only:
@@ -118,13 +116,13 @@ class Policy:
             if slots is not None:
                 bound = min(bound, slots)
             elif self.limit is not None:
-                # D passes the limit by one activation a chunk while a rank drains.
+                # While a rank drains, D exceeds the limit by up to one activation per chunk.
                 bound = min(bound, self.limit + num_chunks)
         return bound if num_chunks == 1 else 2 * bound
 
     def described(self) -> dict[str, object]:
-        """The policy by the names of its flags, as `run.json` and traces state it; a bound of null
-        withholds nothing."""
+        """The policy keyed by flag name, as `run.json` and traces state it; a null bound withholds
+        nothing."""
         return {
             "hint": self.hint.name,
             "dispatch": str(self.dispatch),

@@ -1,9 +1,9 @@
-"""A step rehearsed in lockstep: every task takes one unit of time and every message none.
+"""A step rehearsed in lockstep: every task takes one unit of time, and messages take none.
 
-It gives the order that a round-based hint makes "when all times are equal", which is where a task's
-`hint_position` is counted and what `fixed` dispatch binds to; and it finds out whether a binding
-order can run at all, and where it stands if not: that depends on no task's duration, for what a
-rank waits for is either still to come in every timing or in none.
+A rehearsal turns a round-based hint into an order, the one it produces "when all times are equal".
+A task's `hint_position` is its place in that order, and `fixed` dispatch binds to it. A rehearsal
+also finds out whether a binding order can run at all, and where it gets stuck if not. Durations do
+not matter for that: what a rank waits for arrives under every timing or under none.
 """
 
 from collections.abc import Sequence
@@ -21,30 +21,30 @@ from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Task, format_task
 
 Timeline = tuple[tuple[Task | None, ...], ...]
-"""What each rank ran in each unit of time, None where it was idle; as long for every rank."""
+"""What each rank ran in each unit of time, None where it was idle; equally long for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Where a rank stands in a deadlock."""
+    """Where a rank is stuck in a deadlock."""
 
     rank: int
     task: Task
-    """The next of its row."""
+    """The next task of its row."""
     lacks: tuple[Task, ...]
-    """The tasks that must run before it and never will; on this rank, they stand behind it."""
+    """The prerequisites that never run; those of this rank come later in its row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A binding order run in lockstep, to its end or to where it deadlocks."""
+    """A binding order run in lockstep, to its end or until it deadlocks."""
 
     order: Order
     timeline: Timeline
 
     @property
     def blocked(self) -> tuple[Blocked, ...]:
-        """The ranks that could not finish, none if the order can run."""
+        """The ranks that could not finish; empty if the order can run."""
         ran = set(chain.from_iterable(self.timeline))
         firsts_left = [
             (rank, next((task for task in row if task not in ran), None))
@@ -62,7 +62,7 @@ class Rehearsal:
 
     @property
     def num_units(self) -> int:
-        """Units of time from the first task to the end of the last."""
+        """Units of time from the start of the first task to the end of the last."""
         return len(self.timeline[0])
 
     @property
@@ -72,10 +72,10 @@ class Rehearsal:
 
 
 def order_of(hint: Hint, shape: Shape) -> Order:
-    """The order that a hint gives when all times are equal; an order gives itself.
+    """The order that a hint produces when all times are equal; an order produces itself.
 
-    Its backward is split as the hint says; the kinds of `shape` do not count. Raises UsageError for
-    a shape that the hint is not made for.
+    The hint says whether the backward is split; the kinds of `shape` are ignored. Raises UsageError
+    for a shape that the hint does not support.
     """
     hint = hint.on(shape)
     if isinstance(hint, Order):
@@ -97,10 +97,10 @@ def rehearse(order: Order) -> Rehearsal:
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
     """A policy for steps of this shape, and the shape with the kinds of its hint.
 
-    Its hint is that of the shape, and it has the order that the hint gives, unless nobody counts
-    places against that: of a million tasks it takes as long as a step. Raises UsageError for a
-    shape that the hint is not made for, and for an order that binds and deadlocks or passes a
-    bound.
+    The policy gets its hint fitted to the shape, and the hint's order. Without `counts_places`, a
+    policy that does not bind gets no order: for a million tasks, making one takes as long as the
+    step. Raises UsageError for a shape that the hint does not support, and for a binding order that
+    deadlocks or exceeds a bound.
     """
     hint = policy.hint.on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
@@ -113,7 +113,7 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
 
 
 def check_binding(order: Order, policy: Policy) -> None:
-    """Raise UsageError when an order, run as fixed dispatch, deadlocks or passes a bound of the
+    """Raise UsageError if an order, run under fixed dispatch, deadlocks or exceeds a bound of the
     policy."""
     blocked = rehearse(order).blocked
     if blocked:
@@ -139,7 +139,7 @@ def check_binding(order: Order, policy: Policy) -> None:
 
 
 def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
-    """That an order deadlocks, where each rank stands, and what to do."""
+    """A sentence: that an order deadlocks, where each rank is stuck, and what to do."""
     split = order.shape.splits_backward
     places = ", ".join(f"rank {b.rank} at {format_task(b.task, split=split)}" for b in blocked)
     return (
@@ -149,11 +149,11 @@ def deadlock_sentence(order: Order, blocked: Sequence[Blocked]) -> str:
 
 
 def _play(dispatchers: list[Dispatcher]) -> Timeline:
-    """Every unit of time until nothing starts any more."""
+    """Advance unit by unit until no rank starts anything."""
     shape = dispatchers[0].shape
     units: list[list[Task | None]] = []
     while True:
-        # All that finished by this instant has been handed in below; now every rank decides.
+        # All messages of the last unit were delivered below; now every rank decides.
         unit = [_decide(dispatcher, len(units)) for dispatcher in dispatchers]
         if not any(unit):
             return tuple(zip(*units, strict=True)) or ((),) * len(dispatchers)
@@ -168,7 +168,7 @@ def _play(dispatchers: list[Dispatcher]) -> Timeline:
 
 
 def _decide(dispatcher: Dispatcher, now: int) -> Task | None:
-    """What a rank starts at an instant, if anything."""
+    """The task that a rank starts at this instant, if any."""
     for instruction in dispatcher.handle(now, ComputeIdle()):
         if isinstance(instruction, RunTask):
             return instruction.task

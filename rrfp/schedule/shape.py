@@ -1,4 +1,4 @@
-"""The pipeline's shape: which tasks a step has, where they run, and what each of them needs."""
+"""The pipeline's shape: which tasks a step has, where they run, and what each needs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ SPLIT_BACKWARD = (Kind.F, Kind.B, Kind.W)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One step of one pipeline: ranks, microbatches, chunks a rank, and the kinds of its tasks."""
+    """One step of one pipeline: ranks, microbatches, chunks per rank, and kinds of task."""
 
     num_ranks: int
     num_microbatches: int
@@ -40,7 +40,7 @@ class Shape:
             raise UsageError(f"a step of kinds {self.kinds} is not F, F B or F B W")
         if self.placement is Placement.V and self.num_chunks != 2:
             raise UsageError(
-                f"placement v takes 2 chunks a rank, not {self.num_chunks}; add --chunks 2"
+                f"placement v takes 2 chunks per rank, not {self.num_chunks}; add --chunks 2"
             )
 
     @property
@@ -58,7 +58,7 @@ class Shape:
         return stage % self.num_ranks
 
     def chunk_of(self, stage: int) -> int:
-        """The index of a stage among its rank's chunks; chunks rise with the stage."""
+        """The index of a stage among its rank's chunks, which are numbered in model order."""
         return stage // self.num_ranks
 
     def stage_of(self, rank: int, chunk: int) -> int:
@@ -70,14 +70,14 @@ class Shape:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.num_chunks))
 
     def tasks_of(self, rank: int) -> Iterator[Task]:
-        """Every task of a rank, by kind, chunk and microbatch."""
+        """Every task of a rank, ordered by kind, chunk and microbatch."""
         for kind in self.kinds:
             for stage in self.stages_of(rank):
                 for microbatch in range(self.num_microbatches):
                     yield Task(stage, kind, microbatch)
 
     def index_of(self, task: Task) -> int:
-        """The place of a task among those of its rank, in the sequence of `tasks_of`."""
+        """The index of a task in its rank's `tasks_of`."""
         stage, kind, microbatch = task
         lane = stage // self.num_ranks
         if kind is not Kind.F:
@@ -89,7 +89,7 @@ class Shape:
         return len(self.kinds) * self.num_chunks * self.num_microbatches
 
     def holds(self, rank: int, task: Task) -> bool:
-        """Whether the task exists in this step and runs on that rank."""
+        """Whether the task exists in this step and runs on this rank."""
         return (
             0 <= task.stage < self.num_stages
             and 0 <= task.microbatch < self.num_microbatches
@@ -107,17 +107,17 @@ class Shape:
         return received if kind is Kind.F else (Task(stage, Kind.F, microbatch), *received)
 
     def sender(self, task: Task) -> Task | None:
-        """The task on a neighbouring stage whose output this one takes, if there is one."""
+        """The task on a neighbouring stage whose output this one takes, or None."""
         return self._on_stage(sending_stage(task.kind, task.stage), task)
 
     def receiver(self, task: Task) -> Task | None:
-        """The task on a neighbouring stage that takes this one's output, if there is one."""
+        """The task on a neighbouring stage that takes this one's output, or None."""
         return self._on_stage(receiving_stage(task.kind, task.stage), task)
 
     def link(self, task: Task) -> tuple[int, int] | None:
         """The pipeline ranks that send and receive the message for a task.
 
-        None when no message comes for it: it takes no other stage's output, or one of its own rank.
+        None if it needs no message: it takes no other stage's output, or one from its own rank.
         """
         sender = self.sender(task)
         if sender is None:
@@ -126,7 +126,7 @@ class Shape:
         return None if source == destination else (source, destination)
 
     def neighbours(self, rank: int) -> set[int]:
-        """The other pipeline ranks that hold a stage next to one of this rank's."""
+        """The other pipeline ranks that hold a stage adjacent to one of this rank's."""
         adjacent = {each for stage in self.stages_of(rank) for each in (stage - 1, stage + 1)}
         return {self.rank_of(each) for each in adjacent if 0 <= each < self.num_stages} - {rank}
 
@@ -137,16 +137,16 @@ class Shape:
 
 
 def sending_stage(kind: str, stage: int) -> int | None:
-    """The stage whose output a task of this kind and stage takes, if the pipeline has it; a weight
-    gradient takes none."""
+    """The stage whose output a task of this kind and stage takes, perhaps beyond the pipeline's
+    ends; None for a weight gradient."""
     if kind == Kind.F:
         return stage - 1
     return stage + 1 if kind == Kind.B else None
 
 
 def receiving_stage(kind: str, stage: int) -> int | None:
-    """The stage that takes the output of a task of this kind and stage, if the pipeline has it; a
-    weight gradient has none."""
+    """The stage that takes the output of a task of this kind and stage, perhaps beyond the
+    pipeline's ends; None for a weight gradient."""
     if kind == Kind.F:
         return stage + 1
     return stage - 1 if kind == Kind.B else None
@@ -155,8 +155,8 @@ def receiving_stage(kind: str, stage: int) -> int | None:
 def shape_of_stages(
     stages: Mapping[int, tuple[int, ...]], num_microbatches: int, kinds: tuple[Kind, ...]
 ) -> Shape | None:
-    """The shape in which each pipeline rank holds these stages; None where no placement has them
-    so."""
+    """The shape in which each pipeline rank holds these stages; None if no placement puts them
+    there."""
     num_ranks, num_chunks = 1 + max(stages), len(next(iter(stages.values())))
     for placement in Placement:
         if placement is Placement.V and num_chunks != 2:

@@ -1,4 +1,4 @@
-"""What a dispatcher takes in: the stimuli."""
+"""Stimuli: what a dispatcher takes in."""
 
 from typing import NamedTuple
 
@@ -6,23 +6,23 @@ from rrfp.schedule.tasks import Task
 
 
 class InputArrived(NamedTuple):
-    """What a neighbouring stage sends for a task is here (`member` 0: on this rank; another: on
-    that member of the group this rank leads)."""
+    """A task's input from a neighbouring stage has arrived: on this rank (`member` 0), or on that
+    member of the group that this rank leads."""
 
     task: Task
     member: int = 0
 
 
 class ComputeIdle(NamedTuple):
-    """The compute thread is free, and everything that has arrived was handed in."""
+    """The compute thread is free, and everything that has arrived was passed in."""
 
 
 class DecideAhead(NamedTuple):
-    """A task is running; decide for the next one already, if something is ready."""
+    """A task is running; decide on the next one already, if something is ready."""
 
 
 class TaskAgreed(NamedTuple):
-    """The compute thread is free, and the group's leader has decided for this task."""
+    """The compute thread is free, and the group's leader has decided on this task."""
 
     task: Task
 

@@ -7,22 +7,22 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.stimuli import Stimulus
 from rrfp.schedule.tasks import Task
 
-_NUM_TOLD = 6
-"""Tasks that are told one by one; of more than these, how many there are."""
+_NUM_LISTED = 6
+"""Tasks that the text lists; it counts the rest."""
 
 
 class TaskStory(NamedTuple):
-    """Where a task stands that has not been dispatched."""
+    """What holds up a task that has not been dispatched."""
 
     task: Task
     lacks: tuple[Task, ...]
-    """The tasks whose output it lacks on this rank."""
+    """The tasks whose output it still needs on this rank."""
     missing_members: int
-    """The members of the group at which its input is still to arrive (bit i: member i; bit 0: this
+    """The members of the group at which its input has yet to arrive (bit i: member i; bit 0: this
     rank)."""
     withheld_by: Cause | None
-    """What keeps it from running though its every input is here: a bound, the order, or the group's
-    agreement; None where nothing does, or an input is lacking."""
+    """What withholds it although all its inputs are here: a bound, the order, or the group's
+    agreement. None if nothing does, or if an input is missing."""
 
     def __str__(self) -> str:
         if self.lacks:
@@ -34,7 +34,7 @@ class TaskStory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What a dispatcher knows at one moment."""
+    """What a dispatcher knows at one moment; `str` gives it as text."""
 
     rank: int
     """The pipeline rank."""
@@ -43,32 +43,32 @@ class Story:
     held: int
     """Activations held, in slots of one chunk and one microbatch."""
     tasks: tuple[TaskStory, ...]
-    """Those not yet dispatched, by kind, chunk and microbatch."""
+    """The tasks not yet dispatched, by kind, chunk and microbatch."""
     best_waiting: TaskStory | None
-    """The hint's best task that lacks an input on this rank."""
+    """The hint's best task among those that lack an input on this rank."""
     recent: tuple[tuple[int, Stimulus], ...]
     """The last stimuli, each with its time in ns, the latest last."""
 
     @property
     def ready(self) -> tuple[TaskStory, ...]:
-        """The tasks whose every input is on this rank, withheld ones too."""
+        """The tasks with all inputs on this rank, withheld ones included."""
         return tuple(each for each in self.tasks if not each.lacks)
 
     def __str__(self) -> str:
-        """A line for each of the first tasks, those that are here before those that lack an input,
-        and the last stimuli."""
-        told = sorted(self.tasks, key=lambda each: bool(each.lacks))
+        """A line for each of the first tasks, those with all inputs here first, then the last
+        stimuli."""
+        tasks = sorted(self.tasks, key=lambda each: bool(each.lacks))
         lines = [
             f"pipeline rank {self.rank} has {len(self.tasks)} tasks left, D {self.depth}, "
             f"{self.held} held"
         ]
-        lines += [f"  {each}" for each in told[:_NUM_TOLD]]
-        if len(told) > _NUM_TOLD:
-            lines.append(f"  and {len(told) - _NUM_TOLD} more")
+        lines += [f"  {each}" for each in tasks[:_NUM_LISTED]]
+        if len(tasks) > _NUM_LISTED:
+            lines.append(f"  and {len(tasks) - _NUM_LISTED} more")
         lines.append("  it last took in")
-        lines += [f"    {time_ns} ns: {_told(stimulus)}" for time_ns, stimulus in self.recent]
+        lines += [f"    {time_ns} ns: {_text_of(stimulus)}" for time_ns, stimulus in self.recent]
         return "\n".join(lines)
 
 
-def _told(stimulus: Stimulus) -> str:
+def _text_of(stimulus: Stimulus) -> str:
     return " ".join([type(stimulus).__name__, *map(str, stimulus)])

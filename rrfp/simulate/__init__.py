@@ -1,1 +1,1 @@
-"""Many ranks in virtual time, over the runtime's own dispatcher."""
+"""Simulates many ranks in virtual time, with the runtime's own dispatcher."""

@@ -1,4 +1,4 @@
-"""Which microbatches of a simulated step are admitted first, by what they are known to cost."""
+"""The admission order of a simulated step, by what its microbatches are known to cost."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rrfp.simulate.world import TaskTimes
 
 
 def admitted(costs: StepCosts, admission: Admission, step: int) -> StepCosts:
-    """The costs of the same step with its microbatches in the order in which they are admitted.
+    """The costs of the same step, with its microbatches in admission order.
 
     Raises UsageError as `order_by_costs` does.
     """
@@ -19,10 +19,10 @@ def admitted(costs: StepCosts, admission: Admission, step: int) -> StepCosts:
 
 
 def order_by_costs(costs: StepCosts, admission: Admission, step: int) -> Sequence[int]:
-    """The order in which the microbatches of a step, counted from 0, are admitted.
+    """The order in which the microbatches of step `step` (from 0) are admitted.
 
-    Raises UsageError when they are to be sorted by what nobody could know, and when an order is
-    listed for another number of microbatches.
+    Raises UsageError if they would be sorted by costs that are not known before the step, or if the
+    listed order has another number of microbatches.
     """
     if admission is Admit.PYRAMID and not costs.is_known:
         raise UsageError(
@@ -34,6 +34,6 @@ def order_by_costs(costs: StepCosts, admission: Admission, step: int) -> Sequenc
 
 
 def weights_ns(times: TaskTimes) -> list[int]:
-    """What each microbatch takes on all stages together."""
+    """The time of each microbatch, summed over all stages."""
     rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
     return [sum(of_microbatch) for of_microbatch in zip(*rows, strict=True)]

@@ -1,14 +1,14 @@
-"""One pipeline's step whose transfers lie on the compute path, as in Megatron's own schedules.
+"""One pipeline's step whose transfers block the compute path, as in Megatron's own schedules.
 
-A transfer starts when its sender and its receiver are both there, and neither goes on before it has
-passed. What a rank sends after a task, and what it receives for the next one of its order, follows
-the calls in Megatron-Core's schedules.py:
+A transfer starts when both its sender and its receiver are there, and neither goes on until it has
+passed. What a rank sends after a task, and receives for its next one, follows the calls in
+Megatron-Core's schedules.py:
 
-- One chunk a rank: the two go at once where they go to and come from the same rank
-  (`send_forward_recv_backward`, `send_backward_recv_forward`), else one after the other.
-- Several chunks: they always go at once, and where a forward is followed by a backward all four
-  messages of the pair go after it (`send_forward_backward_recv_forward_backward`).
-- A weight gradient meets nobody: it runs while the transfers before it pass.
+- One chunk per rank: the two overlap if they go to and come from the same rank
+  (`send_forward_recv_backward`, `send_backward_recv_forward`); otherwise the send goes first.
+- Several chunks: they always overlap, and if a forward is followed by a backward, all four messages
+  of the pair pass after the backward (`send_forward_backward_recv_forward_backward`).
+- A weight gradient has no transfers: it runs while those before it pass.
 """
 
 from collections import defaultdict
@@ -28,42 +28,41 @@ from rrfp.simulate.world import TaskTimes, World
 
 @dataclass(slots=True)
 class _Rank:
-    """Where a rank stands. A message is named by the task that it is for."""
+    """The state of a rank. A message is named by the task that consumes it."""
 
     row: tuple[Task, ...]
     sends: dict[Task, list[Task]]
-    """By the task after which they go."""
+    """Messages that it sends, by the task after which they leave."""
     receives: dict[Task | None, list[Task]]
-    """By the task after which they are asked for; None: at the start."""
+    """Messages that it receives, by the task after which it asks for them; None: at the start."""
     num_run: int = 0
     is_busy: bool = False
     ended_ns: int = 0
     open: set[Task] = field(default_factory=set)
-    """Messages for which the rank is there, and which have not passed."""
+    """Messages that the rank is ready to transfer and that have not passed."""
     asks_later: list[Task] = field(default_factory=list)
-    """What it receives once the open ones have passed."""
+    """Messages to receive once the open ones have passed."""
 
 
 class BlockingStep(Step):
-    """A step whose ranks meet for every message. Its order must bind: who is to meet its sender
-    must know beforehand which message comes next."""
+    """A step whose ranks meet for every message. Its order must bind, because a receiver must know
+    beforehand which message comes next."""
 
-    deadlock = "its order deadlocks over transfers that block; choose --links async or another hint"
+    deadlock = "its order deadlocks over blocking transfers; choose --links async or another hint"
 
     def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
         if policy.dispatch is not Dispatch.FIXED or policy.order is None:
             raise UsageError(
-                "blocking links need an order that binds; add --dispatch fixed or choose --links "
-                "async"
+                "blocking links need a binding order; add --dispatch fixed or choose --links async"
             )
         super().__init__(shape, policy, world, log)
         # The sending and the receiving rank of each message.
         self._links: dict[Task, tuple[int, int]] = {}
-        self._ranks = [self._plan(row) for row in policy.order.rows]
+        self._ranks = [self._rank_of(row) for row in policy.order.rows]
         self._half_met: set[Task] = set()
 
-    def _plan(self, row: tuple[Task, ...]) -> _Rank:
-        """Between which tasks of its row a rank sends and receives what."""
+    def _rank_of(self, row: tuple[Task, ...]) -> _Rank:
+        """A rank with this row: what it sends and receives between which tasks."""
         units: list[list[Task]] = []
         pairs = self._pairs(row)
         for task in row:
@@ -89,8 +88,8 @@ class BlockingStep(Step):
         return rank
 
     def _pairs(self, row: tuple[Task, ...]) -> bool:
-        """Whether a forward that is followed by a backward makes a pair with it: with several
-        chunks, unless Megatron's count of forwards to warm up with takes in all of them."""
+        """Whether a forward and the backward after it form a pair: with several chunks, unless
+        Megatron's warmup covers all forwards."""
         shape = self.shape
         rank = shape.rank_of(row[0].stage)
         num_forwards = shape.num_chunks * shape.num_microbatches
@@ -113,7 +112,7 @@ class BlockingStep(Step):
         return self.result()
 
     def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
-        """Send what the tasks up to this one have given, and receive what the next ones need."""
+        """Send the outputs of the tasks up to this one, and receive the inputs of the next ones."""
         this = self._ranks[rank]
         sent = [] if ended is None else this.sends[ended]
         needed = this.receives[ended]
@@ -126,7 +125,7 @@ class BlockingStep(Step):
         self._go_on(rank, now_ns)
 
     def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
-        """A rank is there for messages; each passes once its other rank is there too."""
+        """A rank is ready for messages; each passes once its other rank is ready too."""
         for task in messages:
             self._ranks[rank].open.add(task)
             if task not in self._half_met:
@@ -138,7 +137,7 @@ class BlockingStep(Step):
             if self.world.transfer is not None:
                 end_ns += self.world.transfer(sender, receiver, task)
             if self.world.lateness is not None:
-                # The members run as one: all go on when the last one's message has passed.
+                # Members run as one: all continue when the last one's message has passed.
                 others = range(1, self.world.num_members)
                 end_ns += max((self.world.lateness(each, task) for each in others), default=0)
             if self.log is not None:
@@ -159,7 +158,7 @@ class BlockingStep(Step):
             self._go_on(rank, now_ns)
 
     def _go_on(self, rank: int, now_ns: int) -> None:
-        """Run the next task of the row, if the rank is free for it."""
+        """Run the next task of the row, if the rank is free."""
         this = self._ranks[rank]
         if this.is_busy or this.num_run == len(this.row):
             return
@@ -177,8 +176,8 @@ class BlockingStep(Step):
 
 
 def check_meets(order: Order) -> None:
-    """Raise RrfpError when an order deadlocks over blocking transfers, whatever they take: what a
-    rank sends and receives, and when, follows from its row alone."""
+    """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: what
+    a rank sends and receives after each task follows from its row alone."""
     shape = order.shape
     times = [[1] * shape.num_microbatches] * shape.num_stages
     policy = Policy(order, dispatch=Dispatch.FIXED)

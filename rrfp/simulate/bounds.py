@@ -1,21 +1,21 @@
-"""What no schedule can beat, and what readiness-first never exceeds.
+"""What no schedule can beat (the floor), and what readiness-first never exceeds.
 
-Every microbatch goes through one chain: F of stage 0, 1, .., S-1, then B of stage S-1, .., 1, 0.
-A message lies between two tasks of the chain on different ranks. Where the backward is split, a W
-hangs off each B, and nothing follows a W. Two facts bound every schedule from below, whatever its
-order, its chunks and their placement:
+Every microbatch passes through one chain: F of stage 0, 1, .., S-1, then B of stage S-1, .., 1, 0.
+Between two tasks of the chain on different ranks there is a message. If the backward is split, a W
+follows each B, and nothing follows a W. Two facts bound every schedule from below, whatever its
+order, chunks and placement:
 
-1. *A rank's load.* A rank runs one task at a time. It starts with a task of its first stage in the
-   chain, after some microbatch has come to it: at the soonest after the shortest *way in*. It has
-   run its part of the chain (F and B) when it ends the last task of that, which is one of its last
-   place in the chain, so `way in + F and B` is the soonest for that end. Then some microbatch must
-   still go the rest of the chain, each B with its W beside it: at least the shortest *way out*. And
-   the rank's own W must all have run: those before that end have put it off by as much, those after
-   it take their time. Both at once: `way in + F and B + max(way out, W)`.
-2. *The critical path.* One microbatch's chain, with the W that ends last, takes its time.
+1. *A rank's load.* A rank runs one task at a time. Its first task is on its first stage in the
+   chain, no earlier than the shortest *way in*: the time that some microbatch takes to reach it.
+   It ends its part of the chain (F and B) with a task at its last place in the chain, no earlier
+   than `way in + F and B`. Then some microbatch must still pass through the rest of the chain,
+   where each B may have a W beside it: no less than the shortest *way out*. And all of the rank's
+   own W must run: those before that end delay it by as much, those after it take their time.
+   Together: `way in + F and B + max(way out, W)`.
+2. *The critical path.* The chain of one microbatch, with the W that ends last.
 
-Messages are counted with the time that they take alone. To wait for a link or for the other end of
-a blocking transfer only adds to it, as do bounds on memory, rounds of agreement and any delay.
+A message counts with the time that it takes alone. Waiting for a link or for the other end of a
+blocking transfer only adds to it, as do bounds on memory, rounds of agreement and any delay.
 """
 
 from collections import defaultdict
@@ -31,14 +31,14 @@ from rrfp.simulate.world import TaskTimes, Transfer
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least that a step can take, in nanoseconds."""
+    """A lower bound on a step's time, in nanoseconds, and what it is made of."""
 
     load_ns: int
     """The largest load of a rank, alone."""
     way_ns: int
-    """The largest over the ranks of the load with the shortest way in before and out after it."""
+    """The largest sum, over ranks, of way in, load and way out."""
     critical_path_ns: int
-    """The longest chain of tasks that wait for one another."""
+    """The longest chain of dependent tasks."""
 
     @property
     def ns(self) -> int:
@@ -48,20 +48,20 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One place in the chain; every list is by microbatch, in nanoseconds."""
+    """One place in the chain; lists are by microbatch, in nanoseconds."""
 
     rank: int
     message_ns: Sequence[int]
-    """The message that comes before the task."""
+    """The message before the task."""
     task_ns: Sequence[int]
     aside_ns: Sequence[int]
-    """The W that may begin with the task's end, and that the chain does not wait for."""
+    """The W that may start when the task ends; the chain does not wait for it."""
 
 
 def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> Floor:
-    """The floor of one pipeline's step, whose backward is split as the shape says.
+    """The floor of one pipeline's step; the shape says whether its backward is split.
 
-    `transfer` is called for every message between two ranks; without it they take no time.
+    `transfer` gives the time of each message between two ranks; without it messages take none.
     """
     places = _chain(shape, times, transfer)
     chain_ns: defaultdict[int, int] = defaultdict(int)
@@ -96,7 +96,7 @@ def floor(shape: Shape, times: TaskTimes, transfer: Transfer | None = None) -> F
 
 
 def _chain(shape: Shape, times: TaskTimes, transfer: Transfer | None) -> list[_Place]:
-    """The places of the chain, in its sequence; a step without backward ends with its forwards."""
+    """The places of the chain, in sequence; a step without backwards ends with its forwards."""
     microbatches = range(shape.num_microbatches)
     stages = range(shape.num_stages)
     nothing = [0] * shape.num_microbatches
@@ -118,21 +118,21 @@ def _chain(shape: Shape, times: TaskTimes, transfer: Transfer | None) -> list[_P
 
 
 def paper_bound_ns(shape: Shape, times: TaskTimes) -> int:
-    """The paper's upper bound on a step under `bf`, and on one under `bfw`.
+    """The paper's upper bound on a step under `bf` or `bfw`.
 
         forwards + backwards + sum_{j=1}^{M-1} (F^j_max - F^j_last)
                              + sum_{j=0}^{M-2} (B^j_max - B^j_last)
 
     `forwards` is the makespan of the forwards alone, `backwards` that of the backwards alone with
-    all their inputs there from the start; F^j_max is the longest forward of microbatch j on any
-    stage, F^j_last the one on the last stage. The backward is B and W together, split or not
-    (paper section 6, appendix B; for `bfw` it is what we found to hold, not what they prove). It
-    holds where messages take no time and no limit withholds anything. Raises UsageError when a rank
-    has several chunks, for which there is no such bound.
+    all their inputs present from the start. F^j_max is the longest forward of microbatch j on any
+    stage, F^j_last the one on the last stage. A backward is B and W together, split or not (paper
+    section 6, appendix B; for `bfw` the bound is our observation, not proven there). It holds if
+    messages take no time and no bound on memory withholds anything. Raises UsageError if ranks have
+    several chunks, for which there is no such bound.
     """
     if shape.num_chunks > 1:
         raise UsageError(
-            f"the paper's bound is for one chunk a rank, not {shape.num_chunks}; "
+            f"the paper's bound is for one chunk per rank, not {shape.num_chunks}; "
             "compare with the floor, or use --chunks 1"
         )
     whole = times.by_kind(split=False)
@@ -146,8 +146,8 @@ def paper_bound_ns(shape: Shape, times: TaskTimes) -> int:
 
 
 def one_way_ns(times: Sequence[Sequence[int]]) -> int:
-    """The makespan of a pipeline of one direction, its first stage first, whose microbatches are
-    all there at the start and pass in sequence; `[stage][microbatch]`."""
+    """The makespan of a pipeline in one direction. `times` are `[stage][microbatch]`, first stage
+    first; microbatches are all present at the start and pass in sequence."""
     ends_ns = [0] * len(times[0])
     for of_stage in times:
         free_ns = 0
@@ -157,5 +157,5 @@ def one_way_ns(times: Sequence[Sequence[int]]) -> int:
 
 
 def _excess_ns(times: Sequence[Sequence[int]]) -> list[int]:
-    """By how much each microbatch takes longer on its slowest stage than on the last."""
+    """By microbatch: how much longer it takes on its slowest stage than on the last."""
     return [max(by_stage) - by_stage[-1] for by_stage in zip(*times, strict=True)]

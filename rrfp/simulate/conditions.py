@@ -1,4 +1,4 @@
-"""What a replica meets in a step, whatever its policy: the same for all that is compared."""
+"""The conditions of a replica's step, which are the same for every policy that is compared."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class Conditions:
 
     shape: Shape
     costs: StepCosts
-    """Its microbatches are in the order in which they are admitted."""
+    """Before jitter, its microbatches in admission order."""
     times: TaskTimes
-    """With jitter, but for delays and stops: `stretch`."""
+    """With jitter, except for delays and stops, which `stretch` adds."""
     links: Links
     """With jitter."""
     jitter: Jitter
@@ -27,11 +27,11 @@ class Conditions:
     replica: int
 
     def stretch(self) -> Stretch | None:
-        """The delays and stops, anew: they follow from what the ranks run."""
+        """The delays and stops, with fresh state: they depend on what the ranks run."""
         return self.jitter.stretch(self.shape, self.seed, self.replica)
 
     def floor(self) -> Floor:
-        """What no schedule can beat."""
+        """The lower bound on the step's time."""
         return floor(self.shape, self.times, None if self.links.is_free else self.links)
 
 
@@ -44,9 +44,9 @@ def conditions(
     replica: int,
     step: int,
 ) -> Conditions:
-    """What a replica meets under a seed, which stands for one step's data and jitter.
+    """The conditions of a replica under a seed, which stands for one step's data and jitter.
 
-    `step` is the number of that step, from 0. Raises UsageError when the costs, the admission order
+    `step` is the number of that step, from 0. Raises UsageError if the costs, the admission order
     or the jitter do not fit the shape.
     """
     of_step = admitted(costs.step(shape, seed, replica), admit, step)

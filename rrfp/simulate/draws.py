@@ -1,10 +1,10 @@
 """Random draws that are the same to the bit on every machine.
 
-A draw is a function of its key alone: of what it is for, never of when it is asked for, so that all
-that is compared under one seed meets the same draws. The bits come from a counter-based generator
-(Philox, whose stream numpy guarantees). What is made from them uses only operations that IEEE 754
-rounds exactly (+ - * / sqrt, comparisons, scaling by powers of two): the logarithms and
-exponentials of C libraries differ from machine to machine in their last bit.
+A draw depends only on its key, that is, on what it is for and never on when it is made. So
+everything compared under one seed meets the same draws. The bits come from a counter-based
+generator (Philox, whose stream numpy guarantees). They are processed only with operations that IEEE
+754 rounds exactly (+ - * / sqrt, comparisons, scaling by powers of two), because the logarithms and
+exponentials of C libraries differ between machines in their last bit.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 LARGEST_SIGMA = 3.0
-"""Of a lognormal factor: one deviation is a factor of e**3 = 20; a larger one is a slip."""
+"""Of a lognormal factor. One deviation is a factor of e**3 = 20; more is a typing error."""
 
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """ln 2 in two parts; the first ends in zeros, so that a whole number times it is exact."""
@@ -31,19 +31,20 @@ _LOG = [2 / n for n in range(1, 24, 2)]
 
 
 def uniforms(num: int, *key: int | str) -> Floats:
-    """`num` draws from [0, 1); the first ones are the same whatever `num` is."""
+    """`num` draws from [0, 1); a larger `num` only appends draws."""
     return uniforms_in_parts(*key)(num)
 
 
 def uniforms_in_parts(*key: int | str) -> Callable[[int], Floats]:
-    """Gives the same draws as `uniforms`, at each call the next so many of them."""
+    """A function that returns the draws of `uniforms` piece by piece: the next `num` at each
+    call."""
     digest = blake2b(json.dumps(key).encode(), digest_size=16).digest()
     bits = np.random.Philox(key=int.from_bytes(digest, "little"))
     return lambda num: np.asarray((bits.random_raw(num) >> np.uint64(11)) * 2.0**-53)
 
 
 def normals(num: int, *key: int | str) -> Floats:
-    """`num` draws of mean 0 and deviation 1; the first ones are the same whatever `num` is.
+    """`num` draws of mean 0 and standard deviation 1; a larger `num` only appends draws.
 
     Marsaglia's polar method: of points in a square, those inside the circle are used, 79 in 100.
     """
@@ -59,7 +60,7 @@ def normals(num: int, *key: int | str) -> Floats:
 
 
 def lognormals(num: int, sigma: float, *key: int | str) -> Floats:
-    """`num` factors of mean 1 whose logarithms have the deviation `sigma`."""
+    """`num` factors of mean 1 whose logarithms have the standard deviation `sigma`."""
     return exp(sigma * normals(num, *key) - sigma * sigma / 2)
 
 
@@ -80,7 +81,7 @@ def log(x: Floats) -> Floats:
 
 
 def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
-    """By Horner's rule, the coefficient of x**0 first."""
+    """Horner's rule; the coefficient of x**0 comes first."""
     value = np.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value * x + coefficient

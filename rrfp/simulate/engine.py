@@ -1,16 +1,16 @@
-"""One pipeline's step in virtual time: events in, and the runtime's own dispatchers decide.
+"""One pipeline's step in virtual time: a queue of events, and the runtime's own dispatchers.
 
-Events are ordered by (time, priority, counter): at one instant tasks end first, then messages
-arrive, then ranks that are free decide, so that a decision has taken in everything that has
-arrived, as the runtime's does. Nothing depends on the machine.
+Events are ordered by (time, priority, counter). At one instant tasks end first, then messages
+arrive, then free ranks decide, so that a decision takes everything that has arrived into account,
+as in the runtime. Nothing depends on the machine.
 
-The members of a group (tensor parallelism) run each task as one, for it holds collectives; only
-their messages come at moments of their own. The leader's dispatcher counts them all. It decides for
-the next task while one runs, so early that the round of agreement is just over when that task ends;
-where nothing was ready by then, the group waits for a decision and its round.
+The members of a group (tensor parallelism) run each task together, because it contains collectives;
+only their messages arrive at different times. The leader's dispatcher counts them all. It decides
+on the next task while one runs, just early enough for the round of agreement to be over when that
+task ends. If nothing was ready by then, the group waits for a decision and its round.
 
-Messages pass beside the work here, one at a time on a directed link, in the sequence in which they
-were sent. `rrfp.simulate.blocking` is the other way.
+Here messages travel while ranks compute, one at a time on a directed link, in the order in which
+they were sent. `rrfp.simulate.blocking` models transfers that block.
 """
 
 from collections import defaultdict
@@ -34,21 +34,21 @@ ENDED, CAME, DECIDES_AHEAD = range(3)
 """What an event is, and its priority among those of one instant."""
 
 Event = tuple[int, int, int, Task]
-"""What it is; the rank, the member and the task that it is about."""
+"""What happens; to which rank, member and task."""
 _PRIORITY = itemgetter(0)
 
 IDLE = ComputeIdle()
 
 _NUM_TOLD = 3
-"""Ranks that an error names."""
+"""How many ranks an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """What one pipeline's step came to, by pipeline rank."""
+    """The outcome of one pipeline's step, by pipeline rank."""
 
     ends_ns: tuple[int, ...]
-    """When its last task ended, from the start of the step."""
+    """When its last task ended, since the start of the step."""
     busy_ns: tuple[int, ...]
     """Time in F, B and W."""
     peak_held: tuple[int, ...]
@@ -67,31 +67,31 @@ class Log(Protocol):
     def waited(self, rank: int, member: int, waited: Waited) -> None: ...
 
     def ran(self, rank: int, start_ns: int, end_ns: int, run: RunTask) -> None:
-        """Every member of a rank runs a task."""
+        """Every member of a rank ran a task."""
 
     def agreed(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
-        """A group's round for a task; another one may run meanwhile."""
+        """A group's round on a task; another task may run meanwhile."""
 
     def passed(
         self, sender: int, receiver: int, member: int, start_ns: int, end_ns: int, task: Task
     ) -> None:
-        """The message for a task goes from a member of one rank to that member of another."""
+        """The message for a task passed from a member of one rank to that member of another."""
 
 
 class Step:
-    """The ranks of a step: what both ways of sending have in common."""
+    """The ranks of a step: what asynchronous and blocking transfers have in common."""
 
     deadlock: str
-    """Why a step of this kind stands still, and what to do."""
+    """Why a step of this kind gets stuck, and what to do."""
 
     def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
         self.shape = shape
         self.world = world
         self.log = log
-        # Events to come by their time, in the sequence in which they were made; and those times.
+        # Future events by time, each list in order of creation; and a heap of those times.
         self._events: dict[int, list[Event]] = {}
         self._times_ns: list[int] = []
-        # Followers decide nothing: without a log nobody asks why they wait.
+        # Followers decide nothing, and without a log the causes of their waits are not needed.
         num_members = world.num_members if log is not None else 1
         self.members: list[list[Dispatcher]] = [
             [Dispatcher(shape, rank, policy, self._group(each)) for each in range(num_members)]
@@ -118,11 +118,11 @@ class Step:
             events.append((what, rank, member, task))
 
     def has_events(self) -> bool:
-        """Whether anything is still to come."""
+        """Whether any event is left."""
         return bool(self._times_ns)
 
     def take(self) -> tuple[int, list[Event]]:
-        """The next time and its events, by priority, then counter."""
+        """The next time and its events, ordered by priority, then counter."""
         now_ns = heappop(self._times_ns)
         events = self._events.pop(now_ns)
         if len(events) > 1:
@@ -130,20 +130,20 @@ class Step:
         return now_ns, events
 
     def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
-        """Hand a stimulus to a dispatcher; the task that it answers with, if any."""
+        """Pass a stimulus to a dispatcher; return the task that it answers with, if any."""
         instructions = self.members[rank][member].handle(now_ns, stimulus)
         if self.log is not None:
             self.log.took_in(rank, member, now_ns, stimulus)
             for instruction in instructions:
                 if type(instruction) is Waited:
                     self.log.waited(rank, member, instruction)
-        # What is to be done now stands last.
+        # The last instruction says what to do now.
         if instructions and type(instructions[-1]) is RunTask:
             return instructions[-1]
         return None
 
     def run(self, rank: int, start_ns: int, run: RunTask) -> int:
-        """Let every member of a rank run a task; when it ends."""
+        """Let every member of a rank run a task; return when it ends."""
         task = run.task
         stage, kind, microbatch = task
         if kind is Kind.F:
@@ -166,10 +166,11 @@ class Step:
         return end_ns
 
     def came(self, rank: int, member: int, now_ns: int, task: Task) -> None:
-        """The input of a task is there on a member: its leader counts it, and itself."""
+        """The input of a task has arrived at a member: the member counts it, and so does its
+        leader."""
         arrived = InputArrived(task, member)
         if self.log is None:
-            # An arrival is never answered.
+            # An arrival has no instructions as its answer.
             self.members[rank][0].handle(now_ns, arrived)
             return
         self.handle(rank, 0, now_ns, arrived)
@@ -177,13 +178,13 @@ class Step:
             self.handle(rank, member, now_ns, InputArrived(task))
 
     def result(self) -> PipelineRun:
-        """What the step came to; RrfpError where it stopped before its end."""
+        """The outcome of the step; raises RrfpError if it got stuck before its end."""
         if self._num_left:
             firsts = [of_rank[0].unfinished()[:1] for of_rank in self.members]
             places = [f"rank {rank} at {left[0][0]}" for rank, left in enumerate(firsts) if left]
             more = f" and {len(places) - _NUM_TOLD} more" if len(places) > _NUM_TOLD else ""
             raise RrfpError(
-                f"the step stands still with {self._num_left} tasks left, "
+                f"the step is stuck with {self._num_left} tasks left, "
                 f"{', '.join(places[:_NUM_TOLD])}{more}: {self.deadlock}"
             )
         return PipelineRun(
@@ -194,7 +195,7 @@ class Step:
 
 
 class AsyncStep(Step):
-    """A step whose messages pass beside the work."""
+    """A step whose messages travel while ranks compute."""
 
     deadlock = "its order deadlocks as a binding one; reorder it or choose --dispatch ready"
 
@@ -203,7 +204,7 @@ class AsyncStep(Step):
         self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
         self._is_busy = [False] * shape.num_ranks
         self._to_decide = set(range(shape.num_ranks))
-        # A group's next task, decided ahead, and when its round is over.
+        # By group: its next task, decided ahead, and when that round is over.
         self._ahead: dict[int, tuple[RunTask, int]] = {}
         self._receives = dict(_receiving_stages(shape))
         self._link_free_ns: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -231,7 +232,7 @@ class AsyncStep(Step):
                     self._decide_ahead(rank, now_ns)
 
     def _decide(self, rank: int, now_ns: int) -> None:
-        """Let a rank that is free begin a task, if there is one."""
+        """Let a free rank begin a task, if one may run."""
         if rank in self._ahead:
             run, agreed_ns = self._ahead.pop(rank)
             start_ns = max(now_ns, agreed_ns)
@@ -247,7 +248,7 @@ class AsyncStep(Step):
                 self._log_round(self.log, rank, now_ns, start_ns, run.task)
         if self.log is not None and start_ns > now_ns:
             self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, start_ns))
-            # The others have the task too, and wait to be told.
+            # The followers have the task's input too, and wait for the decision.
             self._idle_followers(rank, now_ns)
         self._is_busy[rank] = True
         end_ns = self.run(rank, start_ns, run)
@@ -272,7 +273,7 @@ class AsyncStep(Step):
             log.agreed(rank, start_ns, end_ns, task)
 
     def _send_output(self, rank: int, now_ns: int, task: Task) -> None:
-        """Send what the rank that takes a task's output needs of it."""
+        """Deliver a task's output to the rank of the task that takes it."""
         stage, kind, microbatch = task
         receives = self._receives.get((stage, kind))
         if receives is None:
@@ -289,14 +290,14 @@ class AsyncStep(Step):
         for member in range(world.num_members):
             came_ns = end_ns
             if member and world.lateness is not None:
-                # A member's own link keeps its sequence, too.
+                # A member's own link stays in order too.
                 end = rank, to_rank, member
                 came_ns = max(self._last_came_ns[end], end_ns + world.lateness(member, receiver))
                 self._last_came_ns[end] = came_ns
             if self.log is not None:
                 self.log.passed(rank, to_rank, member, start_ns, came_ns, receiver)
             if came_ns == now_ns:
-                # There at this very instant, before anybody decides: not worth an event.
+                # It arrives at this instant, before any rank decides, so it needs no event.
                 self.came(to_rank, member, now_ns, receiver)
             else:
                 self.push(came_ns, CAME, to_rank, member, receiver)
@@ -304,7 +305,7 @@ class AsyncStep(Step):
 
 
 def _receiving_stages(shape: Shape) -> Iterator[tuple[tuple[int, Kind], tuple[int, int]]]:
-    """The rank and stage that take what a stage's tasks of a kind send, if they send."""
+    """By stage and kind that send messages: the rank and stage that take them."""
     for stage in range(shape.num_stages):
         for kind in shape.kinds:
             receiver = shape.receiver(Task(stage, kind, 0))

@@ -1,10 +1,10 @@
-"""Jitter: what makes tasks and messages take other times than their costs say.
+"""Jitter: why tasks and messages take other times than their costs say.
 
 A spec is parts joined by ``+``, such as ``lognormal:0.5+stop:3:0.2:0.1``. Every draw is keyed by
 the seed, the replica, the part and the task, so that methods compared under one seed meet the same
-jitter, in whatever order they run. The factors of `lognormal`, `pareto` and `length` have mean 1:
-they spread the work and do not add to it. A backward that is not split takes the factors of its two
-parts.
+jitter, whatever order they run tasks in. The factors of `lognormal`, `pareto` and `length` have
+mean 1: they spread the work without adding to it. A backward that is not split uses the factors of
+its two parts.
 """
 
 import re
@@ -44,13 +44,13 @@ SPECS = (
     "slow-link:FROM-TO:FACTOR",
     "stop:RANK:AT_S:FOR_S",
 )
-"""The parts of a spec, as errors name them."""
+"""The parts of a spec, as errors list them."""
 
 _Key = tuple[int | str, ...]
 _Ranks = frozenset[int] | None
 """Pipeline ranks; None: all."""
 _Draw = Callable[..., Floats]
-"""So many factors of a distribution, from its parameter and the draws' key."""
+"""Draws factors: from their number, the distribution's parameter and the key of the draws."""
 
 
 def _pareto(num: int, alpha: float, *key: int | str) -> Floats:
@@ -69,20 +69,20 @@ class _Factor:
     value: float
     """The parameter of the distribution."""
     key: _Key
-    """Of its draws: its name, and how many parts of that name stand before it."""
+    """The key of its draws: its name, and how many parts of that name precede it."""
     is_of_task: bool
-    """Every task draws its own; else all tasks of a microbatch share one."""
+    """Every task draws its own factor; otherwise all tasks of a microbatch share one."""
     ranks: _Ranks
 
     def row(self, shape: Shape, stage: int, kind: Kind, key: _Key) -> Floats:
-        """By microbatch."""
+        """The factors by microbatch."""
         of_task = (stage, kind) if self.is_of_task else ()
         return self.draw(shape.num_microbatches, self.value, *key, *self.key, *of_task)
 
 
 @dataclass(frozen=True, slots=True)
 class _Delays:
-    """The paper's delays: after some tasks, in proportion to what the rank's tasks take lately."""
+    """The paper's delays: after some tasks, in proportion to the rank's recent task times."""
 
     probability: float
     base_ns: float
@@ -109,7 +109,7 @@ class _SlowLink:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """What a spec asks for."""
+    """A parsed spec."""
 
     spec: str
     factors: tuple[_Factor, ...] = ()
@@ -118,9 +118,9 @@ class Jitter:
     slow_links: tuple[_SlowLink, ...] = ()
 
     def times(self, times: TaskTimes, shape: Shape, seed: int, replica: int) -> TaskTimes:
-        """What the tasks take in this step, but for delays and stops.
+        """The times of this step's tasks, without delays and stops.
 
-        Raises UsageError when the spec names a pipeline rank or a link that there is not.
+        Raises UsageError if the spec names a pipeline rank or a link that does not exist.
         """
         self._check(shape)
         if not self.factors:
@@ -154,26 +154,26 @@ class Jitter:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether it cannot be had by making measured work and messages last longer: tasks would
-        have to be shortened, or what messages take be known."""
+        """Whether real tasks cannot be made to follow it just by lengthening them, because some
+        would have to be shortened, or because the times of messages must be known."""
         lengthens = all(each.draw is _constant and each.value >= 1 for each in self.factors)
         return bool(self.slow_links) or not lengthens
 
     @property
     def delays_tasks(self) -> bool:
-        """Whether tasks take longer than `times` tells."""
+        """Whether tasks take longer than `times` says."""
         return bool(self.delays or self.stops)
 
     def stretch(self, shape: Shape, seed: int, replica: int) -> Stretch | None:
-        """The delays and stops of one replica's step, which follow from what its ranks run."""
+        """The delays and stops of one replica's step, which depend on what its ranks run."""
         if not self.delays_tasks:
             return None
         return _Stretch(self, shape, (seed, replica))
 
     def links(self, links: Links) -> Links:
-        """How long messages take.
+        """The links with this jitter.
 
-        Raises UsageError when one is to take longer and they take no time.
+        Raises UsageError if a link is to be slower and messages take no time.
         """
         if not self.slow_links:
             return links
@@ -203,7 +203,7 @@ NO_JITTER = Jitter("none")
 
 
 class _Stretch:
-    """The delays and stops of one replica's step: a `Stretch`."""
+    """A `Stretch`: the delays and stops of one replica's step."""
 
     def __init__(self, jitter: Jitter, shape: Shape, key: _Key) -> None:
         self._num_microbatches = shape.num_microbatches
@@ -217,13 +217,13 @@ class _Stretch:
             [each for each in stops if each.rank == rank] for rank in range(shape.num_ranks)
         ]
         self._lately_ns: list[float] = [0.0] * shape.num_ranks
-        """The paper's e: what a rank's tasks take, the last ones most."""
+        """The paper's e: by rank, a decaying mean of its tasks' times."""
         self._drawn: dict[_Key, list[float]] = {}
 
     def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int:
         stretched_ns = time_ns
         if self._delays[rank]:
-            # The first task is all that is known of a rank.
+            # At first, this task is all that is known about the rank.
             before_ns = self._lately_ns[rank] or time_ns
             lately_ns = self._lately_ns[rank] = 0.9 * before_ns + 0.1 * time_ns
             for delays in self._delays[rank]:
@@ -232,10 +232,10 @@ class _Stretch:
         return self._end_ns(rank, start_ns, stretched_ns) - start_ns
 
     def _scales(self, delays: _Delays, stage: int, kind: Kind) -> list[float]:
-        """By microbatch, how many times e, or base, a task is delayed by."""
+        """By microbatch: a task's delay as a multiple of e (or of base)."""
         key = (*self._key, *delays.key, stage, kind)
         if key not in self._drawn:
-            # The level is not in the key: what J1 delays, J2 delays too.
+            # The key omits the level, so that J2 delays all tasks that J1 delays.
             num = self._num_microbatches
             is_hit = uniforms(num, *key, "whether") < delays.probability
             sizes = delays.alpha * (0.5 + uniforms(num, *key, "how much"))
@@ -243,7 +243,7 @@ class _Stretch:
         return self._drawn[key]
 
     def _end_ns(self, rank: int, start_ns: int, time_ns: int) -> int:
-        """When a task ends that works for so long while its rank is not stopped."""
+        """When a task ends that needs `time_ns` of work while its rank is not stopped."""
         now_ns, left_ns = start_ns, time_ns
         for stop in self._stops[rank]:
             if now_ns < stop.until_ns and now_ns + left_ns > stop.from_ns:
@@ -263,16 +263,16 @@ _DISTRIBUTIONS: dict[str, tuple[_Draw, float, float]] = {
     "pareto": (_pareto, 1.01, 1000.0),
     "length": (lognormals, 0.0, LARGEST_SIGMA),
 }
-"""How the factors of a name are drawn, and the range of their parameter."""
+"""By name: how its factors are drawn, and the range of their parameter."""
 _LIST_ITEM = re.compile(r"\d{1,6}(-\d{1,6})?", re.ASCII)
-"""What is left of a part's ranks when somebody splits a spec at its commas."""
+"""What splitting a spec at its commas leaves of a part's ranks."""
 
 
 def parse_jitter(spec: str) -> Jitter:
     """Read a spec: `none`, or parts joined by ``+``.
 
-    Those that are drawn may be bound to pipeline ranks, ``lognormal:0.5@0-2,5``. Raises UsageError
-    for a part that is none, and for a number out of range.
+    Parts that are drawn may be limited to pipeline ranks: ``lognormal:0.5@0-2,5``. Raises
+    UsageError for an unknown part, and for a number out of range.
     """
     if spec == "none":
         return NO_JITTER
@@ -289,7 +289,7 @@ def parse_jitter(spec: str) -> Jitter:
 
 
 class _Reader:
-    """Takes a spec part by part."""
+    """Reads a spec part by part."""
 
     def __init__(self, spec: str) -> None:
         self.factors: list[_Factor] = []
@@ -337,7 +337,7 @@ class _Reader:
                 raise UsageError(f"'{part}' is not jitter; write {', '.join(SPECS)}")
 
     def _key(self, name: str) -> _Key:
-        """Its name, and its number among the parts of that name: they draw independently."""
+        """A part's name and its number among parts of that name, which draw independently."""
         self._names.append(name)
         return (name, self._names.count(name) - 1)
 

@@ -1,4 +1,4 @@
-"""Plays one pipeline's step, over the links that its world has."""
+"""Plays one pipeline's step over its world's links."""
 
 import gc
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from rrfp.simulate.world import World
 
 
 def play(shape: Shape, policy: Policy, world: World, log: Log | None = None) -> PipelineRun:
-    """Run one step of one pipeline, from 0 ns until nothing happens any more.
+    """Run one step of one pipeline, from 0 ns until no events are left.
 
-    Raises RrfpError when tasks are left then: a binding order that deadlocks over its links.
+    Raises RrfpError if tasks are left then, because a binding order deadlocks over its links.
     """
     step = (BlockingStep if world.blocking else AsyncStep)(shape, policy, world, log)
     with _collector_paused():
@@ -23,7 +23,7 @@ def play(shape: Shape, policy: Policy, world: World, log: Log | None = None) -> 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """A step makes millions of tuples and no cycles, which the collector would look for."""
+    """Pause the garbage collector: a step makes millions of tuples, and no cycles."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The records of a simulated run: the same as of a real one, so that every reader takes them."""
+"""The records of a simulated run, the same as a real run's, so that every reader accepts them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ HOST = "simulated"
 def new_recording(
     shape: Shape, num_members: int, num_replicas: int, settings: Mapping[str, object]
 ) -> Recording:
-    """A recording without records: tensor-parallel `num_members` times `num_replicas` pipelines,
-    numbered in Megatron's order (tensor, then data, then pipeline)."""
+    """A recording without records, for `num_members` (tensor parallelism) times `num_replicas`
+    pipelines, with ranks numbered in Megatron's order (tensor, then data, then pipeline)."""
     places = product(range(shape.num_ranks), range(num_replicas), range(num_members))
     return Recording(
         dict(settings),
@@ -42,12 +42,12 @@ def new_recording(
 
 
 def end_of(recording: Recording) -> int:
-    """When the last step that was recorded ended, in ns."""
+    """When the last recorded step ended, in ns."""
     return max((phase.end_ns for r in recording.ranks for phase in r.phases[-1:]), default=0)
 
 
 class StepLog:
-    """Writes one replica's step into a recording; the step begins at `origin_ns` of the run."""
+    """Writes one replica's step to a recording; the step begins at `origin_ns` of the run."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StepLog:
         origin_ns: int,
         num_bytes: Sequence[int],
     ) -> None:
-        """`num_bytes` are those of a message, by microbatch; none: messages without content."""
+        """`num_bytes` are message sizes by microbatch; empty for messages without content."""
         self._members: list[list[RankRecords]] = [[] for _ in range(shape.num_ranks)]
         for records in recording.ranks:
             if records.info.dp_rank == replica:
@@ -67,7 +67,7 @@ class StepLog:
         self._origin_ns = origin_ns
         self._num_bytes = num_bytes
         self._num_agreed = [0] * shape.num_ranks
-        # A link's messages are numbered through the run, and are as many in every step.
+        # A link's messages are numbered through the run; every step has the same number.
         self._num_sent = {
             (*link, member): step * num_messages
             for link, num_messages in _messages_of_a_step(shape).items()
@@ -116,7 +116,8 @@ class StepLog:
         destination.receives.append(ReceiveRecord(*what, source.info.rank, *message))
 
     def returned(self, rank: int, end_ns: int, finish_ns: int) -> None:
-        """A rank's last task ended; the replicas' gradients were summed; it left the schedule."""
+        """A rank ended its last task at `end_ns`, and left the schedule at `finish_ns`, after the
+        replicas' gradients were reduced."""
         for records in self._members[rank]:
             if finish_ns > end_ns:
                 times = self._moved(end_ns, finish_ns)
@@ -129,7 +130,7 @@ class StepLog:
 
 
 def _messages_of_a_step(shape: Shape) -> Counter[tuple[int, int]]:
-    """How many messages go from one pipeline rank to another."""
+    """How many messages go from one pipeline rank to another, by (sender, receiver)."""
     counts: Counter[tuple[int, int]] = Counter()
     for stage in range(shape.num_stages):
         for kind in shape.kinds:

@@ -1,4 +1,4 @@
-"""One step of a whole run: pipelines side by side, which meet at its end."""
+"""One step of a whole run: pipelines side by side that meet at its end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from rrfp.trace.records import Recording
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """What a step came to."""
+    """The outcome of a step."""
 
     makespan_ns: int
-    """From its start to the end of the last rank, the reduction of gradients included."""
+    """From its start until the last rank ends, the reduction of gradients included."""
     busy_ns: tuple[tuple[int, ...], ...]
     """Time in F, B and W, by replica, then pipeline rank."""
     peak_held: tuple[int, ...]
@@ -24,7 +24,7 @@ class SimulatedStep:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in the step that is no work."""
+        """The share of all ranks' time in the step that is not work."""
         num_ranks = len(self.peak_held) * len(self.busy_ns)
         return 1 - sum(map(sum, self.busy_ns)) / (self.makespan_ns * num_ranks)
 
@@ -40,10 +40,9 @@ def simulate_step(
 ) -> SimulatedStep:
     """Simulate a step of data-parallel replicas, one in each world.
 
-    A pipeline rank leaves the step `gradient_sync_ns` after it has ended its last task on every
-    replica. `recording`, made for this shape and so many replicas, gets the
-    step's records behind what it holds; its steps are to be numbered from 0. Raises RrfpError when
-    an order deadlocks.
+    A pipeline rank leaves the step `gradient_sync_ns` after its last task has ended on every
+    replica. The step's records are appended to `recording`, which must be made for this shape and
+    number of replicas; its steps must be numbered from 0. Raises RrfpError if an order deadlocks.
     """
     origin_ns = 0 if recording is None else end_of(recording)
     logs = [

@@ -1,8 +1,8 @@
-"""Trials: settings to be compared, each simulated under the same seeds.
+"""Trials: settings to compare, each simulated under the same seeds.
 
-A seed stands for one step's data and jitter. Draws are keyed by what they are for and not by when
-they are asked for, so that under one seed every setting meets the same costs and the same jitter,
-and what differs between rows is what the settings do about them.
+A seed stands for one step's data and jitter. Draws are keyed by what they are for, not by when they
+are made, so under one seed every setting meets the same costs and jitter. Rows differ only by what
+the settings do about them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ from rrfp.trace.records import NS_PER_S, Recording
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Everything that makes a row of a comparison."""
+    """Everything that defines a row of a comparison."""
 
     shape: Shape
-    """Its kinds are those of the policy's hint."""
+    """Its kinds must be those of the policy's hint."""
     policy: Policy
     costs: Costs
     jitter: Jitter = NO_JITTER
     admit: Admission = Admit.GIVEN
     blocking: bool = False
-    """Transfers lie on the compute path, as in Megatron's own schedules."""
+    """Transfers block the compute path, as in Megatron's own schedules."""
     num_members: int = 1
     """Ranks that run each pipeline rank's tasks together (tensor parallelism)."""
     num_replicas: int = 1
@@ -47,11 +47,11 @@ class Trial:
     """One simulated step of a setting."""
 
     makespan_ns: int
-    """From the start to the end of the last replica, their gradient reduction included."""
+    """From the start until the last replica ends, gradient reduction included."""
     floor_ns: int
-    """No schedule is faster (`rrfp.simulate.bounds.floor`)."""
+    """The lower bound: no schedule is faster (`rrfp.simulate.bounds.floor`)."""
     load_ns: int
-    """The work of the rank that has most, with the gradient reduction."""
+    """The work of the most loaded rank, plus the gradient reduction."""
     bound_ns: int | None
     """The paper's upper bound (`rrfp.simulate.bounds.paper_bound_ns`), where it applies."""
     bubble_fraction: float
@@ -61,7 +61,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a setting came to over all seeds. Ratios are those of the means."""
+    """The outcome of a setting over all seeds. Ratios are ratios of means."""
 
     trials: tuple[Trial, ...]
     num_chunks: int
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """How far apart the fastest and the slowest step lie, as a share of the mean."""
+        """The difference between the slowest and the fastest step, as a share of the mean."""
         return (self.max_s - self.min_s) / self.mean_s
 
     @property
@@ -130,15 +130,15 @@ def run_settings(
     recordings: Sequence[Recording] | None = None,
     finished: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """Simulate a step of every setting under every seed; a row a setting.
+    """Simulate a step of every setting under every seed; returns a row per setting.
 
-    `recordings`, one a setting, are given a step a seed. `finished` is called after each trial.
-    Raises UsageError when costs do not fit a setting's shape, and RrfpError when a binding order
+    Each setting's recording, if given, gets a step per seed. `finished` is called after each trial.
+    Raises UsageError if costs do not fit a setting's shape, and RrfpError if a binding order
     deadlocks over its links.
     """
     trials: list[list[Trial]] = [[] for _ in settings]
     for step, seed in enumerate(seeds):
-        # What settings share is drawn once, and dropped with its seed: it may be large.
+        # Draws that settings share are made once, and dropped after their seed: they may be large.
         drawn: dict[object, _Drawn] = {}
         for number, setting in enumerate(settings):
             recording = None if recordings is None else recordings[number]
@@ -151,13 +151,13 @@ def run_settings(
 
 
 def check_fits(setting: Setting) -> None:
-    """Raise UsageError when the costs or the jitter do not fit the shape."""
+    """Raise UsageError if the costs or the jitter do not fit the shape."""
     _draw(setting, seed=0, replica=0, step=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What a replica meets under a seed, and what no schedule can beat there."""
+    """A replica's conditions under a seed, and their floor."""
 
     met: Conditions
     floor: Floor
@@ -179,7 +179,7 @@ def _run(
 ) -> Trial:
     replicas = []
     for replica in range(setting.num_replicas):
-        # The settings keep these two alive, so that no other object has their identity.
+        # Settings keep these two objects alive, so their ids stay unique.
         key = (id(setting.costs), id(setting.jitter), setting.admit, setting.shape, replica)
         if key not in drawn:
             drawn[key] = _draw(setting, seed, replica, step)
@@ -204,7 +204,8 @@ def _run(
 
 
 def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int | None:
-    """The paper's upper bound: of `bf` and `bfw`, one chunk, free links, and nothing withheld."""
+    """The paper's upper bound, or None: it holds for `bf` and `bfw` with one chunk per rank, free
+    links, and nothing withheld."""
     shape, policy = setting.shape, setting.policy
     applies = (
         policy.hint in (BF, BFW)
@@ -233,13 +234,13 @@ def _world(setting: Setting, met: Conditions) -> World:
         if setting.num_members > 1 and costs.lateness_ns
         else None,
         num_bytes=links.num_bytes,
-        # Where one order binds there is nothing to agree on.
+        # A binding order leaves nothing to agree on.
         agreement_ns=0 if binds else costs.agreement_ns,
     )
 
 
 class _Skew:
-    """A `Lateness`: evenly from none to a most, drawn for each message and member."""
+    """A `Lateness`: uniform from 0 to a maximum, drawn for each message and member."""
 
     def __init__(self, shape: Shape, most_ns: int, seed: int, replica: int) -> None:
         self._num_microbatches = shape.num_microbatches

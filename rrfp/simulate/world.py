@@ -1,7 +1,7 @@
-"""The world that a simulated step meets: everything that no dispatcher decides.
+"""The world of a simulated step: everything that dispatchers do not decide.
 
-That is how long tasks and messages take, and what comes between. All times are whole nanoseconds,
-so that sums are exact and the same on every machine.
+That is, how long tasks and messages take, and what delays them. All times are whole nanoseconds, so
+that sums are exact and the same on every machine.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rrfp.schedule.tasks import Kind, Task
 class TaskTimes:
     """Nanoseconds of every task of a step, `[stage][microbatch]`.
 
-    `input_gradient` and `weight_gradient` are the two parts of the backward; one that is not split
-    takes their sum.
+    `input_gradient` and `weight_gradient` are the two parts of a backward; a whole one takes their
+    sum.
     """
 
     forward: Sequence[Sequence[int]]
@@ -45,34 +45,34 @@ class Transfer(Protocol):
 
 
 class Stretch(Protocol):
-    """How long a task really takes, which may follow from what its rank ran before, or from when it
-    starts. Called once a task, in the sequence in which a rank starts them."""
+    """How long a task really takes, which may depend on what its rank ran before and on when it
+    starts. Called once per task, in the order in which a rank starts them."""
 
     def __call__(self, rank: int, start_ns: int, task: Task, time_ns: int) -> int: ...
 
 
 class Lateness(Protocol):
-    """How much later than at its group's first member a message is at another one, in ns."""
+    """How much later a message reaches this member than its group's first member, in ns."""
 
     def __call__(self, member: int, task: Task) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything about one pipeline's step that no dispatcher decides."""
+    """Everything about one pipeline's step that dispatchers do not decide."""
 
     times: TaskTimes
     transfer: Transfer | None = None
     """None: messages take no time."""
     stretch: Stretch | None = None
     blocking: bool = False
-    """A transfer starts when both ranks are there, and both wait for it, as in Megatron's own
-    schedules; else it passes beside the work, one at a time on a directed link, in order."""
+    """A transfer starts when both ranks are there and blocks both, as in Megatron's own schedules.
+    Otherwise messages travel while ranks compute, one at a time on a directed link, in order."""
     num_members: int = 1
     """Ranks that run each pipeline rank's tasks together and must agree (tensor parallelism)."""
     lateness: Lateness | None = None
     num_bytes: Sequence[int] = ()
-    """Of a message, by microbatch, for the records; none: 0."""
+    """Message sizes by microbatch, for the records; empty: 0."""
     agreement_ns: int = 0
-    """What a round of agreement takes. It passes unseen where it is over before the task that runs
-    meanwhile, else the group waits."""
+    """The time of a round of agreement. It is hidden if it is over before the task that runs
+    meanwhile; otherwise the group waits."""

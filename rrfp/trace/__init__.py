@@ -1,1 +1,1 @@
-"""What is recorded, how ranks spill it, and the Perfetto file it becomes."""
+"""What is recorded: record types, run directories, spill files, and traces in Perfetto's format."""

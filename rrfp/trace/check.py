@@ -1,8 +1,7 @@
-"""Whether a trace holds all of its run: what is lost, open, unmatched, missing or impossible.
+"""Checks that a trace holds all of its run: nothing lost, open, unmatched, missing or impossible.
 
-A run that crashed lost the records of the step it was in, on some ranks or on all; and a rank that
-had no room for all records of a step lost its last ones. Such a step is reported as what it is, and
-no further check looks at it.
+A crash loses the records of the running step, on some ranks or on all. A rank that runs out of room
+in a step loses that step's last records. Such a step is reported once; other checks skip it.
 """
 
 from collections import Counter, defaultdict
@@ -28,7 +27,7 @@ _NUM_EXAMPLES = 3
 
 
 def check_contents(contents: TraceContents) -> list[str]:
-    """The problems of a trace that was read, one sentence each; empty for a whole one."""
+    """The problems of a trace that was read, one sentence each; empty if there are none."""
     recording = contents.recording
     torn = _torn_steps(recording)
     ranks = {records.info.rank for records in recording.ranks}
@@ -74,8 +73,8 @@ def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
-    """The steps that a run began and did not finish, or not record, in order of time: to each the
-    ranks that did not."""
+    """The steps that some ranks began but did not finish or fully record, in order of time, each
+    with those ranks."""
     finished = {
         records.info.rank: {p.step for p in records.phases if p.phase == Phase.SCHEDULE}
         - {loss.step for loss in records.losses}
@@ -89,7 +88,7 @@ def _torn_steps(recording: Recording) -> dict[int, list[int]]:
 
 
 def _begun_steps(recording: Recording) -> list[int]:
-    """The steps of which anything ran, in order of time: their numbers do not rise with it."""
+    """The steps of which anything ran, in order of time (which step numbers do not follow)."""
     begins_ns: dict[int, int] = {}
     for records in recording.ranks:
         finished = (phase for phase in records.phases if phase.phase == Phase.SCHEDULE)
@@ -100,7 +99,7 @@ def _begun_steps(recording: Recording) -> list[int]:
 
 
 def _check_losses(recording: Recording) -> Iterator[str]:
-    """What a rank itself says that it lost."""
+    """Losses that a rank itself reports."""
     for records in recording.ranks:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
@@ -144,7 +143,7 @@ def _check_messages(
     too_soon: list[str] = []
     arrows: list[str] = []
     skipped = set(torn)
-    # Clocks of two hosts agree to within what both were measured with.
+    # Clocks of two hosts agree only to within the sum of their measurement errors.
     clock_errors_ns = {r.info.rank: r.info.clock_error_ns for r in recording.ranks}
     for key in sorted(sends.keys() | receives.keys()):
         send, receive = sends.get(key), receives.get(key)
@@ -176,7 +175,7 @@ def _check_messages(
         ("lost: {} received and never sent", unsent),
         ("unmatched: {} received and taken by no task", unconsumed),
         ("negative latency: {} received before they were sent", early),
-        ("negative latency: {} taken by a task before they came", too_soon),
+        ("negative latency: {} taken by a task before they arrived", too_soon),
         ("unmatched: {} without an arrow from send to receive to task", arrows),
     ):
         if told_of:
@@ -187,14 +186,14 @@ def _check_messages(
 
 
 def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
-    """Sequence numbers of a link start at 0 and leave none out."""
+    """A link's sequence numbers must start at 0 and have no gaps."""
     links: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for source, destination, sequence in sends:
         links[source, destination].add(sequence)
     for (source, destination), found in sorted(links.items()):
         num_missing = max(found) + 1 - len(found)
         if num_missing > 0:
-            # A damaged number may be huge: only the first few missing ones are looked for.
+            # A damaged number may be huge, so look only for the first few missing ones.
             missing = (f"number {number}" for number in count() if number not in found)
             examples = list(islice(missing, min(num_missing, _NUM_EXAMPLES + 1)))
             told = _tell("lost: {}", "messages", examples, num_missing)
@@ -204,7 +203,7 @@ def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
 def _check_inputs(
     recording: Recording, receives: dict[MessageKey, ReceiveRecord], skipped: set[int]
 ) -> Iterator[str]:
-    """Where a stage gets the input of a kind by message, each of its tasks has one."""
+    """If a stage gets any input of a kind by message, each of its tasks must have one."""
     received: defaultdict[int, set[TaskKey]] = defaultdict(set)
     for key, receive in receives.items():
         received[key.destination].add(key_of(receive))
@@ -256,7 +255,7 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
-    """In a finished step every stage runs each kind that it runs for the same microbatches."""
+    """In a finished step, a stage must run each of its kinds for the same microbatches."""
     microbatches: defaultdict[int, set[int]] = defaultdict(set)
     groups: defaultdict[tuple[int, str, int], set[int]] = defaultdict(set)
     for step, kind, stage, microbatch in found:
@@ -275,7 +274,8 @@ def _name(task: TaskRecord | TaskKey) -> str:
 
 
 def _tell(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
-    """Fill in "3 tasks" and append the first few of them, or of what stands for so many."""
+    """Fill in "3 tasks" and append the first few `items`. `num_items` is given where an item stands
+    for several."""
     num_items = len(items) if num_items is None else num_items
     count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
     examples = "; ".join(map(str, items[:_NUM_EXAMPLES]))

@@ -1,12 +1,12 @@
-"""What recording a run cost it, as the run's own records state it."""
+"""What recording cost a run, by the run's own records."""
 
 from rrfp.trace.records import Phase, RankRecords, Recording
 
 
 def recording_fraction(recording: Recording) -> float | None:
-    """The time that recording took over the time of the steps, on the rank where it is largest.
+    """The time spent recording over the time of the steps, on the rank where that is largest.
 
-    None where no rank has both finished a step and stated its cost.
+    None if no rank has both finished a step and recorded its cost.
     """
     fractions = [
         records.costs[-1].cost_ns / steps_ns

@@ -1,4 +1,4 @@
-"""What a run is, as `run.json` tells it. Imports no torch: the launcher writes it first."""
+"""Writes `run.json`, the description of a run. Imports no torch: the launcher writes it first."""
 
 import json
 import platform
@@ -20,8 +20,8 @@ def describe_run(
     world_size: int,
     ranks: Sequence[RankInfo],
 ) -> None:
-    """Write every setting, the effective policy, the versions, the world's size and who the ranks
-    are. Who reads the file meanwhile finds it whole."""
+    """Write all settings, the effective policy, versions, the world size and the ranks. Concurrent
+    readers never see half a file."""
     described = {
         "settings": dict(settings),
         POLICY: dict(policy),
@@ -45,7 +45,7 @@ def describe_run(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what a run's figures depend on."""
+    """The versions of Python and of the packages that a run's figures depend on."""
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in _PACKAGES},
@@ -55,5 +55,5 @@ def versions() -> dict[str, str]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # Megatron is often run from its sources
+    except PackageNotFoundError:  # Megatron is often run from a source tree
         return "unknown"

@@ -1,4 +1,4 @@
-"""What a viewer shows first: which tracks, and which step of the run."""
+"""What a viewer shows first: which tracks, and which step."""
 
 import json
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ _MARGIN_FRACTION = 0.02
 
 
 class Preset(StrEnum):
-    """A question to the trace, and the tracks that answer it."""
+    """A question about a run; its tracks answer it."""
 
     BUBBLES = "bubbles"
     """Why did each stage wait?"""
     HINTS = "hints"
-    """Where did each stage depart from the order that its hint wanted, and how far was it ahead?"""
+    """Where did each stage depart from its hint's order, and how far did it run ahead?"""
     FLOW = "flow"
-    """How did messages go from stage to stage?"""
+    """How did messages travel from stage to stage?"""
 
 
-# Names of `rrfp.trace.perfetto.tracks`, of tracks that hold something: a pinned group is empty.
+# Names from `rrfp.trace.perfetto.tracks`, of tracks with slices: a pinned group shows nothing.
 _TRACKS_OF = {
     Preset.BUBBLES: "^(compute|wait)$",
     Preset.HINTS: "^(compute|hint|D)$",
@@ -36,14 +36,14 @@ class InitialView:
     """What to show of a trace; by default all of it, with the stages expanded."""
 
     window: Window | None = None
-    """The part of the trace in view. A viewer ignores one that reaches beyond the trace."""
+    """The part of the trace in view. A viewer ignores a window that extends beyond the trace."""
     preset: Preset | None = None
     selected_ns: int | None = None
-    """Select the slice that begins here, so that its arrows are drawn. The viewer then moves the
-    window to have this moment in its middle."""
+    """Select the slice that begins at this time, so that its arrows are drawn. The viewer then
+    centres the window on it."""
 
     def ui_arguments(self) -> str:
-        """The arguments that ask for this view in an address of the Perfetto UI
+        """The URL arguments that make the Perfetto UI show this view
         (https://perfetto.dev/docs/visualization/commands-automation-reference)."""
         arguments = {"hideSidebar": "true", "startupCommands": json.dumps(self._commands())}
         if self.window is not None:
@@ -57,8 +57,8 @@ class InitialView:
             return [_command("ExpandTracksByRegex", _STAGES)]
         tracks = _TRACKS_OF[self.preset]
         return [
-            # A pinned track does not say which stage it belongs to. A workspace of these tracks
-            # alone does, so one is opened; the tracks are pinned in the workspace of all tracks.
+            # A pinned track does not show its stage, but a workspace of these tracks alone does.
+            # So open such a workspace, and pin the tracks in the workspace of all tracks.
             _command("PinTracksByRegex", tracks),
             _command("ExpandTracksByRegex", _STAGES),
             _command("CopyTracksToWorkspaceByRegexWithAncestors", tracks, self.preset),
@@ -72,31 +72,32 @@ def _command(name: str, *arguments: str) -> dict[str, object]:
 
 
 def typical_step(windows: Mapping[int, Window]) -> int | None:
-    """The step of median length, None without steps; the first one only if it is alone."""
+    """The step of median length, not counting the first unless it is the only one. None without
+    steps."""
     lengths_ns = _lengths_after_warm_up(windows)
     shortest_first = sorted(lengths_ns, key=lengths_ns.__getitem__)
     return shortest_first[(len(shortest_first) - 1) // 2] if shortest_first else None
 
 
 def worst_step(windows: Mapping[int, Window]) -> int | None:
-    """The longest step, None without steps; the first one only if it is alone."""
+    """The longest step, not counting the first unless it is the only one. None without steps."""
     lengths_ns = _lengths_after_warm_up(windows)
     return max(lengths_ns, key=lengths_ns.__getitem__, default=None)
 
 
 def _lengths_after_warm_up(windows: Mapping[int, Window]) -> dict[int, int]:
-    """The length in ns of each step but the first, which warms caches up and is the longest of most
-    runs. A first step that is alone stays."""
+    """The length in ns of each step but the first, which warms up caches and is usually longest. A
+    first step that is the only one stays."""
     in_time = sorted(windows, key=windows.__getitem__)
     steps = in_time[1:] or in_time
     return {step: windows[step][1] - windows[step][0] for step in steps}
 
 
 def widened(window: Window, end_ns: int, selected_ns: int | None = None) -> Window:
-    """The part of a trace to show for a window of it.
+    """The part of a trace to show for a window.
 
-    It has a margin, and keeps the whole window in view when what is selected stands in the middle.
-    It does not reach beyond the trace, which ends at `end_ns`.
+    It has a margin, keeps the whole window in view when the selection is centred, and stays within
+    the trace, which ends at `end_ns`.
     """
     start_ns, stop_ns = window
     margin_ns = int((stop_ns - start_ns) * _MARGIN_FRACTION)
@@ -104,7 +105,7 @@ def widened(window: Window, end_ns: int, selected_ns: int | None = None) -> Wind
     if selected_ns is not None:
         half_ns = max(selected_ns - start_ns, stop_ns - selected_ns)
         start_ns, stop_ns = selected_ns - half_ns, selected_ns + half_ns
-        # Moved rather than cut, for the viewer keeps the width.
+        # Shift rather than cut, because the viewer keeps the width.
         beyond_ns = max(stop_ns - end_ns, 0) or min(start_ns, 0)
         start_ns, stop_ns = start_ns - beyond_ns, stop_ns - beyond_ns
     return max(start_ns, 0), min(stop_ns, end_ns)

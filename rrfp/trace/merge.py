@@ -1,4 +1,4 @@
-"""From what the ranks spilled to the run's one trace."""
+"""Merges the ranks' spill files into the run's one trace."""
 
 import json
 import shutil
@@ -13,16 +13,16 @@ from rrfp.trace.spill import is_being_written, read_spill
 
 
 def encode_run(directory: Path) -> Path:
-    """Merge the records of a run that has ended into its trace, remove them, and give its path.
+    """Merge the records of a finished run into its trace, remove them, and return the trace's path.
 
-    Ranks that left nothing are left out. Raises RrfpError when the run goes on, when a file is
-    corrupt, or when no rank left anything; the records then stay.
+    Ranks without records are left out. Raises RrfpError if the run is still going, if a file is
+    corrupt, or if no rank recorded anything; the records then stay.
     """
     run = RunDir(directory)
     spills = sorted(run.records.glob("rank-*.jsonl"))
     for spill in spills:
         if is_being_written(spill):
-            raise RrfpError(f"the run in {directory} still goes on; its trace comes at its end")
+            raise RrfpError(f"the run in {directory} is still going; its trace comes when it ends")
     found = [records for spill in spills if (records := read_spill(spill)) is not None]
     if not found:
         raise RrfpError(f"no rank of the run in {directory} has recorded anything")
@@ -34,7 +34,7 @@ def encode_run(directory: Path) -> Path:
 
 
 def _read_settings(path: Path) -> dict[str, object]:
-    """The run's settings; empty where its launcher died before it wrote them."""
+    """The run's settings; empty if its launcher died before it wrote them."""
     try:
         settings = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def _read_settings(path: Path) -> dict[str, object]:
 
 
 def _align(ranks: list[RankRecords]) -> None:
-    """Move all times to the reference clock, and count them from the run's first record."""
+    """Move all times to the reference clock, counting from the run's first record."""
     starts_ns = [
         record[0] + records.info.clock_offset_ns
         for records in ranks
@@ -62,7 +62,7 @@ def _align(ranks: list[RankRecords]) -> None:
 
 
 def _shifted(record: Any, shift_ns: int) -> Any:
-    """The record with its times, which are its first one or two fields, moved."""
+    """The record with its times (its first one or two fields) shifted."""
     num_times = 2 if hasattr(record, "end_ns") else 1
     times = (time_ns + shift_ns for time_ns in record[:num_times])
     return type(record)(*times, *record[num_times:])

@@ -1,9 +1,9 @@
 """What is recorded: a few record types, one tuple each, and the recording that holds them.
 
-All times are integer nanoseconds. A rank records on its own host's monotonic clock; in a
-`Recording` every time has been moved to the reference clock (that of rank 0's host) by the
-rank's `clock_offset_ns`, and counts from the start of the run. `step` numbers training steps and
-evaluations apart (`rrfp.trace.steps`).
+All times are integer nanoseconds. A rank records on its own host's monotonic clock. In a
+`Recording` every time has been moved to the reference clock (that of rank 0's host) by the rank's
+`clock_offset_ns`, and counts from the start of the run. `step` numbers training steps and
+evaluations separately (`rrfp.trace.steps`).
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ NS_PER_S = 1_000_000_000
 
 
 class TaskRecord(NamedTuple):
-    """A task that ran, and what the dispatcher knew when it chose it."""
+    """A task that ran, and what its dispatcher knew when it chose the task."""
 
     start_ns: int
     end_ns: int
@@ -24,15 +24,15 @@ class TaskRecord(NamedTuple):
     chunk: int
     microbatch: int
     hint_position: int
-    """Place in the hint's order on this rank (for round-based hints: when all times are equal)."""
+    """Place in the hint's order on this rank (of a round-based hint: when all times are equal)."""
     ready: int
     """Tasks ready at the decision, this one included: `ready_forwards` plus ready B and W."""
     skipped: int
     """Unfinished tasks that the hint ranks above this one (its deviation from the hint)."""
     depth: int
-    """D once this task is dispatched: chunk-forwards minus chunk-backwards run in the step."""
+    """D, this task included: chunk-forwards minus chunk-backwards run in the step."""
     held: int
-    """Activations kept from F until W (B when W is not split off), this task counted, in chunks."""
+    """Activations kept from F until W (B if W is not split off), this task included, in chunks."""
     ready_forwards: int
     ready_backwards: int
 
@@ -77,8 +77,8 @@ class ReceiveRecord(NamedTuple):
 
 
 class AgreementRecord(NamedTuple):
-    """One agreed task: the time in which the leader told its followers, or a follower took the
-    decision up. The wait for a decision is a wait of cause `coordination`."""
+    """One agreed task: when the leader sent its decision, or a follower took it up. Waiting for a
+    decision is a wait of cause `coordination`."""
 
     start_ns: int
     end_ns: int
@@ -91,9 +91,9 @@ class AgreementRecord(NamedTuple):
 
 
 class StimulusRecord(NamedTuple):
-    """What the dispatcher took in, in that order, so that a rank can be replayed exactly.
-    `name` is the stimulus' class; stage and microbatch are -1 and kind empty where it has no task;
-    `member` is the group member that reported it (0: this rank)."""
+    """A stimulus that the dispatcher took in; in order, they replay a rank exactly. `name` is the
+    stimulus' class. Without a task, stage and microbatch are -1 and kind is empty. `member` is the
+    group member that reported it (0: this rank)."""
 
     time_ns: int
     step: int
@@ -105,16 +105,16 @@ class StimulusRecord(NamedTuple):
 
 
 class Phase(StrEnum):
-    """What else takes a rank's time."""
+    """What takes a rank's time besides tasks and waits."""
 
     SCHEDULE = "schedule"
-    """From the rank's entry into the schedule to its return: its part of the step window."""
+    """From the rank's entry into the schedule to its return: its share of the step's window."""
     DATA = "data"
     OPTIMIZER = "optimizer"
 
 
 class PhaseRecord(NamedTuple):
-    """A part of the step other than tasks and waits. One `SCHEDULE` phase closes each step."""
+    """Part of a step other than tasks and waits. One `SCHEDULE` phase closes each step."""
 
     start_ns: int
     end_ns: int
@@ -123,8 +123,8 @@ class PhaseRecord(NamedTuple):
 
 
 class CostRecord(NamedTuple):
-    """What recording itself cost on this rank up to here: the number of records and the measured
-    time of taking and writing them."""
+    """What recording has cost this rank so far: the number of records, and the measured time of
+    taking and writing them."""
 
     time_ns: int
     step: int
@@ -133,8 +133,8 @@ class CostRecord(NamedTuple):
 
 
 class LossRecord(NamedTuple):
-    """Records of a step that this rank had no room for: its last ones. The phase that closes the
-    step is one of the last, and without it the step counts as one that the rank did not finish."""
+    """How many of a step's last records this rank had no room for. They include the phase that
+    closes the step, without which the step counts as unfinished on this rank."""
 
     time_ns: int
     step: int
@@ -179,9 +179,9 @@ class RankInfo:
     host: str
     pid: int
     clock_offset_ns: int = 0
-    """Added to this rank's times to put them on the reference clock."""
+    """Add this to the rank's times to move them to the reference clock."""
     clock_error_ns: int = 0
-    """Half the shortest round trip that the offset was measured with; 0 on the reference host."""
+    """Half the shortest round trip of the offset's measurement; 0 on the reference host."""
 
 
 @dataclass(slots=True)
@@ -200,7 +200,7 @@ class RankRecords:
     losses: list[LossRecord] = field(default_factory=list)
 
     def by_name(self) -> dict[str, list[Any]]:
-        """Each list under the name that its type has in `RECORD_TYPES`; the lists themselves."""
+        """Each list (not a copy) by its type's name in `RECORD_TYPES`."""
         return {
             "task": self.tasks,
             "wait": self.waits,

@@ -1,4 +1,4 @@
-"""The files of a run that no training made: an imported or a simulated one."""
+"""Writes the files of an imported or simulated run."""
 
 import json
 

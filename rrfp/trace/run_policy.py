@@ -1,4 +1,4 @@
-"""What steered a run, as its description (`run.json`, and the trace) states it."""
+"""The policy of a run, as its description (in `run.json` and in the trace) states it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 
 POLICY = "policy"
-"""Where a description has the effective policy, by its flags; null withholds nothing."""
+"""The description's key for the effective policy, keyed by flag; a null bound withholds nothing."""
 
 
 def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
-    """The policy of a run that no dispatcher of ours steered."""
+    """The policy of a run that our dispatcher did not steer."""
     return {
         "hint": hint,
         "dispatch": str(dispatch),
@@ -23,10 +23,10 @@ def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
 
 
 def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
-    """The effective policy of a run, whatever stands there; empty where nothing is told.
+    """The effective policy of a run, unvalidated; empty if the description states none.
 
-    Earlier versions kept its parts among the settings, and left the usual limit out, which only
-    simulated runs could do without.
+    Earlier versions kept its parts among the settings and left out the usual limit, which only
+    simulated runs could lack.
     """
     policy = description.get(POLICY)
     if isinstance(policy, dict):

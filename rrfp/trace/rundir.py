@@ -1,4 +1,4 @@
-"""The directory of a run: the names of its files, and how one is made and found again."""
+"""The directory of a run: the names of its files, and how to make one and find it again."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from rrfp.errors import UsageError
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 
 RUNS = Path("runs")
-"""Where runs go that were given no directory, below the working directory."""
+"""Where runs go by default, below the working directory."""
 LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS`."""
 
@@ -30,7 +30,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line, a line a finished step."""
+        """One JSON object per line, one line per finished step."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -39,12 +39,12 @@ class RunDir:
 
     @property
     def records(self) -> Path:
-        """What the ranks spill while they train; merged into the trace, then removed."""
+        """What the ranks record while they train; merged into the trace, then removed."""
         return self.path / "records"
 
     @property
     def logs(self) -> Path:
-        """What the ranks' processes print."""
+        """The output of the ranks' processes."""
         return self.path / "logs"
 
     def rank_log(self, rank: int) -> Path:
@@ -57,11 +57,11 @@ class RunDir:
 
 
 def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
-    """Make the directory of a new run: `out`, or `runs/<time>-<hint>/`, which `runs/latest` then
-    points to.
+    """Make the directory of a new run: `out`, or else `runs/<time>-<hint>/`, and point
+    `runs/latest` to it.
 
-    An existing `out` is refused, or with `force` cleared of the run that is in it (of its files
-    only). Raises UsageError.
+    If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
+    if it exists without `force`, or cannot be made.
     """
     try:
         return _create_dated(hint) if out is None else _create_at(out, force)
@@ -73,7 +73,7 @@ def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
-    """The ranks that a run had by its settings; none where these do not tell."""
+    """The ranks that a run had by its settings; empty if the settings do not say."""
     expected: set[int] = set()
     world = settings.get("world")
     if isinstance(world, int) and world <= MOST_OF_A_KIND:
@@ -110,7 +110,7 @@ def _create_at(out: Path, force: bool) -> RunDir:
 
 def _create_dated(hint: str) -> RunDir:
     RUNS.mkdir(exist_ok=True)
-    # A hint may be an order file: its name is taken, fit for a directory.
+    # A hint may be an order file; use its name, made fit for a directory.
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     path = RUNS / name
@@ -128,7 +128,7 @@ def _create_dated(hint: str) -> RunDir:
 
 def _point_latest_to(path: Path) -> None:
     if LATEST.exists() and not LATEST.is_symlink():
-        raise UsageError(f"{LATEST} is not a link; move it away, it must point to the newest run")
+        raise UsageError(f"{LATEST} is not a link; move it away, it has to link to the newest run")
     link = RUNS / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name, target_is_directory=True)

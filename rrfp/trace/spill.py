@@ -1,13 +1,12 @@
 """A rank's own append-only file of records, `records/rank-<N>.jsonl`.
 
 The first line is a header: format, version and who records. Every further line is one flush: a JSON
-array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line that a crash tore, or that
-the disk had no room for, is the last one and lacks its newline; it held the step that was running,
-which is lost, and nothing else.
+array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line cut off by a crash or a
+full disk is the last one and lacks its newline; only the step that was running is lost with it.
 
-A writer holds a shared lock on its file for as long as its process lives, so that a reader can tell
-a run that goes on from one that has ended, however it ended. Both open the file for reading and for
-writing: NFS gives a shared lock to readers only and an exclusive one to writers only.
+A writer holds a shared lock on its file as long as its process lives. So a reader knows whether the
+run is still going, however it may end. Both open the file for reading and writing, because NFS
+grants shared locks only to readers and exclusive ones only to writers.
 """
 
 import fcntl
@@ -32,15 +31,15 @@ _FIELD_TYPES = {
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 _NUM_ROWS_OF_A_BATCH = 1000
-"""Encoded by one call, which costs as much as ten rows; larger batches gain nothing."""
+"""Rows encoded per call. A call costs as much as ten rows; larger batches gain nothing."""
 
 Row = tuple[str | int, ...]
 """A record's name and its fields."""
 
 
 def row_of(record: Record) -> Row:
-    """The record as it is written. It is a plain tuple, which costs the garbage collector nothing:
-    a million named ones it would look through again and again."""
+    """The record as it is written: a plain tuple, which the garbage collector stops tracking. It
+    would scan a million named tuples again and again."""
     return _BEGINNINGS[type(record)] + record
 
 
@@ -57,7 +56,7 @@ class SpillWriter:
         self._separator = "["
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Add records to the running flush, as they come out of an iterator."""
+        """Add records to the current flush, as the iterator yields them."""
         remaining = iter(rows)
         while batch := list(islice(remaining, _NUM_ROWS_OF_A_BATCH)):
             self._file.write(self._separator)
@@ -65,7 +64,7 @@ class SpillWriter:
             self._separator = ","
 
     def flush(self) -> None:
-        """End the running flush and hand it to the operating system; an empty one has no line."""
+        """End the current flush and pass it to the operating system; an empty one has no line."""
         if self._separator == ",":
             self._file.write("]\n")
             self._file.flush()
@@ -78,13 +77,13 @@ class SpillWriter:
         try:
             self._file.flush()
         finally:
-            # A process that was forked meanwhile has the file open, too, and so has the lock.
+            # A process forked meanwhile also has the file open, and would keep the lock.
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether the process that writes a spill file is still alive and has not closed it.
+    """Whether a process is alive that still writes this spill file.
 
     May raise OSError.
     """
@@ -99,8 +98,8 @@ def is_being_written(path: Path) -> bool:
 def read_spill(path: Path) -> RankRecords | None:
     """Everything in a spill file, on the rank's own clock.
 
-    None when the rank died before its header was whole. Raises RrfpError, with the line, for
-    anything corrupt but a torn last line.
+    None if the rank died before its header was complete. Raises RrfpError, with the line, for any
+    corruption other than a torn last line.
     """
     with path.open("rb") as file:
         records = None
@@ -136,7 +135,7 @@ def _read_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]
     for row in value:
         name = row[0] if isinstance(row, list) and row else None
         if not isinstance(name, str) or name not in RECORD_TYPES:
-            raise _corrupt(path, number, f"has a row that is no record: {str(row)[:60]}")
+            raise _corrupt(path, number, f"has a row that is not a record: {str(row)[:60]}")
         fields = row[1:]
         if tuple(map(type, fields)) != _FIELD_TYPES[name]:
             raise _corrupt(path, number, f"has a '{name}' with wrong fields: {str(row)[:60]}")

@@ -1,8 +1,8 @@
 """Steps of a run: how they are numbered and named, and when each one ran.
 
-In every record `step` counts the steps that train: 0, 1, 2, ... An evaluation, which runs forwards
-only, has a negative one: -1, -2, ... are evaluation 0, evaluation 1, ... So the numbers of a run
-do not rise with time. Earlier versions numbered evaluations among the others.
+In every record, training steps are numbered 0, 1, 2, ... Evaluations, which run forwards only, have
+negative numbers: -1 is evaluation 0, -2 is evaluation 1, ... So step numbers do not rise with time.
+Earlier versions numbered evaluations among the training steps.
 """
 
 from collections import defaultdict
@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from rrfp.trace.records import Phase, Recording
 
 Window = tuple[int, int]
-"""From and to, in nanoseconds of the trace."""
+"""Start and end, in nanoseconds of the trace."""
 
 STEP, EVALUATION = "step", "evaluation"
 """The two sorts of step."""
 
 
 def evaluation_step(number: int) -> int:
-    """The step of a run's evaluation of that number, from 0 on."""
+    """The step number of a run's evaluation `number`, counted from 0."""
     return -1 - number
 
 
@@ -27,7 +27,7 @@ def is_evaluation(step: int) -> bool:
 
 
 def told_step(step: int) -> tuple[str, int]:
-    """What sort of step it is, and its number within that sort: `("evaluation", 0)`."""
+    """The sort of a step, and its number within that sort: `("evaluation", 0)`."""
     return (EVALUATION, -1 - step) if step < 0 else (STEP, step)
 
 
@@ -63,21 +63,21 @@ def counted(number: int, sort: str) -> str:
 
 
 def in_order(steps: Iterable[int]) -> list[int]:
-    """Steps that train in their order, then evaluations in theirs."""
+    """Training steps in their order, then evaluations in theirs."""
     return sorted(steps, key=lambda step: (is_evaluation(step), abs(step)))
 
 
 def spread_evenly(steps: Sequence[int], most: int) -> list[int]:
-    """At most so many of a run's steps, spread evenly over them.
+    """At most `most` of a run's steps, spread evenly over them.
 
-    Each comes from the middle of its part: the first step of a run warms caches up.
+    Each comes from the middle of its share of the run, because the first step warms up caches.
     """
     num = min(len(steps), most)
     return [steps[(2 * part + 1) * len(steps) // (2 * num)] for part in range(num)]
 
 
 def step_windows(recording: Recording) -> dict[int, Window]:
-    """The window of each step that every rank finished, by step."""
+    """By step: the window of each step that every rank finished."""
     return windows_of(
         (
             (records.info.rank, phase.step, phase.start_ns, phase.end_ns)
@@ -90,9 +90,9 @@ def step_windows(recording: Recording) -> dict[int, Window]:
 
 
 def windows_of(schedules: Iterable[tuple[int, int, int, int]], num_ranks: int) -> dict[int, Window]:
-    """The window of each step that all of a run's ranks finished, by step.
+    """By step: the window of each step that all `num_ranks` ranks finished.
 
-    `schedules` has the `SCHEDULE` phases of the run: rank, step, start and end in ns. A window goes
+    `schedules` are the run's `SCHEDULE` phases: rank, step, start and end in ns. A window extends
     from the first rank's entry into the schedule to the last one's return from it.
     """
     windows: dict[int, Window] = {}

@@ -1,4 +1,4 @@
-"""Stimuli of a dispatcher as records, and back: what a rank took in can be handed in again."""
+"""A dispatcher's stimuli as records, and back, so that a recorded rank can be replayed."""
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
@@ -7,7 +7,7 @@ from rrfp.trace.records import ReceiveRecord, StimulusRecord, TaskRecord
 from rrfp.trace.steps import step_name
 
 _KINDS = {kind.value: kind for kind in Kind}
-"""A look into a dictionary, where the enumeration's own would be most of a replay's reading."""
+"""A plain dictionary: the enum's own lookup would dominate the time of reading a replay."""
 
 
 def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
@@ -24,7 +24,7 @@ def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
 
 
 def stimulus_of(record: StimulusRecord) -> Stimulus:
-    """The stimulus that was recorded. Raises RrfpError for a record of none."""
+    """The stimulus that was recorded. Raises RrfpError if the record's name is not a stimulus."""
     match record.name:
         case "ComputeIdle":
             return ComputeIdle()
@@ -41,11 +41,11 @@ def stimulus_of(record: StimulusRecord) -> Stimulus:
 
 
 def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
-    """The task that a record is about. Raises RrfpError for one of no kind."""
+    """The task that a record is about. Raises RrfpError if its kind is unknown."""
     kind = _KINDS.get(record.kind)
     if kind is None:
         raise RrfpError(
-            f"the trace has a task of kind '{record.kind}' in {step_name(record.step)}, which is "
-            f"none of {', '.join(Kind)}; see 'rrfp trace check'"
+            f"the trace has a task of kind '{record.kind}' in {step_name(record.step)}; it must be "
+            f"one of {', '.join(Kind)}; see 'rrfp trace check'"
         )
     return Task(record.stage, kind, record.microbatch)

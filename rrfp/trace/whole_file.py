@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all: who reads it meanwhile finds the one before."""
+"""Writes a file whole or not at all; a concurrent reader sees the previous one."""
 
 import os
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from typing import IO
 
 @contextmanager
 def open_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` when the block ends.
+    """A file to write, which replaces `path` when the block ends.
 
-    When the block raises, `path` stays as it was. May raise OSError.
+    If the block raises, `path` stays as it was. May raise OSError.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:

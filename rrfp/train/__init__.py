@@ -1,1 +1,1 @@
-"""What `rrfp train` runs: its settings, its ranks, its loop and its evaluation."""
+"""What `rrfp train` runs: settings, the ranks' processes, the training loop and evaluation."""

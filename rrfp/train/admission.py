@@ -1,5 +1,5 @@
-"""In which order the microbatches of a run's steps are admitted. At a pace every rank works it out
-from the same costs; else the first rank of a replica decides."""
+"""The admission order of a training run's steps. In a paced run every rank computes it from the
+same costs; otherwise the first rank of a replica decides."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ from rrfp.train.pacing import StepPacer
 from rrfp.train.settings import TrainSettings
 
 RunOrder = Callable[[int, Sequence[Any]], Sequence[int]]
-"""The order in which microbatches are admitted, from a step's number and its batches."""
+"""Gives the admission order from a step's number and its batches."""
 
 
 def run_order(settings: TrainSettings, pace: StepPacer | None = None) -> RunOrder:
-    """The admission order of a run's steps. Where tasks have a model, its costs decide.
+    """The admission order of a run's steps, by modelled costs if the pace has them.
 
-    Raises UsageError for an order or a cost that does not exist.
+    Raises UsageError for an unknown order or cost.
     """
     if pace is not None and pace.has_costs:
         return lambda step, _: pace.order(step)

@@ -1,4 +1,4 @@
-"""Whether a run's settings can run: each in its range, and all of them together."""
+"""Checks that a run's settings can run: each within its range, and all of them together."""
 
 import os
 from collections.abc import Callable
@@ -22,19 +22,18 @@ from rrfp.train.settings import DECLARED, TrainSettings
 _DEVICES = ("cpu",)
 
 _MAX_MICROBATCHES = 2**16
-"""Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+"""Far more than any pipeline can use; each costs every rank some memory."""
 
 _MAX_PORT = 2**16 - 1
 
 _MAX_RANKS_PER_CORE = 16
-"""More ranks than this on a host would start for many minutes, if there were memory for them."""
+"""More ranks per core would take many minutes to start, if they fit in memory at all."""
 
 _PLAIN_DATA = DataSettings()
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Raise UsageError when these settings cannot run. Whether hint and data fit is checked
-    apart."""
+    """Raise UsageError if these settings cannot run. Hint and data are checked elsewhere."""
     for flag, value in settings.by_flag().items():
         DECLARED[flag].check(value)
     _require(
@@ -121,7 +120,7 @@ def _require(holds: bool, sentence: str) -> None:
 _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     (
         lambda s: s.layout.placement == Placement.V and s.layout.chunks != 2,
-        "--placement v takes 2 chunks a rank, not {0.layout.chunks}; add --chunks 2",
+        "--placement v takes 2 chunks per rank, not {0.layout.chunks}; add --chunks 2",
     ),
     # What Megatron-Core's own schedules run.
     (
@@ -147,11 +146,11 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--dispatch megatron adds gradients up in its own order, which is the canonical one; "
         "leave --grad-order out",
     ),
-    # Who says what a microbatch weighs.
+    # The source of microbatches' weights.
     (
         lambda s: s.policy.admit_cost is not None and s.policy.admit != Admit.PYRAMID,
         "--admit-cost {0.policy.admit_cost} weighs microbatches and --admit {0.policy.admit} "
-        "sorts none; add --admit pyramid or leave --admit-cost out",
+        "does not sort them; add --admit pyramid or leave --admit-cost out",
     ),
     (
         lambda s: s.policy.admit_cost is not None and s.run.pace is not None,
@@ -277,4 +276,4 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         " the weight; leave it out or change --placement or --pp",
     ),
 )
-"""What does not go together, and the sentence that says so, formatted with the settings."""
+"""Combinations that do not work, each with its error sentence, formatted with the settings."""

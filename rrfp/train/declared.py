@@ -1,4 +1,4 @@
-"""How a setting is declared: once, for the command line, for TOML and for whoever checks it."""
+"""How a setting is declared: once, for the command line, for TOML files and for validation."""
 
 import math
 import types
@@ -14,7 +14,7 @@ from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.hints.hint import Hint
 
 _MOST_OF_A_FLOAT = 10**308
-"""No float is much larger than that."""
+"""About the largest float."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
 
@@ -23,10 +23,10 @@ _METADATA = "declared"
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """What a setting's value must be."""
+    """A constraint on a setting's value."""
 
     told: str
-    """In words, after "it must be"."""
+    """The constraint in words, after "it must be"."""
     holds: Callable[[Any], bool]
 
 
@@ -34,7 +34,7 @@ AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Metadata:
     help: str
     must: Must | None
     flag: str | None
@@ -43,14 +43,14 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One setting, as it was declared."""
+    """One declared setting."""
 
     flag: str
-    """Its name as a keyword: `micro_batch_size`, which is `--micro-batch-size` and, in TOML, either
-    spelling."""
+    """Its name as a keyword: `micro_batch_size`. The flag is `--micro-batch-size`; TOML files may
+    use either spelling."""
     group: str
     field: str
-    """Where it stands among the settings: `settings.<group>.<field>`."""
+    """Its attribute: `settings.<group>.<field>`."""
     kind: Any
     """int, float, bool, str, Path, a StrEnum, or Hint."""
     default: Any
@@ -60,7 +60,7 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """As it is written on the command line, without dashes before it."""
+        """The flag's name on the command line, without the leading dashes."""
         return self.flag.replace("_", "-")
 
     @property
@@ -69,9 +69,9 @@ class Declared:
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """A value from a flag, as text where the kind has no other form, or given as what it is.
+        """Convert a value given as text; any other value is returned as it is.
 
-        Raises UsageError for a text that is none of a choice, and for a hint that does not exist.
+        Raises UsageError for a text that is not one of the choices, and for an unknown hint.
         """
         if value is None or not isinstance(value, str):
             return value
@@ -88,7 +88,7 @@ class Declared:
         return value
 
     def read_toml(self, value: object, path: Path) -> Any:
-        """A value from a TOML file; raises UsageError for one of another type."""
+        """Convert a value from a TOML file; raises UsageError if its type is wrong."""
         wanted = str if self.kind is Hint or _is_choice(self.kind) else self.kind
         if wanted is Path and isinstance(value, str):
             return Path(value)
@@ -102,7 +102,7 @@ class Declared:
         return value
 
     def check(self, value: Any) -> None:
-        """Raise UsageError for a value out of the setting's range."""
+        """Raise UsageError if a value is out of the setting's range."""
         if value is not None and self.must is not None and not self.must.holds(value):
             raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.told}")
 
@@ -115,13 +115,13 @@ def setting(
     flag: str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A field of a group of settings. A help that ends without a full stop gets the default behind
-    it. `flag` is its name where the field has another."""
-    return field(default=default, metadata={_METADATA: _Told(help_text, must, flag, metavar)})
+    """A field of a group of settings. The default is appended to a help text that does not end with
+    a full stop. `flag` names the setting if its field has another name."""
+    return field(default=default, metadata={_METADATA: _Metadata(help_text, must, flag, metavar)})
 
 
 def declared_in(group: str, of: type) -> Iterator[Declared]:
-    """The settings of a group, in the sequence of its fields."""
+    """The settings of a group, in the order of its fields."""
     hints = typing.get_type_hints(of)
     for each in fields(of):
         told: _Told = each.metadata[_METADATA]

@@ -1,4 +1,4 @@
-"""What a run of `rrfp train` is, as `run.json` tells it."""
+"""Writes the `run.json` of a run of `rrfp train`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,6 @@ from rrfp.train.settings import TrainSettings
 
 
 def write_description(path: Path, settings: TrainSettings, ranks: Sequence[RankInfo]) -> None:
-    """Describe a run; `ranks` is empty until they are known."""
+    """Describe a run; `ranks` is empty as long as they are unknown."""
     policy = settings.effective_policy.described()
     describe_run(path, settings.described(), policy, settings.layout.world_size, ranks)

@@ -1,4 +1,4 @@
-"""The loss on what training never sees, by forwards alone through the same schedule."""
+"""The loss on held-out data, computed by forwards alone through the same schedule."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from rrfp.train.settings import TrainSettings
 from rrfp.train.training import Schedule, run_schedule
 
 _MIN_MICROBATCHES = 32
-"""So many are looked at, or a few more: whole steps on every replica."""
+"""How many microbatches an evaluation runs, rounded up to whole steps on every replica."""
 
 
 class OwnSchedule(Schedule, Protocol):
-    """A schedule function that nobody else calls."""
+    """A schedule function that has no other caller."""
 
     def close(self) -> None: ...
 
 
 class Evaluation:
-    """Looks at the same held-out microbatches every time, and leaves the training as it is."""
+    """Evaluates the same held-out microbatches every time, without affecting training."""
 
     def __init__(
         self,
@@ -35,29 +35,29 @@ class Evaluation:
         heldout: Callable[[int], Batch],
         schedule: OwnSchedule,
     ) -> None:
-        """`schedule` is not the training's: its steps have numbers of their own. Raises what
+        """`schedule` must not be the training's: its steps are numbered separately. Raises what
         `heldout` raises."""
         self._settings = settings
         self._layout = layout
         self._model = model
         self._schedule = schedule
         num, dp = settings.data.microbatches, layout.dp
-        # Made now, so that an image that cannot be read ends the run before it has trained.
+        # Load them now, so that an unreadable image ends the run before it has trained.
         self._steps = [
             [heldout((step * dp + layout.dp_rank) * num + index) for index in range(num)]
             for step in range(-(-_MIN_MICROBATCHES // (num * dp)))
         ]
 
     def is_due(self, step: int) -> bool:
-        """It is after this step that the model is looked at."""
+        """Whether to evaluate after this step."""
         settings = self._settings
         is_last = step + 1 == settings.num_steps
         every = settings.run.heldout_every
         return is_last or (every is not None and (step + 1) % every == 0)
 
     def loss(self) -> float:
-        """The mean over all labels that count; the same number on every rank. Raises RrfpError when
-        it is not finite."""
+        """The mean over all labels that count, the same on every rank. Raises RrfpError if it is
+        not finite."""
         layout = self._layout
         for chunk in self._model.chunks:
             chunk.eval()
@@ -73,7 +73,7 @@ class Evaluation:
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
             raise RrfpError(
-                f"the held-out loss came to {loss:g}, which no step mends; try a smaller --lr"
+                f"the held-out loss is {loss:g}, and no further step can fix it; try a smaller --lr"
             )
         return loss
 
@@ -82,12 +82,12 @@ class Evaluation:
         self._schedule.close()
 
     def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Sum and number of the losses of some microbatches; known to the last stage."""
+        """Sum and number of the losses of some microbatches; only the last stage knows them."""
         losses = run_schedule(
             self._schedule, self._settings, self._model, batches, forward_only=True
         )
         sums = torch.zeros(2, dtype=torch.float64)
-        # Empty but on the rank of the last stage.
+        # Empty except on the rank of the last stage.
         for item, batch in zip(losses, batches, strict=bool(losses)):
             count = float(batch["loss_mask"].sum())
             sums += torch.tensor([item["loss"].item() * count, count], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""The settings of a training run, group by group. All that is said of a setting is said here: its
+"""The settings of a training run, group by group. Everything about a setting is declared here: its
 flag's help, its default, its range, and its place in a TOML file.
 
-This file imports no torch: the launcher checks the settings before it starts any process.
+Imports no torch: the launcher checks the settings before it starts any process.
 """
 
 import math
@@ -20,50 +20,50 @@ from rrfp.train.declared import AT_LEAST_1, Must, setting
 _MAX_SEED = 2**32 - 1
 
 NUM_EXPERTS_A_TOKEN = 2
-"""Each token goes through so many experts of a layer, as in Megatron by default."""
+"""Experts of a layer that each token passes through: Megatron's default."""
 
 _NUM_EXPERTS = 4
-"""Experts a layer of `ModelKind.MOE` unless another number is asked for."""
+"""Default number of experts per layer of `ModelKind.MOE`."""
 
 
 class ModelKind(StrEnum):
-    """What is trained."""
+    """The models that can be trained."""
 
     GPT = "gpt"
-    """Text; with `experts`, as `MOE`."""
+    """Text; with `experts`, the same as `MOE`."""
     VLM = "vlm"
     """Images and text: vision stages before language stages."""
     MOE = "moe"
     """A GPT whose layers have experts."""
     MLP = "mlp"
-    """A GPT without attention: as little work as a task of Megatron's can be, for paced runs."""
+    """A GPT without attention: as little work per task as Megatron allows, for paced runs."""
 
 
 class Dtype(StrEnum):
-    """What parameters and activations are kept in; gradients add up in fp32 either way."""
+    """The type of parameters and activations; gradients are accumulated in fp32 either way."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class Recompute(StrEnum):
-    """Which activations the backward computes again rather than keeps."""
+    """Which activations the backward recomputes instead of keeping."""
 
     NONE = "none"
     SELECTIVE = "selective"
-    """Those inside the attention."""
+    """Those inside attention."""
     FULL = "full"
-    """Those of every layer but its input."""
+    """All inside a layer; only its input is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """What steers the ranks, as it was asked for; `TrainSettings.policy` is what is in effect."""
+    """The policy that was asked for; `TrainSettings.effective_policy` is the one in effect."""
 
     hint: Hint | None = setting(None, f"{', '.join(HINTS)}, or an order file (.csv) [bf].")
     dispatch: Dispatch = setting(
         Dispatch.READY,
-        "ready (default: the hint ranks what is ready), fixed (its order binds) or megatron "
+        "ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
         "(Megatron-Core's own 1F1B, or interleaving with --chunks).",
     )
     limit: int | None = setting(
@@ -76,34 +76,34 @@ class PolicySettings:
     )
     w: WeightGradients = setting(
         WeightGradients.IDLE,
-        "Weight gradients of an order used as a hint: idle (default: when nothing else is ready) "
-        "or ranked (at their places).",
+        "When an order used as a hint runs weight gradients: idle (default: when nothing else is "
+        "ready) or ranked (at their places).",
     )
     agreement: AgreementRule = setting(
         AgreementRule.INTERSECTION,
-        "What ranks that share collectives run: intersection (default: the best that all have "
-        "ready) or unanimous (what all would pick).",
+        "What ranks that share collectives run: intersection (default: the best task that all have "
+        "ready) or unanimous (the task that all would pick).",
     )
     grad_order: GradOrder = setting(
         GradOrder.CANONICAL,
-        "How gradients add up: canonical (default: by microbatch, the same to the bit) or arrival "
-        "(as they come).",
+        "How gradients are summed: canonical (default: by microbatch, the same to the bit) or "
+        "arrival (as they come).",
     )
     admit: str = setting(
         Admit.GIVEN,
         "The order in which a step's microbatches enter: given (default), pyramid (light, heavy, "
-        "light) or a file with a line a step.",
+        "light) or a file with a line per step.",
     )
     admit_cost: str | None = setting(
         None,
-        "What a microbatch weighs in the pyramid: work (default), tokens, patches or "
+        "The weight of a microbatch in the pyramid: work (default), tokens, patches or "
         "MODULE:FUNCTION, which takes its batch.",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSettings:
-    """How the ranks are laid out."""
+    """The parallel layout."""
 
     pp: int = setting(4, "Pipeline ranks", must=AT_LEAST_1)
     tp: int = setting(1, "Tensor-parallel ranks", must=AT_LEAST_1)
@@ -115,11 +115,11 @@ class LayoutSettings:
         "Context-parallel ranks; more than 1 needs Transformer Engine [1].",
         must=AT_LEAST_1,
     )
-    ep: int = setting(1, "Replicas that share out the experts; a divisor of --dp", must=AT_LEAST_1)
-    chunks: int = setting(1, "Model chunks a pipeline rank", must=AT_LEAST_1)
+    ep: int = setting(1, "Replicas that divide the experts; a divisor of --dp", must=AT_LEAST_1)
+    chunks: int = setting(1, "Model chunks per pipeline rank", must=AT_LEAST_1)
     placement: Placement = setting(
         Placement.LOOP,
-        "Where chunks lie: loop (default: Megatron's interleaving) or v (there and back, with "
+        "Placement of chunks: loop (default: Megatron's interleaving) or v (there and back, with "
         "--chunks 2).",
     )
     sequence_parallel: bool = setting(
@@ -129,7 +129,7 @@ class LayoutSettings:
 
     @property
     def num_replicas(self) -> int:
-        """Data-parallel replicas: those asked for, or as few as the experts can be spread over."""
+        """Data-parallel replicas: as asked for, or else as many as divide the experts."""
         return self.dp if self.dp is not None else self.ep // math.gcd(self.ep, self.cp)
 
     @property
@@ -152,23 +152,23 @@ class ModelSettings:
     heads: int = setting(4, "Attention heads, a multiple of --tp", must=AT_LEAST_1)
     experts: int | None = setting(
         None,
-        "Experts a layer, of which a token takes 2 [moe: 4; else dense layers].",
+        "Experts per layer, of which a token takes 2 [moe: 4; else dense layers].",
         must=AT_LEAST_1,
     )
     tie_embeddings: bool = setting(False, "Use the embedding's weight for the output too.")
     dropout: float = setting(
         0.0,
-        "Share of hidden and attention values dropped",
+        "Share of hidden and attention values to drop",
         must=Must("at least 0 and below 1", lambda value: 0 <= value < 1),
     )
     dtype: Dtype = setting(Dtype.FP32, "fp32 (default) or bf16; gradients stay in fp32.")
     recompute: Recompute = setting(
-        Recompute.NONE, "Activations to compute twice: none (default), selective or full."
+        Recompute.NONE, "Activations to recompute: none (default), selective or full."
     )
 
     @property
     def num_experts(self) -> int | None:
-        """Experts a layer; None where layers are dense."""
+        """Experts per layer; None if layers are dense."""
         if self.experts is None and self.kind is ModelKind.MOE:
             return _NUM_EXPERTS
         return self.experts
@@ -176,8 +176,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """What the model learns from, and how a step divides it. The sizes of images are such that a
-    microbatch takes a CPU a fraction of a second."""
+    """The training data, and how a step divides it. Default image sizes let a CPU run a microbatch
+    in a fraction of a second."""
 
     path: Path | None = setting(
         None,
@@ -186,13 +186,13 @@ class DataSettings:
         "[scenes drawn at run time].",
         flag="data",
     )
-    microbatches: int = setting(8, "Microbatches a step and replica", must=AT_LEAST_1)
-    micro_batch_size: int = setting(1, "Sequences a microbatch", must=AT_LEAST_1)
-    seq_length: int = setting(256, "Tokens a sequence", must=AT_LEAST_1)
+    microbatches: int = setting(8, "Microbatches per step and replica", must=AT_LEAST_1)
+    micro_batch_size: int = setting(1, "Sequences per microbatch", must=AT_LEAST_1)
+    seq_length: int = setting(256, "Tokens per sequence", must=AT_LEAST_1)
     variable_lengths: bool = setting(
         False, "Give every microbatch the length of its own documents."
     )
-    max_images: int = setting(4, "Most images a microbatch of --model vlm", must=AT_LEAST_1)
+    max_images: int = setting(4, "Most images in a microbatch of --model vlm", must=AT_LEAST_1)
     image_size: int = setting(32, "Longest edge of an image, in pixels", must=AT_LEAST_1)
     patch_size: int = setting(8, "Edge of a patch, in pixels", must=AT_LEAST_1)
     blank_images: bool = setting(
@@ -202,7 +202,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """How long the run is, at what pace, on which hosts, and where it goes."""
+    """The run's length, pace, hosts and directory."""
 
     steps: int | None = setting(None, "Steps [60; vlm: 240].", must=AT_LEAST_1)
     lr: float = setting(
@@ -217,8 +217,8 @@ class RunSettings:
     )
     pace: str | None = setting(
         None,
-        "Stretch tasks and messages to language, multimodal or uniform costs, or to those of a CSV "
-        "or TOML file or of a run [none].",
+        "Hold tasks and messages to modelled times: language, multimodal or uniform costs, or those "
+        "of a CSV or TOML file or of a run [none].",
     )
     jitter: str = setting(
         "none", "none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."
@@ -237,5 +237,5 @@ class RunSettings:
     nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1)
     node_rank: int = setting(0, "This host's number")
     rdzv_endpoint: str | None = setting(
-        None, "Where the hosts meet: a free port of host 0.", metavar="HOST:PORT"
+        None, "Where hosts meet: a free port of host 0.", metavar="HOST:PORT"
     )

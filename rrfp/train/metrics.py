@@ -1,4 +1,4 @@
-"""What every step came to, over all ranks: a line of `metrics.jsonl` each."""
+"""The metrics of every step, over all ranks: one line of `metrics.jsonl` each."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from rrfp.train.training import StepResult
 
 
 class Metrics:
-    """Gathers each step's numbers from all ranks; rank 0 writes them, flushed."""
+    """Gathers each step's numbers from all ranks; rank 0 writes and flushes them."""
 
     def __init__(self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool) -> None:
         self._layout = layout
@@ -30,11 +30,11 @@ class Metrics:
         seconds: float,
         tally: PaceTally | None,
     ) -> None:
-        """Write a finished step that took `seconds` as a whole; every rank calls it. `tally` is
-        this rank's, where tasks have a model."""
+        """Write a finished step that took `seconds` in all; every rank calls this. `tally` is this
+        rank's, if tasks have modelled times."""
         layout = self._layout
         own_tally = tally or PaceTally()
-        # Float64 holds nanoseconds exactly for the first hundred days after a host's start.
+        # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
         own = torch.tensor(
             [
                 summary.start_ns + self._offset_ns,
@@ -53,7 +53,7 @@ class Metrics:
             return
         table = torch.stack(ranks)
         window_ns = float(table[:, 1].max() - table[:, 0].min())
-        # Ranks are numbered pipeline rank by pipeline rank.
+        # Pipeline rank varies slowest in the numbering of ranks.
         busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
         peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
         line = {

@@ -1,9 +1,9 @@
 """Paced runs: every task takes as long as the simulator says, while the training is real.
 
-Step k of a run with seed S meets what `rrfp simulate` meets under the seed S + k: the costs, the
-factors of jitter, its delays and stops, all drawn by the simulator's own code. Without costs jitter
-works on what tasks really take, which it can only lengthen. Steps that only evaluate keep their own
-time. A group's rounds and the reduction of gradients are the run's own, too.
+Step k of a run with seed S has the costs, jitter factors, delays and stops of `rrfp simulate` under
+seed S + k, drawn by the simulator's own code. Without costs, jitter applies to the real times of
+tasks, which it can only lengthen. Evaluations, a group's rounds and the reduction of gradients keep
+their real times.
 """
 
 import time
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PaceTally:
-    """How many tasks have a model, and how many of them took longer."""
+    """How many tasks had modelled times, and how many of them took longer."""
 
     num_tasks: int = 0
     num_over: int = 0
     worst_over_ns: int = 0
-    """The most by which the work of a task took longer than its model."""
+    """The most by which a task's work exceeded its modelled time."""
 
     def __add__(self, other: "PaceTally") -> "PaceTally":
         return PaceTally(
@@ -52,7 +52,7 @@ class PaceTally:
 
 
 class StepPacer:
-    """The pace of one rank's steps: a `rrfp.runtime.pace.Pace`."""
+    """A `rrfp.runtime.pace.Pace`: paces one rank's steps."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class StepPacer:
         sleep: Sleep = sleep_until,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`seed` is that of step 0; `shape` that of a step, of its hint's kinds. The replica of the
-        simulator that this one is like has the number `dp_rank`."""
+        """`seed` is that of step 0. `shape` has the kinds of the hint. `dp_rank` is the simulator's
+        replica that this one follows."""
         self._costs = costs
         self._jitter = jitter
         self._admit = admit
@@ -80,21 +80,21 @@ class StepPacer:
         self._clock = clock
         self._prepared: tuple[int, Conditions] | None = None
         self.tally = PaceTally()
-        """Of the step that began last."""
+        """The tally of the step that began last."""
 
     @property
     def has_costs(self) -> bool:
-        """Whether tasks have a model; else they are only made longer."""
+        """Whether tasks have modelled times; otherwise jitter only lengthens them."""
         return self._costs is not None
 
     def order(self, step: int) -> Sequence[int]:
-        """The order in which a step's microbatches are admitted, by their modelled costs."""
+        """The admission order of a step's microbatches, by their modelled costs."""
         assert self._costs is not None
         costs = self._costs.step(self._shape, self._seed + step, self._replica)
         return order_by_costs(costs, self._admit, step)
 
     def prepare(self, step: int) -> None:
-        """Draw what the step meets, which takes some ms, before it begins."""
+        """Draw the step's conditions before it begins, which takes some ms."""
         if self._costs is not None:
             self._prepared = step, self._conditions(self._costs, step, self._shape)
 
@@ -122,13 +122,13 @@ class StepPacer:
         )
 
     def _count(self, over_ns: int) -> None:
-        """Count a task whose work took so much longer than its model; below 0, less long."""
+        """Count a task whose work exceeded its modelled time by `over_ns` (negative: took less)."""
         is_over = over_ns > 0
         self.tally += PaceTally(1, int(is_over), over_ns if is_over else 0)
 
 
 _Model = Callable[[Task, int], int]
-"""What a task takes before delays and stops, from what its work took; both in ns."""
+"""Gives a task's time before delays and stops, from the time of its work; both in ns."""
 
 
 def _modelled(met: Conditions) -> _Model:
@@ -139,13 +139,13 @@ def _modelled(met: Conditions) -> _Model:
 def _measured(jitter: Jitter, shape: Shape, seed: int, replica: int) -> _Model:
     seconds_ns = [[NS_PER_S] * shape.num_microbatches] * shape.num_stages
     times = jitter.times(TaskTimes(seconds_ns, seconds_ns, seconds_ns), shape, seed, replica)
-    # Factors that only lengthen are those of a rank, the same for all that it runs.
+    # Factors that only lengthen are constant per rank.
     a_second_ns = [of_stage[0] for of_stage in times.forward]
     return lambda task, worked_ns: worked_ns * a_second_ns[task.stage] // NS_PER_S
 
 
 class PacedStep:
-    """The pace of one step on one rank: a `rrfp.runtime.pace.StepPace`."""
+    """A `rrfp.runtime.pace.StepPace`: paces one step on one rank."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PacedStep:
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`count` is told by how much a task's work took longer than its model."""
+        """`count` is called with how much a task's work exceeded its modelled time, in ns."""
         self._shape = shape
         self._model = model
         self._links = links
@@ -195,9 +195,10 @@ def make_pace(
     pp_rank: int,
     dp_rank: int,
 ) -> StepPacer | None:
-    """The pace of one rank of a run, as `StepPacer`; None where there is nothing to stretch.
+    """The pace of one rank of a run, with `StepPacer`'s arguments; None if nothing is paced.
 
-    From here on the calling thread, and those that it starts, sleep to the microsecond.
+    If something is, the calling thread, and threads that it starts later, sleep precisely from now
+    on.
     """
     if costs is None and not jitter.factors and not jitter.delays_tasks:
         return None
@@ -206,7 +207,7 @@ def make_pace(
 
 
 def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
-    """The pace that the settings of a run ask for on this rank, if they ask for any."""
+    """This rank's pace by the run's settings; None if they do not ask for one."""
     costs, jitter = read_pace(settings)
     admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
     shape = _shape_of(settings)
@@ -214,23 +215,23 @@ def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
-    """The shape of a step, of the kinds of its hint."""
+    """The shape of a step, with the kinds of its hint."""
     shape = settings.shape
     return replace(shape, kinds=kinds_of(settings.hint.on(shape)))
 
 
 def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
-    """What `pace` and `jitter` name.
+    """The costs and the jitter that `pace` and `jitter` name.
 
-    Raises UsageError for what there is not and for what does not go together; RrfpError for a run
-    that has no whole trace.
+    Raises UsageError for unknown ones and for combinations that do not work, and RrfpError for a
+    run without a complete trace.
     """
     jitter = parse_jitter(settings.run.jitter)
     if settings.run.pace is None:
         if jitter.needs_costs:
             raise UsageError(
-                f"jitter {jitter.spec} changes times that are modelled, and real ones can only be "
-                "made longer; add --pace"
+                f"jitter {jitter.spec} needs modelled times, as real ones can only be lengthened; "
+                "add --pace"
             )
         return None, jitter
     costs = resolve_costs(settings.run.pace)
@@ -239,7 +240,7 @@ def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
 
 
 def check_pace(settings: "TrainSettings") -> None:
-    """Raise UsageError when the costs or the jitter are none, or do not fit the run's pipeline."""
+    """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline."""
     costs, jitter = read_pace(settings)
     admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
     if costs is None:

@@ -1,4 +1,4 @@
-"""What one rank of a training run does, from its introduction to the others to its last step."""
+"""The work of one rank of a training run, from introducing itself to its last step."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ _INTRODUCTIONS = "rrfp/ranks"
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's chunks for all steps. Raises what the training raises."""
+    """Train this rank's chunks for all steps. Raises what training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     info = introduce(layout)
     if layout.rank == 0:
@@ -62,7 +62,7 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
             result = result._replace(heldout_loss=evaluation.loss())
-        # Metrics wait for every rank: a step that stands there is in the records of all of them.
+        # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         tally = pace.tally if pace is not None and pace.has_costs else None
         metrics.write(step, result, schedule.last_step, seconds, tally)
@@ -79,8 +79,8 @@ def evaluation_of(
     model: ModelChunks,
     heldout: Callable[[int], Batch] | None,
 ) -> Evaluation | None:
-    """What looks at held-out data, where there is any: over links of its own, so that its steps do
-    not count among those of the training, at no pace, and recorded nowhere."""
+    """The evaluation of held-out data, or None without such data. It has its own links, so that its
+    steps are numbered separately; it is neither paced nor recorded."""
     if heldout is None:
         return None
     schedule = schedule_of(settings, layout.pp_rank, _forget)
@@ -92,8 +92,8 @@ def _forget(_: Record) -> None:
 
 
 def introduce(layout: Layout) -> RankInfo:
-    """Tell all ranks who this one is; all of them call it. Gives that, with the offset of this
-    rank's clock to rank 0's host."""
+    """Publish who this rank is; all ranks call it. Returns that, with the offset of this rank's
+    clock to rank 0's host."""
     own = RankInfo(
         rank=layout.rank,
         pp_rank=layout.pp_rank,
@@ -122,8 +122,8 @@ def schedule_of(
     delays: Delays | None = None,
     pace: Pace | None = None,
 ) -> NativeSchedule | ForwardBackward:
-    """The function that runs this run's steps at a pace: Megatron's own, or ours, which `delays`
-    slow down."""
+    """The function that runs this run's steps, paced if `pace` is given: Megatron's own, or ours,
+    which `delays` can slow down."""
     if settings.policy.dispatch == Dispatch.MEGATRON:
         return NativeSchedule(pp_rank, record, pace=pace)
     policy = settings.effective_policy

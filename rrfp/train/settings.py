@@ -1,6 +1,6 @@
-"""The settings of a training run, in groups; a flag each, and the same names in a TOML file.
+"""The settings of a training run, in groups. Each has a flag, and the same name in a TOML file.
 
-This file imports no torch: the launcher checks the settings before it starts any process.
+Imports no torch: the launcher checks the settings before it starts any process.
 """
 
 import json
@@ -27,10 +27,10 @@ from rrfp.train.groups import (
 )
 
 _NUM_STEPS, _NUM_IMAGE_STEPS = 60, 240
-"""Steps of a run of text, and of one that has to learn to see, unless others are asked for."""
+"""Default number of steps, of text and of multimodal runs."""
 
 _ORDER = "order"
-"""Where the text of an order file goes along with the settings: ranks do not read the file."""
+"""The key for the text of an order file, which travels with the settings: ranks do not read it."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -44,9 +44,9 @@ class TrainSettings:
     run: RunSettings
 
     def __init__(self, **flags: Any) -> None:
-        """Settings by their flags (`pp=2, hint="bfw"`), names and paths as text too.
+        """Settings by flag (`pp=2, hint="bfw"`); names and paths may be given as text.
 
-        Raises UsageError for a text that is none of a choice, and for a hint that does not exist.
+        Raises UsageError for a text that is not one of the choices, and for an unknown hint.
         """
         given: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
         for flag, value in flags.items():
@@ -58,7 +58,7 @@ class TrainSettings:
             object.__setattr__(self, group, of(**given[group]))
 
     def changed(self, **flags: Any) -> Self:
-        """These settings with others for some flags."""
+        """These settings with some flags changed."""
         return type(self)(**{**self.by_flag(), **flags})
 
     def by_flag(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class TrainSettings:
 
     @property
     def hint(self) -> Hint:
-        """The hint asked for, or the default of the dispatch."""
+        """The hint asked for, or the dispatch's default."""
         if self.policy.hint is not None:
             return self.policy.hint
         return self.megatron_hint if self.policy.dispatch is Dispatch.MEGATRON else HINTS["bf"]
@@ -82,7 +82,7 @@ class TrainSettings:
 
     @property
     def effective_policy(self) -> Policy:
-        """What steers the run. Raises UsageError for parts that do not go together."""
+        """The policy in effect. Raises UsageError for parts that do not fit together."""
         asked = self.policy
         return Policy.with_usual_limit(
             self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement
@@ -90,7 +90,7 @@ class TrainSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run: those asked for, or enough to see the loss fall."""
+        """Steps of the run: as asked for, or enough to see the loss fall."""
         if self.run.steps is not None:
             return self.run.steps
         return _NUM_IMAGE_STEPS if self.model.kind is ModelKind.VLM else _NUM_STEPS
@@ -103,10 +103,10 @@ class TrainSettings:
 
     @classmethod
     def from_toml(cls, path: Path, **flags: Any) -> Self:
-        """Read a TOML file of the flags' names, bare or in tables by group; `flags` given beside it
-        go first.
+        """Read a TOML file with the names of flags, at top level or in tables by group; `flags` take
+        precedence.
 
-        Relative paths in the file count from the current directory, as on the command line.
+        Relative paths in the file are relative to the current directory, as on the command line.
         Raises UsageError for a file that cannot be read, an unknown name or a wrong type.
         """
         try:
@@ -115,15 +115,15 @@ class TrainSettings:
             raise UsageError(
                 f"cannot read the configuration {path}: {error.strerror}; check --config"
             ) from None
-        # A number of thousands of digits is a ValueError too, and no TOMLDecodeError.
+        # A number with thousands of digits raises a ValueError that is not a TOMLDecodeError.
         except ValueError as error:
             raise UsageError(f"{path} is not TOML ({error}); correct it") from None
         except RecursionError:
-            raise UsageError(f"{path} is nested too deeply; write a setting a line") from None
+            raise UsageError(f"{path} is nested too deeply; write one setting per line") from None
         return cls(**{**_read(table, path), **flags})
 
     def described(self) -> dict[str, object]:
-        """Every setting by its flag, as JSON has it, hint, replicas and steps resolved."""
+        """Every setting by its flag, as JSON values, with hint, replicas and steps resolved."""
         values = self.by_flag() | {
             "hint": self.hint.name,
             "dp": self.layout.num_replicas,
@@ -176,7 +176,7 @@ def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def _entries(table: Mapping[str, object], path: Path) -> Iterator[tuple[str, object]]:
-    """The settings of a file: bare ones, and those in the table of their group."""
+    """The settings of a file: those at top level, and those in the table of their group."""
     for key, value in table.items():
         if not isinstance(value, dict) or key not in _GROUPS:
             yield key, value

@@ -1,4 +1,4 @@
-"""What one rank does in a training step, under any schedule function of Megatron's signature."""
+"""One rank's training step, under any schedule function with Megatron's signature."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rrfp.train.pacing import StepPacer
 
 _NUM_WARMUP_STEPS = 10
-"""The learning rate rises to its full value over these steps; without it Adam's first updates,
-all of one size, throw a fresh model off."""
+"""The learning rate rises to its full value over these steps. Without that, Adam's first updates,
+all of one size, destabilise a fresh model."""
 
 
 class Schedule(Protocol):
-    """A schedule function as `megatron.core.pipeline_parallel.get_forward_backward_func` gives."""
+    """A schedule function like those of Megatron's `get_forward_backward_func`."""
 
     def __call__(
         self,
@@ -48,8 +48,8 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """Have a schedule run a step on these microbatches, in their order; gives what the losses came
-    to, on the last stage's rank, and nothing on others."""
+    """Let a schedule run a step on these microbatches, in their order. Returns the losses on the
+    last stage's rank, and an empty list on others."""
     return schedule(
         forward_step_func=model.forward_step,
         data_iterator=[iter(batches) for _ in model.chunks],
@@ -62,16 +62,16 @@ def run_schedule(
 
 
 class StepResult(NamedTuple):
-    """What a step came to; the same numbers on every rank."""
+    """The outcome of a step, the same on every rank."""
 
     loss: float
     """Mean over the microbatches, in their order, and over the replicas, in theirs."""
     grad_norm: float
-    """Norm of the whole model's gradient before it is clipped."""
+    """Norm of the whole model's gradient before clipping."""
     tokens: int
     """Labels that counted, over all replicas."""
     heldout_loss: float | None = None
-    """Mean over the labels that training never sees; None where it was not looked at."""
+    """Mean over the held-out labels; None if there was no evaluation after this step."""
 
 
 class Trainer:
@@ -88,9 +88,9 @@ class Trainer:
         clock: Clock = monotonic,
         pace: "StepPacer | None" = None,
     ) -> None:
-        """`record` receives the step's data and optimizer phases; the schedule records its own. The
-        schedule's `pace` says in which order microbatches are admitted if it knows what they cost,
-        and is drawn before each step."""
+        """`record` receives the step's data and optimizer phases; the schedule records its own.
+        `pace` is the schedule's: it is prepared before each step, and decides on admission if it
+        has costs."""
         self._settings = settings
         self._layout = layout
         self._model = model
@@ -102,7 +102,8 @@ class Trainer:
         self._pace = pace
 
     def train_step(self, step: int) -> StepResult:
-        """Run one step on every rank. Raises RrfpError when loss or gradient is not finite."""
+        """Run one step on every rank. Raises RrfpError if the loss or the gradient is not
+        finite."""
         settings, model = self._settings, self._model
         start_ns = self._clock()
         given = [self._batches.batch(step, index) for index in range(settings.data.microbatches)]
@@ -125,8 +126,8 @@ class Trainer:
         self._finish_phase(Phase.OPTIMIZER, start_ns, step)
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise RrfpError(
-                f"step {step} came to a loss of {loss:g} and a gradient norm of {grad_norm:g}, "
-                "which no step mends; try a smaller --lr"
+                f"step {step} has a loss of {loss:g} and a gradient norm of {grad_norm:g}, which no "
+                "further step can fix; try a smaller --lr"
             )
         return StepResult(loss, float(grad_norm), int(tokens))
 
@@ -134,7 +135,7 @@ class Trainer:
         self._record(PhaseRecord(start_ns, self._clock(), step, phase))
 
     def _shared(self, losses: list[dict[str, torch.Tensor]], tokens: float) -> tuple[float, float]:
-        """The step's loss and tokens, known to the last stage, on every rank."""
+        """Share the step's loss and tokens, which only the last stage knows, with every rank."""
         layout = self._layout
         shared = torch.zeros(2, dtype=torch.float64)
         if layout.pp_rank == layout.last_stage_pp_rank:

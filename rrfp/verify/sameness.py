@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rrfp.inputs.hint_files import OrderFile
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.trace.rundir import RunDir
@@ -53,14 +54,9 @@ def verify(
     fails.
     """
     base = TrainSettings(**SMALL, **LAYOUTS[layout], steps=steps, seed=_SEED)
-    random_order = directory / "random.csv"
-    random_order.write_text(format_order(_random_order(base.shape)), encoding="utf-8")
-    chosen = []
-    for variant in variants:
-        settings = base.changed(**variant.settings)
-        chosen.append(
-            settings.changed(hint=str(random_order)) if variant.hint == RANDOM else settings
-        )
+    random_order = OrderFile(RANDOM, format_order(_random_order(base.shape)))
+    # A variant's own hint, if it has one, goes before the random one.
+    chosen = [base.changed(**{"hint": random_order, **variant.settings}) for variant in variants]
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
     variants_file(run).write_text(lines, encoding="utf-8")

@@ -59,12 +59,10 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it sets of `TrainSettings`, but for the path of a random hint."""
-        chosen: dict[str, Any] = {
-            "hint": self.hint,
-            "dispatch": self.dispatch,
-            "dropout": self.dropout,
-        }
+        """What it sets of `TrainSettings`, but for a random hint."""
+        chosen: dict[str, Any] = {"dispatch": self.dispatch, "dropout": self.dropout}
+        if self.hint != RANDOM:
+            chosen["hint"] = self.hint
         if self.agreement is not None:
             chosen["agreement"] = self.agreement
         if self.bound:
@@ -125,10 +123,8 @@ def _variants_of_hint(layout: str, hint: str, *, full: bool) -> Iterator[Variant
 
 
 def _is_valid(layout: str, variant: Variant) -> bool:
-    settings = TrainSettings(**SMALL, **LAYOUTS[layout], **variant.settings)
-    if variant.hint == RANDOM:
-        settings = settings.changed(hint=None)
     try:
+        settings = TrainSettings(**SMALL, **LAYOUTS[layout], **variant.settings)
         check_settings(settings)
         settings.hint.on(settings.shape)
     except UsageError:

@@ -153,10 +153,10 @@ class LinkDriver(Generic[L]):
         # Rounded up: rounding down would spin through the last millisecond.
         patience_ms = patience_ns // _NS_PER_MS + 1 if patience_ns else 0
         if due_ns is not None:
-            left_ns = max(0, due_ns - now_ns)
-            patience_ms = min(patience_ms, left_ns // _NS_PER_MS)
-            if patience_ms == 0:
-                sleep_until(now_ns + left_ns)
+            left_ms = max(0, due_ns - now_ns) // _NS_PER_MS
+            patience_ms = min(patience_ms, left_ms)
+            if left_ms == 0:
+                sleep_until(due_ns)
         events = dict(self._poller.poll(patience_ms))
         if self._wake_reader in events:
             with self._lock:

@@ -168,15 +168,18 @@ class MemoryNetwork:
     def write(self, end: _End) -> None:
         """Write what the pipe takes."""
         link, pipe = end.link, end.outgoing
-        while (room := pipe.room()) > 0 and (buffers := link.next_write(self.now_ns)):
+        while buffers := link.next_write(self.now_ns):
             if pipe.is_unread:
                 _tell(end, link.write_failed())
                 return
-            data = bytes(buffers[0][:room])
-            self._put(pipe, data)
+            data = bytes(buffers[0][: pipe.room()])
+            if data:
+                self._put(pipe, data)
             _tell(end, link.wrote(len(data), self.now_ns))
             if link.state is State.LINGERING:
                 pipe.is_shut = True
+            if not data:
+                return
 
     def _put(self, pipe: _Pipe, data: bytes) -> None:
         delay_ns = self._draws.randint(0, self._longest_delay_ns)
@@ -334,7 +337,7 @@ class MemoryTransport:
         return self._destinations[peer]
 
     def _go_on(self, end: _End, outputs: list[Output]) -> None:
-        """Write at once what the pipe takes, unless the rank is stopped."""
+        """Write at once what the pipe takes."""
         _tell(end, outputs)
         self._network.write(end)
         end.wake_ns = self._network.now_ns

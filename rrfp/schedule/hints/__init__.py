@@ -1,1 +1,1 @@
-"""Hints: what ranks the tasks that are ready."""
+"""Hints: the rankings of ready tasks, and the table of those that have a name."""

@@ -1,4 +1,4 @@
-"""Hints that ask one direction after the other, in rounds or by strict priority."""
+"""Hints that alternate between forwards and backwards, or strictly prefer one of them."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -10,15 +10,16 @@ from rrfp.schedule.tasks import Kind
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """Ask `first`, then the other direction (paper section 5). Within a direction forwards prefer
-    the smallest chunk and backwards the largest, then the smallest microbatch."""
+    """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk,
+    backwards the largest; within a chunk the smallest microbatch is best."""
 
     name: str
     first: Kind
     in_rounds: bool
-    """A round runs one task of each direction that has one ready; else `first` always wins."""
+    """A round runs one task of each direction that has one ready; otherwise `first` always wins."""
     deep: bool = False
-    """Forwards prefer the largest chunk, as backwards do; else the smallest (the paper's rule)."""
+    """Forwards prefer the largest chunk, as backwards do, instead of the smallest (the paper's
+    rule)."""
     splits_backward: bool = False
 
     @property
@@ -30,11 +31,11 @@ class Alternation:
         return False
 
     def on(self, shape: Shape) -> Self:
-        """Any shape will do."""
+        """Itself: it fits any shape."""
         return self
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """By chunk and microbatch."""
+        """Ranked by chunk, then microbatch."""
         num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
         keys: list[int] = []
         for kind in shape.kinds:

@@ -1,7 +1,7 @@
-"""What a hint is: a non-binding ranking over ready tasks (paper section 5).
+"""What a hint is: a non-binding ranking of ready tasks (paper section 5).
 
-A dispatcher asks its hint two things. `keys` ranks the tasks of one kind among each other; `rounds`
-says which kinds are asked first. To add a hint, write a class with these, and a line in
+A dispatcher asks its hint for two things: `keys` rank tasks among each other, and `rounds` say
+which kinds go first. To add a hint, write a class that has both, and add a line to
 `rrfp.schedule.hints.table`.
 """
 
@@ -14,8 +14,8 @@ from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
 
 Tier = tuple[Kind, ...]
-"""Kinds whose ready tasks compete by their keys. A tier is asked when those before it have nothing
-that may run."""
+"""Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
+before it may run."""
 
 
 W_FILLS_IDLE_TIME: Tier = (Kind.W,)
@@ -23,55 +23,55 @@ W_FILLS_IDLE_TIME: Tier = (Kind.W,)
 
 
 class WeightGradients(StrEnum):
-    """When an order, used as a hint, runs the weight gradients that are split off the backward."""
+    """When an order used as a hint runs the weight gradients that it splits off the backward."""
 
     IDLE = "idle"
-    """When neither a forward nor a backward may run; the order ranks them among themselves."""
+    """Only when no forward or backward may run; the order ranks them among themselves."""
     RANKED = "ranked"
     """By their places in the order, like any other task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Which tiers are asked, in sequence."""
+    """The tiers to try, in sequence, at each point of a round."""
 
     top: tuple[Tier, ...]
-    """At the start of the step, after a wait, and at the start of each round."""
+    """At the start of the step and of each round, and after a wait."""
     after: Mapping[Kind, tuple[Tier, ...]]
-    """Once a task of that kind has run; a kind that is not named starts a new round."""
+    """After a task of this kind; a kind that is not listed starts a new round."""
 
 
 class Hint(Protocol):
-    """A ranking over ready tasks."""
+    """A ranking of ready tasks."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the weight gradients are tasks of their own."""
+        """Whether weight gradients are separate tasks."""
         ...
 
     @property
     def ranks_weight_gradients(self) -> bool:
-        """Whether the weight gradients have places among the other tasks."""
+        """Whether weight gradients have places among the other tasks."""
         ...
 
     def on(self, shape: Shape) -> "Hint":
-        """The hint for a pipeline of this shape, whose kinds do not count. Raises UsageError, with
-        what to change, for a shape that the hint is not made for."""
+        """The hint for a pipeline of this shape; the shape's kinds are ignored. Raises UsageError,
+        saying what to change, for a shape that the hint does not support."""
         ...
 
     def keys(self, shape: Shape, rank: int) -> Sequence[int]:
-        """The key of each of a rank's tasks, in the sequence of `Shape.tasks_of`: a whole number
-        from 0 on, below the number of the rank's tasks; the smallest of a tier runs."""
+        """A key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer from 0 to
+        the number of the rank's tasks - 1. Within a tier the smallest key wins."""
         ...
 
     def rounds(self, w: WeightGradients) -> Rounds:
-        """Which kinds are asked first."""
+        """Which kinds go first, and when."""
         ...
 
 
 def kinds_of(hint: Hint) -> tuple[Kind, ...]:
-    """The kinds of task in a training step under this hint."""
+    """The kinds of task that a training step has under this hint."""
     return SPLIT_BACKWARD if hint.splits_backward else WHOLE_BACKWARD

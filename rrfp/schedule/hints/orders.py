@@ -1,7 +1,7 @@
-"""The orders with a name: the published schedules, made for a pipeline's shape.
+"""The named orders: published schedules, generated for a pipeline's shape.
 
-Every one is a function from a shape and a rank to that rank's tasks; the table `ORDERS` says for
-which layouts it is made, and how its backward is split. None depends on how long a task takes.
+Each is a function from a shape and a rank to that rank's tasks. The table `ORDERS` says which
+layouts each supports and whether it splits the backward. None depends on how long tasks take.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """The chunks that an order is made for, and the flags that ask for them."""
+    """The chunks and placement that an order supports, and the flags that select them."""
 
     flags: str
     min_chunks: int = 1
@@ -43,24 +43,24 @@ _V = _Chunks("--placement v --chunks 2", 2, 2, Placement.V)
 
 @dataclass(frozen=True, slots=True)
 class NamedOrder:
-    """An order with a name, and the pipelines that it can be made for."""
+    """A named order, and the pipelines that it can be generated for."""
 
     name: str
     row: Callable[[Shape, int], Iterable[Task]]
-    """What a rank runs, in sequence."""
+    """The tasks of a rank, in sequence."""
     kinds: tuple[Kind, ...]
     chunks: _Chunks
     in_whole_rounds: bool = False
-    """Its microbatches go around in groups of one a rank, none of them smaller."""
+    """Whether it needs a multiple of the number of ranks as microbatches."""
 
     def fits(self, shape: Shape) -> bool:
-        """Whether there is such an order for this shape."""
+        """Whether this order can be generated for this shape."""
         return self.chunks.fits(shape) and self._fits_microbatches(shape)
 
     def on(self, shape: Shape) -> Order:
-        """The order for a shape, whose kinds do not count: they are this order's own.
+        """The order for a shape; the shape's kinds are replaced by this order's own.
 
-        Raises UsageError, with the flags that it needs, for a shape that it does not fit.
+        Raises UsageError, naming the flags it needs, for a shape that it does not fit.
         """
         if not self.chunks.fits(shape):
             raise UsageError(
@@ -69,7 +69,7 @@ class NamedOrder:
             )
         if not self._fits_microbatches(shape):
             raise UsageError(
-                f"order {self.name} takes a multiple of its {shape.num_ranks} pipeline ranks as "
+                f"order {self.name} needs a multiple of its {shape.num_ranks} pipeline ranks as "
                 f"microbatches, not {shape.num_microbatches}; change --microbatches"
             )
         shape = replace(shape, kinds=self.kinds)
@@ -86,7 +86,7 @@ class NamedOrder:
         return self.splits_backward
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
-        """By place in the rank's row."""
+        """Ranked by place in the rank's row."""
         return self.on(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:
@@ -114,10 +114,11 @@ def _gpipe(shape: Shape, rank: int) -> Iterator[Task]:
 
 
 def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
-    """Interleaved 1F1B (Narayanan et al. 2021), as Megatron runs it with groups of one a rank.
+    """Interleaved 1F1B (Narayanan et al. 2021), as Megatron runs it with groups of one microbatch
+    per rank.
 
-    Microbatches go in groups of as many as there are ranks, each through all of the rank's chunks
-    before the next; backwards take the chunks the other way round.
+    Each group of as many microbatches as there are ranks passes through all of the rank's chunks
+    before the next group; backwards visit the chunks in reverse.
     """
     num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
     visits = [
@@ -135,7 +136,7 @@ def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
 def _alternate(
     forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
 ) -> Iterator[Task]:
-    """So many forwards first, then a forward and a backward in turn, then what is left."""
+    """First `num_ahead` forwards, then forwards and backwards alternating, then the rest."""
     num_ahead = min(num_ahead, len(forwards))
     yield from forwards[:num_ahead]
     for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):
@@ -147,8 +148,8 @@ def _alternate(
 def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
     """ZB-H1 (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
 
-    1F1B with its weight gradients put off, on rank r by r microbatches: as many as 1F1B holds
-    less there than on rank 0, so that no rank holds more than rank 0 did.
+    1F1B with weight gradients deferred, on rank r by r microbatches. Rank r of 1F1B holds r fewer
+    activations than rank 0, so no rank comes to hold more than rank 0 did.
     """
     owed: deque[Task] = deque()
     for task in _one_forward_one_backward(shape, rank):
@@ -163,9 +164,9 @@ def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
 def _zb_v(shape: Shape, rank: int) -> Iterator[Task]:
     """ZB-V (Qi et al. 2024, "Pipeline parallelism with controllable memory").
 
-    Every rank holds an early and a late stage, so that backwards start where forwards end, and at
-    most two chunks a rank are held. The order is made for at least 2N - 1 microbatches on N ranks;
-    fewer leave out those there are not.
+    Every rank has an early and a late stage, so backwards start on the rank where forwards end.
+    The order is generated for at least 2N - 1 microbatches on N ranks; with fewer, the tasks of
+    the surplus microbatches are dropped.
     """
     num_ranks = shape.num_ranks
     num = max(shape.num_microbatches, 2 * num_ranks - 1)

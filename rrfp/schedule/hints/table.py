@@ -1,4 +1,4 @@
-"""Every hint by its name. A new one takes a line here."""
+"""Every named hint. A new one takes a line here."""
 
 from rrfp.errors import UsageError
 from rrfp.schedule.hints.alternation import ALTERNATIONS
@@ -12,7 +12,7 @@ HINTS: dict[str, Hint] = {
 
 
 def hint_named(name: str) -> Hint:
-    """The hint of that name; UsageError, with the list, for a name that no hint has."""
+    """The hint of that name; raises UsageError, with the list of names, if there is none."""
     if name not in HINTS:
         raise UsageError(
             f"'{name}' is neither a hint ({', '.join(HINTS)}) nor the path of an order file"

@@ -1,1 +1,1 @@
-"""What tasks and messages are known to cost, in each form that a user may write it."""
+"""What tasks and messages are known to cost, in each form that a user can write."""

@@ -1,16 +1,15 @@
-"""What tasks cost by the operations that a model needs: a language model, or one that also sees.
+"""Costs of tasks from the operation counts of a language model or a vision-language model.
 
-Counted are the matrix products, at two operations for each multiplication with its addition
-(Narayanan et al. 2021, appendix): the linear layers, the attention scores, and the head. A backward
-takes twice a forward: the input gradient B as much as the forward for the linear layers and twice
-as much for the scores, which have no weights; the weight gradient W as much as the forward's linear
-layers. What is left, such as normalisation and kernel launches, is a time a layer. Tensor
-parallelism divides the operations and adds collectives, two a layer in F and in B (Shoeybi et al.
-2019).
+Only matrix products count, with two operations per multiply-add (Narayanan et al. 2021, appendix):
+the linear layers, the attention scores, and the head. A backward takes twice a forward. The input
+gradient B takes as much as the forward for the linear layers and twice as much for the scores,
+which have no weights; the weight gradient W takes as much as the forward's linear layers. All else,
+such as normalisation and kernel launches, is a fixed time per layer. Tensor parallelism divides the
+operations and adds two collectives per layer in F and in B (Shoeybi et al. 2019).
 
-The layers, vision before language, are cut into the pipeline's stages in model order; the head is
-on the last stage, and the embedding costs nothing. What varies is the data: how long the text of a
-microbatch is and how many patches its images have, drawn from the seed.
+The layers, vision before language, are cut into the pipeline's stages in model order. The head is
+on the last stage, and the embedding costs nothing. Only the data varies: the length of a
+microbatch's text and the number of patches in its images are drawn from the seed.
 """
 
 from collections.abc import Mapping
@@ -41,18 +40,18 @@ class Split(StrEnum):
     """How the layers are cut into stages."""
 
     LAYERS = "layers"
-    """As many on each, whatever they cost; the last one has the head besides."""
+    """The same number on each, whatever they cost; the last one also has the head."""
     FLOPS = "flops"
-    """By the cost of a microbatch of median lengths, so that the most loaded stage has little."""
+    """Balanced by the cost of a microbatch of median lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How a length is distributed: lognormal about its median, cut off at both ends."""
+    """The distribution of a length: lognormal about its median, clipped at both ends."""
 
     median: float = ranged(0, _MOST_LENGTH)
     sigma: float = ranged(0, LARGEST_SIGMA, default=0.0)
-    """The deviation of its logarithm; 0: always the median."""
+    """The standard deviation of its logarithm; 0: always the median."""
     least: int = ranged(0, _MOST_LENGTH, default=0)
     most: int = ranged(0, _MOST_LENGTH, default=_MOST_LENGTH)
 
@@ -60,11 +59,11 @@ class Lengths:
         if not self.least <= self.median <= self.most:
             raise UsageError(
                 f"a length's median is {self.median:g}, at least {self.least} and at most "
-                f"{self.most}; order the three"
+                f"{self.most}; put the three in ascending order"
             )
 
     def draw(self, num: int, *key: int | str) -> Floats:
-        """`num` lengths, whole numbers."""
+        """`num` lengths, as whole numbers."""
         drawn = np.full(num, float(self.median))
         if self.sigma:
             drawn = drawn * exp(self.sigma * normals(num, *key))
@@ -80,11 +79,11 @@ class Layers:
     ffn: int = ranged(1)
     heads: int = ranged(1)
     kv_heads: int | None = ranged(1, default=None)
-    """Heads of keys and values; without it, as many as of queries."""
+    """Heads of keys and values; by default, as many as query heads."""
     head_dim: int | None = ranged(1, default=None)
-    """Without it, hidden / heads."""
+    """By default, hidden / heads."""
     gated: bool = False
-    """The feed-forward layer has a gate, so three matrices for two."""
+    """The feed-forward layer has a gate, so three matrices instead of two."""
 
     @property
     def query_width(self) -> int:
@@ -92,7 +91,7 @@ class Layers:
 
     @property
     def linear_flops(self) -> int:
-        """The operations of one layer's linear layers for one token, forward."""
+        """Operations of the linear layers in one transformer layer, forward, for one token."""
         key_width = self.query_width * (self.kv_heads or self.heads) // self.heads
         attention = self.hidden * 2 * (self.query_width + key_width)
         return 2 * (attention + self.hidden * self.ffn * (3 if self.gated else 2))
@@ -100,38 +99,38 @@ class Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language(Layers):
-    """The language model: layers whose attention is causal, then the head."""
+    """The language model: layers with causal attention, then the head."""
 
     vocabulary: int = ranged(1)
     tokens: Lengths
-    """Of text in a microbatch."""
+    """Text tokens in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vision(Layers):
-    """The vision model before it: layers whose attention is within each image."""
+    """The vision model before it: layers that attend within each image."""
 
     images: Lengths = Lengths(1)
-    """In a microbatch; more than 1,000 count as that many."""
+    """Images in a microbatch; capped at 1,000."""
     patches: Lengths
-    """In an image."""
+    """Patches in an image."""
     patches_per_token: int = ranged(1, default=1)
     """How many patches become one token of the language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one accelerator does."""
+    """The speed of one accelerator."""
 
     flops_per_s: float = ranged(1, _MOST_PER_S)
-    """That it reaches in matrix products, not what its data sheet says."""
+    """Operations per second that it reaches in matrix products, not its data sheet's figure."""
     layer_s: float = ranged(0, LONGEST_S, default=0.0)
-    """Of each task, a layer: what does not grow with the length."""
+    """Fixed time per task and layer, which does not grow with the length."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The ranks that share each layer, and their collectives: rings of `size` ranks."""
+    """The ranks that share each layer, and their ring collectives over `size` ranks."""
 
     size: int = ranged(1, default=1)
     latency_s: float = ranged(0, LONGEST_S, default=0.0)
@@ -147,13 +146,13 @@ class TensorParallel:
 
 @dataclass(frozen=True, slots=True)
 class Connections(LinkSpeed):
-    """The links between neighbouring pipeline ranks. A message is what one rank of a group sends,
-    as long as the language model's activation, also between vision stages."""
+    """The links between neighbouring pipeline ranks. A message is the share of one rank of a group,
+    with the size of the language model's activation even between vision stages."""
 
     ranks_per_host: int | None = ranged(1, default=None)
-    """Pipeline ranks on a host; without it all are on one."""
+    """Pipeline ranks per host; by default all are on one."""
     between_hosts_factor: float = ranged(*FACTORS, default=1.0)
-    """How many times longer a message takes from one host to another."""
+    """How many times longer a message between two hosts takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,31 +165,31 @@ class _LayerTimes:
 
     @property
     def whole_s(self) -> float:
-        """Of its first microbatch, all kinds together."""
+        """The time of its first microbatch, all kinds together."""
         return float(self.forward[0] + self.input_gradient[0] + self.weight_gradient[0])
 
 
 @dataclass(frozen=True, slots=True)
 class FlopCosts:
-    """The costs of a model on devices and links whose figures are given: a `Costs`."""
+    """A `Costs`: a model on devices and links with given figures."""
 
     language: Language
     device: Device
     vision: Vision | None = None
     split: Split = Split.LAYERS
     precision_bytes: int = ranged(1, 8, default=2)
-    """Of an activation, in messages and collectives."""
+    """Bytes per value of an activation, in messages and collectives."""
     recompute: bool = False
-    """B runs the forward once more instead of keeping what is inside its layers."""
+    """B runs the forward again instead of keeping activations inside its layers."""
     tensor_parallel: TensorParallel = TensorParallel()
     links: Connections = field(default_factory=Connections)
     gradient_sync: GradientSync = field(default_factory=GradientSync)
     agreement: Agreement = field(default_factory=Agreement)
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """The costs of one step of one replica, the same whenever asked for.
+        """The costs of one step of one replica; equal arguments give equal costs.
 
-        Raises UsageError when the pipeline has more stages than the model has layers.
+        Raises UsageError if the pipeline has more stages than the model has layers.
         """
         self._check(shape)
         num = shape.num_microbatches
@@ -225,13 +224,13 @@ class FlopCosts:
             )
 
     def _images(self, num: int, seed: int, replica: int) -> tuple[Floats, Floats]:
-        """By microbatch: its patches, and the sum over its images of their squares."""
+        """By microbatch: its patches, and the sum of the squares of its images' patches."""
         total, squares = np.zeros(num), np.zeros(num)
         if self.vision is None:
             return total, squares
         counts = np.minimum(self.vision.images.draw(num, seed, replica, "images"), _MOST_IMAGES)
         for image in range(int(counts.max())):
-            # Every image has its own draw, also where a microbatch has no such image.
+            # Draw for every image, even where a microbatch has no such image.
             drawn = self.vision.patches.draw(num, seed, replica, "patches", image)
             patches = np.where(counts > image, drawn, 0.0)
             total, squares = total + patches, squares + patches * patches
@@ -240,8 +239,9 @@ class FlopCosts:
     def _layer_times(
         self, tokens: Floats, patches: Floats, squares: Floats
     ) -> tuple[_LayerTimes, _LayerTimes, _LayerTimes]:
-        """Of a vision layer, a language layer and the head, for these lengths by microbatch."""
-        # A causal score is needed for half of all pairs.
+        """Times of a vision layer, a language layer and the head, for these lengths by
+        microbatch."""
+        # Causal attention needs scores for half of all pairs.
         language = self._times_of(self.language, tokens, tokens * tokens / 2)
         vision = language if self.vision is None else self._times_of(self.vision, patches, squares)
         head_s = self._seconds(tokens * (2 * self.language.hidden * self.language.vocabulary))
@@ -266,7 +266,7 @@ class FlopCosts:
         return self.tensor_parallel.all_reduce_s(tokens * (layers.hidden * self.precision_bytes))
 
     def _median_microbatch(self) -> tuple[Floats, Floats, Floats]:
-        """Tokens, patches and the sum of their squares where every length is its median."""
+        """Tokens, patches and the sum of their squares if every length is its median."""
         tokens = np.array([self.language.tokens.median])
         if self.vision is None:
             return tokens, np.zeros(1), np.zeros(1)
@@ -280,7 +280,7 @@ class FlopCosts:
         num_vision = self.vision.layers if self.vision else 0
         num_layers = num_vision + self.language.layers
         if self.split is Split.LAYERS:
-            # The last stage, which has the head, gets no more than others.
+            # The last stage, which has the head, gets no more layers than others.
             ends = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
         else:
             vision, language, head = self._layer_times(*self._median_microbatch())
@@ -311,16 +311,16 @@ class FlopCosts:
 
 @cache
 def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple[int, ...]:
-    """The cut into stages, in sequence, whose most loaded one has least, and the others about as
-    much: at which layer each stage begins, and the end. Every stage has a layer at least; the last
-    one has the head as well, or alone.
+    """The cut into contiguous stages with the smallest largest load and, among those, the most even
+    loads: the layer at which each stage begins, and the end. Every stage has at least one layer,
+    except that the last one may have only the head.
 
-    By dynamic programming over the stages.
+    Dynamic programming over the stages.
     """
     num_layers = len(weights)
     sums = list(accumulate(weights, initial=0.0))
-    # By the layers that the stages so far have: the load of the most loaded of them, the sum of
-    # the squares, and where they begin.
+    # By the number of layers that the stages so far have: their largest load, the sum of the
+    # squares of their loads, and where they begin.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(num_stages):
         own_head = head if stage == num_stages - 1 else 0.0
@@ -338,7 +338,7 @@ def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple
 
 
 def check_divided(costs: Costs, name: str, tp: int) -> None:
-    """Raise UsageError when a model is divided among another number of tensor-parallel ranks than
+    """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
     `tp`; `name` is what errors call its costs."""
     if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != tp:
         raise UsageError(
@@ -350,7 +350,8 @@ def check_divided(costs: Costs, name: str, tp: int) -> None:
 def parse_flops(document: Mapping[str, Any], name: str) -> FlopCosts:
     """Read the FLOP model in a TOML document; `name` is what errors call it.
 
-    Raises UsageError for an unknown or missing key, and a value of the wrong type or out of range.
+    Raises UsageError for an unknown or missing key, and for a value of the wrong type or out of
+    range.
     """
     costs = read_table(FlopCosts, document, name)
     for part, where in ((costs.language, "language"), (costs.vision, "vision")):

@@ -11,21 +11,21 @@ from rrfp.schedule.tasks import Task
 from rrfp.simulate.world import TaskTimes
 
 LONGEST_S = 3600.0
-"""What a task may take at most where it is written down; a longer one is a slip."""
+"""The longest time that a user may write for a task; a longer one is a typing error."""
 FACTORS = (0.001, 1000.0)
-"""The range of a factor on times, where it is written down."""
+"""The range of a factor on times that a user may write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How long messages take: a `Transfer`. A gradient is as large as the activation it is of."""
+    """A `Transfer`: how long messages take. A gradient is as large as its activation."""
 
     latency_ns: int = 0
     ns_per_byte: float = 0.0
     num_bytes: Sequence[int] = ()
-    """Of a message, by microbatch; none where messages take the latency alone."""
+    """Size of a message, by microbatch; empty if messages take only the latency."""
     factors: Mapping[tuple[int, int], float] = field(default_factory=lambda: MappingProxyType({}))
-    """How many times longer a message takes from one pipeline rank to another; 1 where not said."""
+    """By (sender, receiver): how many times longer a message takes; 1 by default."""
 
     def __call__(self, sender: int, receiver: int, task: Task) -> int:
         num_bytes = self.num_bytes[task.microbatch] if self.num_bytes else 0
@@ -40,19 +40,19 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What one step of one pipeline costs, as far as it is known before the step from the data."""
+    """What one step of one pipeline costs, as far as the data tell before the step."""
 
     times: TaskTimes
     links: Links = field(default_factory=Links)
     agreement_ns: int = 0
-    """What a group's round of agreement takes."""
+    """The time of a group's round of agreement."""
     lateness_ns: int = 0
-    """The most by which a message is later at one member of a group than at the first."""
+    """The most by which a message reaches another member of a group later than the first."""
     gradient_sync_ns: int = 0
-    """The reduction of gradients between replicas, at the end of the step."""
+    """The time of reducing gradients between replicas, at the end of the step."""
     is_known: bool = True
-    """Whether somebody who admits microbatches could know the times; else they are drawn as jitter
-    is."""
+    """Whether the times are known when microbatches are admitted; otherwise they are drawn task by
+    task, like jitter."""
 
     def permuted(self, order: Sequence[int]) -> "StepCosts":
         """The same step with microbatch `order[i]` admitted as number i."""
@@ -73,25 +73,25 @@ class StepCosts:
 
 
 class Costs(Protocol):
-    """Where the costs of a step come from."""
+    """A source of the costs of a step."""
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        """The costs of one step of one replica, the same whenever asked for.
+        """The costs of one step of one replica; equal arguments give equal costs.
 
-        Raises UsageError when they do not fit the shape.
+        Raises UsageError if they do not fit the shape.
         """
         ...
 
 
 def part_of(whole_ns: int, num_parts: int, part: int) -> int:
-    """One of the parts into which a rank's time is divided evenly; together they are the whole."""
+    """One of the even parts into which a rank's time is divided; they add up to the whole."""
     return whole_ns * (part + 1) // num_parts - whole_ns * part // num_parts
 
 
 def check_takes_time(times: TaskTimes, name: str) -> None:
-    """Raise UsageError when no task takes any time: there would be nothing to compare.
+    """Raise UsageError if no task takes any time, as there would be nothing to compare.
 
-    `name` is what left them without: costs or jitter.
+    `name` is what errors call the costs or the jitter.
     """
     kinds = (times.forward, times.input_gradient, times.weight_gradient)
     if not any(any(row) for rows in kinds for row in rows):
@@ -101,7 +101,7 @@ def check_takes_time(times: TaskTimes, name: str) -> None:
 
 
 def check_rank(rank: int, shape: Shape, name: str) -> None:
-    """Raise UsageError when `name` speaks of a pipeline rank that there is not."""
+    """Raise UsageError if the pipeline lacks a rank that `name` refers to."""
     if rank >= shape.num_ranks:
         raise UsageError(
             f"{name} names pipeline rank {rank} and there are {shape.num_ranks}, from 0 on; "
@@ -110,7 +110,7 @@ def check_rank(rank: int, shape: Shape, name: str) -> None:
 
 
 def check_chunk(chunk: int, shape: Shape, name: str) -> None:
-    """Raise UsageError when `name` speaks of a chunk that no rank has."""
+    """Raise UsageError if ranks lack a chunk that `name` refers to."""
     if chunk >= shape.num_chunks:
         raise UsageError(
             f"{name} names chunk {chunk} and a rank has {shape.num_chunks}, from 0 on; "
@@ -119,7 +119,7 @@ def check_chunk(chunk: int, shape: Shape, name: str) -> None:
 
 
 def check_link(sender: int, receiver: int, shape: Shape, name: str) -> None:
-    """Raise UsageError when `name` speaks of a link that carries no message."""
+    """Raise UsageError if `name` refers to a link that carries no message."""
     check_rank(max(sender, receiver), shape, name)
     if receiver not in shape.neighbours(sender):
         raise UsageError(

@@ -10,7 +10,7 @@ _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 def parse_ranges(text: str, where: str) -> tuple[range, ...]:
     """Read ``0-2,5``; `where` is what errors call it.
 
-    Raises UsageError for a text that is none, and for a range that falls.
+    Raises UsageError for any other text, and for a descending range.
     """
     ranges = []
     for part in text.split(","):

@@ -21,22 +21,22 @@ from rrfp.trace.records import NS_PER_S
 
 COLUMNS = ("kind", "pp_rank", "chunk", "microbatch", "seconds")
 _MOST = 10**6
-"""What a rank, a chunk or a microbatch may be at most; a larger one is a slip."""
+"""The largest rank, chunk or microbatch; a larger one is a typing error."""
 
 _Key = tuple[Kind, int, int | None, int | None]
-"""Kind, pipeline rank, chunk and microbatch; None is every one of them."""
+"""Kind, pipeline rank, chunk and microbatch; None stands for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCosts:
-    """The costs that rows give, the same for every seed and replica: a `Costs`."""
+    """A `Costs` from rows, the same for every seed and replica."""
 
     name: str
     """What errors call the rows."""
     rows_ns: Mapping[_Key, int]
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
-        # Rows for more microbatches than a step has are for a longer one; these are not.
+        # Rows may list more microbatches than this step has, but not more ranks or chunks.
         for _, rank, chunk, _ in self.rows_ns:
             check_rank(rank, shape, self.name)
             check_chunk(chunk or 0, shape, self.name)
@@ -47,7 +47,7 @@ class RowCosts:
     def _rows(self, shape: Shape, kind: Kind) -> list[list[int]]:
         """Nanoseconds of the tasks of one kind, by stage and microbatch."""
         if kind is Kind.W and not shape.splits_backward and self._knows_no_weight_gradient:
-            # Then B was measured as a whole, and the step has no W.
+            # B was measured as a whole, and the step has no W.
             return [[0] * shape.num_microbatches] * shape.num_stages
         return [self._row(shape, stage, kind) for stage in range(shape.num_stages)]
 
@@ -61,7 +61,7 @@ class RowCosts:
         rows_ns, num_chunks = self.rows_ns, shape.num_chunks
         times_ns = []
         for microbatch in range(shape.num_microbatches):
-            # The more specific row counts; one for a chunk before one for a microbatch.
+            # The more specific row wins; a chunk is more specific than a microbatch.
             time_ns = rows_ns.get((kind, rank, chunk, microbatch))
             if time_ns is None:
                 time_ns = rows_ns.get((kind, rank, chunk, None))
@@ -82,8 +82,8 @@ class RowCosts:
 def parse_rows(content: str, name: str) -> RowCosts:
     """Read rows of costs from CSV; `name` is what errors call it.
 
-    Raises UsageError, with the line, for columns that are missing or unknown, a value that is none
-    or out of range, and two rows for the same.
+    Raises UsageError, with the line, for missing or unknown columns, an invalid value, and two rows
+    for the same tasks.
     """
     reader = csv.reader(io.StringIO(content), strict=True)
     rows_ns: dict[_Key, int] = {}
@@ -125,7 +125,7 @@ def parse_rows(content: str, name: str) -> RowCosts:
 
 
 def _places(cells: list[str], line: str) -> dict[str, int]:
-    """Where each column stands, by the heading."""
+    """The position of each column, by its heading."""
     heading = [cell.strip() for cell in cells]
     if sorted(heading) != sorted(COLUMNS):
         raise UsageError(
@@ -153,7 +153,7 @@ def _nanoseconds(text: str, line: str) -> int:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    # A comparison with NaN is false.
+    # Also refuses NaN, which compares as false.
     if not 0 <= seconds <= LONGEST_S:
         raise UsageError(
             f"{line}: seconds is '{text}'; it must be a number from 0 to {LONGEST_S:g}"

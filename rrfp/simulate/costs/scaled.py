@@ -1,4 +1,4 @@
-"""Costs of another pace: every task longer or shorter by one factor."""
+"""Costs with every task longer or shorter by one factor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from rrfp.simulate.world import TaskTimes
 
 @dataclass(frozen=True, slots=True)
 class ScaledCosts:
-    """A `Costs`: the tasks of other costs times a factor; messages take what they took."""
+    """A `Costs`: other costs with their tasks' times multiplied; messages are unchanged."""
 
     costs: Costs
     factor: float

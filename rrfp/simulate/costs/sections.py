@@ -1,4 +1,4 @@
-"""The sections that documents of costs in TOML share, whatever they say of tasks."""
+"""The sections that all forms of costs in TOML share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,15 @@ from rrfp.trace.records import NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """How fast the links between neighbouring ranks are: what every `[links]` has."""
+    """The speed of the links between neighbouring ranks: the keys that every `[links]` has."""
 
     latency_s: float = ranged(0, LONGEST_S, default=0.0)
     bandwidth_bytes_per_s: float | None = ranged(1, 1e15, default=None)
-    """Without it, bytes take no time."""
+    """By default, bytes take no time."""
 
     def links(self, num_bytes: Sequence[int], factors: Mapping[tuple[int, int], float]) -> Links:
-        """Links of this speed for messages of so many bytes, by microbatch; some are slower."""
+        """Links of this speed. `num_bytes` are message sizes by microbatch; `factors` slow down
+        links, by (sender, receiver)."""
         bandwidth = self.bandwidth_bytes_per_s
         return Links(
             round(self.latency_s * NS_PER_S),
@@ -33,7 +34,7 @@ class Agreement:
 
     seconds: float = ranged(0, LONGEST_S, default=0.0)
     lateness_s: float = ranged(0, LONGEST_S, default=0.0)
-    """The most by which a message is later at one member than at the first."""
+    """The most by which a message reaches another member later than the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,26 +29,26 @@ from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 PRESETS = ("uniform", "language", "multimodal")
-"""The tables that come along, in profiles/."""
+"""The tables that come with rrfp, in profiles/."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What some ranks take, or one chunk of each: `[[ranks]]`."""
+    """Seconds of some ranks, or of one chunk of each: `[[ranks]]`."""
 
     pp_ranks: str | None = None
     """Such as 0-2,5."""
     first_share: float | None = ranged(0, 1, default=None)
-    """Or so large a part of the pipeline from its front on, at least one rank."""
+    """Or the ranks of this share of the pipeline from its start, at least one."""
     last_share: float | None = ranged(0, 1, default=None)
-    """Or from its end."""
+    """Or up to its end."""
     chunk: int | None = None
-    """The chunk whose own seconds these are; without it they are the whole rank's."""
+    """The chunk that the seconds are for; by default they are the whole rank's."""
     seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
     length: str | None = None
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
-        """The pipeline ranks that it is about."""
+        """The pipeline ranks that this entry is about."""
         if self.pp_ranks is not None:
             return [rank for each in parse_ranges(self.pp_ranks, "pp_ranks") for rank in each]
         if self.first_share is not None:
@@ -75,7 +75,7 @@ class LinkTimes(LinkSpeed):
     """How long messages between neighbouring ranks take: `[links]`."""
 
     message_bytes: int = ranged(0, 10**12, default=0)
-    """Of every message, whatever its microbatch's length."""
+    """Size of every message, whatever its microbatch's length."""
     slow: tuple[SlowLink, ...] = ()
 
 
@@ -84,13 +84,13 @@ class Table:
     """The whole document."""
 
     seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
-    """Of a whole pipeline rank for one microbatch of length 1."""
+    """Times of a whole pipeline rank, by kind, for a microbatch of length 1."""
     length: str | None = None
-    """The length, by name, that these seconds grow with; without one they are constant."""
+    """The name of the length that these seconds grow with; by default they are constant."""
     lengths: Mapping[str, float] = ranged(0, LARGEST_SIGMA, default_factory=dict)
-    """How much each length varies: lognormal of this sigma and mean 1, a draw a microbatch."""
+    """The sigma of each length, drawn once per microbatch from a lognormal of mean 1."""
     ranks: tuple[RankTimes, ...] = ()
-    """Where ranks differ; of two that say the same of a rank, the later one counts."""
+    """Exceptions by rank; if two entries contradict each other, the later one counts."""
     links: LinkTimes = LinkTimes()
     agreement: Agreement = field(default_factory=Agreement)
     gradient_sync: GradientSync = field(default_factory=GradientSync)
@@ -98,13 +98,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """What a task of one kind takes on one stage; equal ones share their rows, as a large step has
-    millions of tasks."""
+    """The time of a kind of task on a stage. Equal ones share a row, as a large step has millions
+    of tasks."""
 
     seconds: float
     length: str | None
     num_parts: int
-    """The seconds are those of so many chunks together."""
+    """How many chunks the seconds cover."""
     part: int
 
     def row(self, factors: Sequence[float]) -> list[int]:
@@ -117,7 +117,7 @@ class _Time:
 
 @dataclass(frozen=True, slots=True)
 class TableCosts:
-    """The costs that a table gives: a `Costs`."""
+    """A `Costs` from a table."""
 
     name: str
     """What errors call the table."""
@@ -147,7 +147,7 @@ class TableCosts:
         )
 
     def _by_rank(self, shape: Shape) -> list[list[RankTimes]]:
-        """What is said of every rank in particular, what counts most last."""
+        """By rank: the entries about it, the one with precedence last."""
         by_rank: list[list[RankTimes]] = [[] for _ in range(shape.num_ranks)]
         for each in sorted(self.table.ranks, key=lambda each: each.chunk is not None):
             if each.chunk is not None:
@@ -189,8 +189,8 @@ class TableCosts:
 def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
     """Read a table of costs from a TOML document; `name` is what errors call it.
 
-    Raises UsageError for an unknown key, a value of the wrong type or out of range, and for what
-    contradicts itself or would have no effect.
+    Raises UsageError for an unknown key, for a value of the wrong type or out of range, and for
+    entries that contradict each other or would have no effect.
     """
     table = read_table(Table, document, name)
     for number, each in enumerate(table.ranks, 1):
@@ -201,7 +201,7 @@ def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
         if each.pp_ranks is not None:
             parse_ranges(each.pp_ranks, where)
         if not each.seconds and each.length is None:
-            raise UsageError(f"{where} says nothing of its ranks; give seconds or length")
+            raise UsageError(f"{where} says nothing about its ranks; give seconds or length")
         _check_length(each.length, table, where)
     _check_length(table.length, table, name)
     used = {table.length, *(each.length for each in table.ranks)}

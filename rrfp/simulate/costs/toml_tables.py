@@ -1,4 +1,4 @@
-"""Dataclasses from TOML tables: fields are the keys, and their types say what may stand there."""
+"""Reads dataclasses from TOML tables: fields are the keys, and their types say what is valid."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from rrfp.errors import UsageError
 
 MOST = 10**9
-"""What a number may be at most where its field says nothing else; a larger one is a slip."""
+"""The largest number, unless its field says otherwise; a larger one is a typing error."""
 
 _T = TypeVar("_T")
 
@@ -20,10 +20,10 @@ def ranged(least: float, most: float = MOST, **of_the_field: Any) -> Any:
 
 
 def read_table(kind: type[_T], table: object, where: str) -> _T:
-    """A `kind` made of a table; `where` is what errors call it.
+    """A `kind` read from a table; `where` is what errors call the table.
 
-    Fields may be numbers (from 0 on unless `ranged`), texts, true or false, choices (a StrEnum),
-    other such dataclasses, tuples of them (an array of tables) or mappings of names or choices to
+    Fields may be numbers (at least 0 unless `ranged`), strings, booleans, choices (a StrEnum),
+    other such dataclasses, tuples of them (an array of tables) or mappings from names or choices to
     numbers; each may be optional. Raises UsageError for an unknown or missing key, and for a value
     of the wrong type or out of range.
     """
@@ -45,7 +45,7 @@ def read_table(kind: type[_T], table: object, where: str) -> _T:
 
 
 def _value(kind: Any, value: object, limits: tuple[float, float], key: str, where: str) -> Any:
-    """A value of a field's type from what stands in the table under that key."""
+    """The value of the table's `key`, as the field's type `kind`."""
     if NoneType in get_args(kind):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
     origin = get_origin(kind)
@@ -88,7 +88,7 @@ def _number(
 ) -> int | float:
     least, most = limits
     wanted = int if kind is int else int | float
-    # A comparison with NaN is false. True and false are integers to Python.
+    # NaN compares as false, and booleans are integers to Python; neither is accepted.
     if not isinstance(value, wanted) or isinstance(value, bool) or not least <= value <= most:
         what = "whole number" if kind is int else "number"
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The track events of a trace's packets in columns, some packets at a time."""
+"""Decodes the track events of a trace into columns, a batch of packets at a time."""
 
 import mmap
 from collections import defaultdict
@@ -46,22 +46,22 @@ _TYPE, _TRACK, _CATEGORIES, _NOTES, *_FLOWS = _numbers(
     *("type", "track_uuid", "categories", "debug_annotations"),
     *("flow_ids", "terminating_flow_ids"),
 )
-# An annotation's number or text stands in one of these fields.
+# An annotation's number or text is in one of these fields.
 _NOTE_NAME, INT, TEXT = _numbers(pb.DebugAnnotation, "name", "int_value", "string_value")
 
 CATEGORIES_READ = (*RECORD_TYPES, RUN, RANK)
-"""The categories of events that are read; those of others have no annotations here."""
+"""The categories of events that are read; annotations of other events are skipped."""
 _FIELD_NAMES = tuple(sorted({EVALUATION, *(n for fields in FIELDS.values() for n, _ in fields)}))
 
 
 class Packets(NamedTuple):
-    """Some packets one behind the other."""
+    """Packets, one after the other in one buffer."""
 
     octets: bytes
     spans: Spans
 
     def behind(self, packets: Sequence[bytes]) -> "Packets":
-        """These packets, behind others."""
+        """These packets, after others."""
         if not packets:
             return self
         ends = np.cumsum([len(packet) for packet in packets])
@@ -89,14 +89,14 @@ class EventBatch:
         self.types = self._fields.last(_TYPE, self._num_events)
         self._tracks = self._fields.last(_TRACK, self._num_events)
         self.categories = self._find_categories(data)
-        """The place of each event's first category among those that are read, or -1."""
+        """By event: the index of its first category among those that are read, or -1."""
         self.num_stray_ends = 0
         self.unended: list[int] = []
-        """The slices that begin in these packets and do not end there."""
+        """The slices that begin in these packets and do not end in them."""
         self._read_notes(data)
 
     def packet(self, event: int) -> bytes:
-        """The packet of an event."""
+        """The packet that holds an event."""
         packet = self._packets[event]
         return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
 
@@ -105,17 +105,17 @@ class EventBatch:
         return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == INSTANT))
 
     def flows(self, num_packets_passed: int) -> Numbers:
-        """The arrows of all events but those of the first so many packets, once an event."""
+        """The arrows of all events after the first `num_packets_passed` packets, once per event."""
         found = [self._fields.of(number) for number in _FLOWS]
         return np.concatenate(
             [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
         )
 
     def pair_slices(self) -> tuple[Rows, Rows]:
-        """The events that begin a slice, each with the one that ends it, in order of the latter.
+        """The events that begin a slice and those that end it, pairwise, ordered by the end.
 
-        Most slices end in the event right behind the one that begins them. The rest nest, as the
-        slices of a track do; those that have no end are left in `unended`.
+        Most slices end in the very next event. The rest nest, as the slices of a track do; slices
+        without an end are left in `unended`.
         """
         slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
         begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
@@ -143,7 +143,7 @@ class EventBatch:
         return pairs[:, 0], pairs[:, 1]
 
     def notes(self, events: Rows, name: str, number: int) -> Rows:
-        """The annotation of that name of each event, or -1 where it has none of that type."""
+        """By event: its annotation of this name, or -1 if it has none of that type."""
         found = self._notes[events, _FIELD_NAMES.index(name)]
         return np.where(self._note_types[found] == number, found, -1)
 
@@ -162,7 +162,7 @@ class EventBatch:
         names = fields.of(_NOTE_NAME)
         columns = np.full(num_notes, -1, np.intp)
         columns[names.owners] = find(data, names.spans, _FIELD_NAMES)
-        # One more than there are: -1, no annotation, has no type.
+        # One extra entry at the end, so that index -1 (no annotation) has no type.
         self._note_types = np.zeros(num_notes + 1, np.int64)
         for number in (INT, TEXT):
             self._note_types[fields.of(number).owners] = number
@@ -177,9 +177,9 @@ class EventBatch:
 
 
 def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[Packets, int]:
-    """The next packets of a trace, about so many bytes of them, and where they end.
+    """The next packets of a trace, about `num_bytes` of them, and where they end.
 
-    This loop runs once a packet, and its speed is that of reading.
+    This loop runs once per packet and dominates the time of reading.
     """
     octets = data[start : start + num_bytes]
     size = len(octets)
@@ -190,7 +190,7 @@ def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tupl
         if octets[end] != _PACKET_TAG:
             raise foreign(path)
         begin = end + 2
-        # A length takes one byte, or two; where it takes more, or the piece ends, it is read anew.
+        # A length takes one or two bytes; a longer one, or one cut off here, is read again below.
         if begin < size:
             length = octets[begin - 1]
             if length >= 0x80:
@@ -210,7 +210,7 @@ def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tupl
 
 
 def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
-    """Where the contents of the packet whose length stands there begin, and that length."""
+    """Read a packet's length: where its contents begin, and how long they are."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):

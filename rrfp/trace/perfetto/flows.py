@@ -1,4 +1,4 @@
-"""Which send, receive and task belong to one message, and the number of its arrow."""
+"""Which send, receive and task belong to one message, and the id of its arrow."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from rrfp.trace.records import ReceiveRecord, SendRecord, TaskRecord
 
 
 class MessageKey(NamedTuple):
-    """A message of the run: the `sequence`-th on the directed link source -> destination."""
+    """A message of the run: number `sequence` on the directed link source -> destination."""
 
     source: int
     destination: int
@@ -14,14 +14,14 @@ class MessageKey(NamedTuple):
 
     @property
     def flow_id(self) -> int:
-        """The id of the message's arrow; unique over the run up to 65,536 ranks and 4 G messages a
-        link."""
+        """The id of the message's arrow, unique in the run for up to 65,536 ranks and 4 G messages
+        per link."""
         ranks = (self.source & 0xFFFF) << 16 | self.destination & 0xFFFF
         return ranks << 32 | self.sequence & 0xFFFFFFFF
 
 
 class TaskKey(NamedTuple):
-    """A task of the run on one rank, by which a received message finds its consumer."""
+    """A task on one rank, by which a received message finds its consumer."""
 
     step: int
     kind: str

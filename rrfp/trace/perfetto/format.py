@@ -4,14 +4,14 @@ from rrfp.trace.records import RECORD_TYPES
 from rrfp.trace.steps import STEP
 
 VERSION = 2
-"""The version of what is written. A reader refuses a later one; older ones it knows: version 1
-numbers evaluations among the steps that train."""
+"""The format version that is written. The reader refuses later ones and reads all earlier ones:
+version 1 numbers evaluations among the training steps."""
 RUN = "run"
 """The name and category of the instant that holds the run's settings."""
 RANK = "rank"
 """The category of the instant that holds a rank's place in the layout."""
 HINT = "hint"
-"""The category of the slices that show what the hint wanted. They are derived, and no records."""
+"""The category of the slices that show what the hint wanted. They are derived, not records."""
 END_MARK = "end of trace"
 """The name of the last event, which holds the number of records written."""
 
@@ -23,20 +23,20 @@ FIELDS = {
     )
     for name, record_type in RECORD_TYPES.items()
 }
-"""The annotations of each record type: the name, and whether it is a text. In place of `step`
-those of an evaluation have `evaluation`, its number."""
+"""The annotations of each record type: the name, and whether it is text. An evaluation has
+`evaluation`, its number, instead of `step`."""
 
 MOST_OF_A_KIND = 1 << 20
-"""No run has more ranks, stages or microbatches. Who believes a trace makes lists of so many."""
+"""No run has more ranks, stages or microbatches. Readers allocate lists of these sizes, so a
+damaged trace must not claim more."""
 _PLACES = ("stage", "chunk", "microbatch", "peer", "member")
 _MOST_NS = 1 << 53
-"""104 days; sums of such times are still numbers."""
+"""104 days; sums of such times still fit."""
 _MOST_STEPS = 1 << 53
 
 
 def bounds_of(field: str) -> tuple[int, int]:
-    """The least and the most that a number of a record can be; what is beyond is damage. -1 stands
-    for none."""
+    """The range of a record's number; a value outside it means damage. -1 stands for none."""
     if field in ("start_ns", "end_ns", "time_ns"):
         return 0, _MOST_NS
     if field == STEP:

@@ -1,4 +1,4 @@
-"""The order that the hint wanted, beside the order that happened, of one rank."""
+"""Compares the order in which a rank ran its tasks with the order that its hint wanted."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from rrfp.trace.records import TaskRecord
 
 MAX_SKIPPED_NAMED = 8
-"""How many of the tasks that a dispatch skipped are named; the others are counted only."""
+"""How many of the tasks that a dispatch skipped are named; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class HintedDispatch:
-    """One dispatch, the k-th of its step on the rank, held against the hint."""
+    """One dispatch, number k of its step on the rank, compared with the hint."""
 
     wanted: TaskRecord
-    """The k-th task of the step in the hint's order."""
+    """Task number k of the step in the hint's order."""
     wanted_place: int
-    """Its place in the order of dispatch, from 0: k where the hint was followed."""
+    """When that task was dispatched, counting from 0: k where the hint was followed."""
     skipped: tuple[TaskRecord, ...]
-    """The unfinished tasks that the hint ranks above the one dispatched, best first, but no more
-    than one above `MAX_SKIPPED_NAMED`."""
+    """The unfinished tasks that the hint ranks above the one dispatched, best first; at most
+    `MAX_SKIPPED_NAMED` + 1 of them."""
 
 
 def beside_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
-    """By task, its dispatch; None where the hint's order of the step is not known.
+    """By task, its dispatch; None where the hint's order for the step is unknown.
 
-    The tasks are one rank's, in the order of their dispatch. Of a step that was cut short only the
+    `tasks` are one rank's, in the order of their dispatch. In a step that was cut short, only the
     tasks that ran are compared.
     """
     dispatches: list[HintedDispatch | None] = [None] * len(tasks)
@@ -43,7 +43,7 @@ def beside_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
 def _compare_step(
     tasks: Sequence[TaskRecord], indices: Sequence[int], dispatches: list[HintedDispatch | None]
 ) -> None:
-    # By hint position; the place of the dispatch tells apart what should not share one.
+    # Sort by hint position; the place of dispatch breaks ties, which a sound trace does not have.
     ranks = [(tasks[index].hint_position, place) for place, index in enumerate(indices)]
     hinted = sorted(ranks)
     unfinished = hinted.copy()

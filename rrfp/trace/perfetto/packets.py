@@ -1,9 +1,9 @@
-"""Puts the packets of a trace together and appends them to a file.
+"""Assembles the packets of a trace and appends them to a file.
 
-Messages that are written one behind the other are read as one message
-(https://protobuf.dev/programming-guides/encoding/#last-one-wins). So a packet is made of parts, and
-a part that comes again and again is encoded once: that makes a trace in a quarter of the time that
-a message object a packet takes.
+Concatenated protobuf messages are read as one message
+(https://protobuf.dev/programming-guides/encoding/#last-one-wins). So a packet is assembled from
+parts, and a part that recurs is encoded once. That takes a quarter of the time of one message
+object per packet.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ _NUM_PARTS_KEPT = 1 << 16
 
 
 class PacketWriter:
-    """Appends packets to a file, in batches; what is left is written by `flush`."""
+    """Appends packets to a file in batches; `flush` writes the rest."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -43,7 +43,7 @@ class PacketWriter:
         self._sequence = b""
 
     def go_to_sequence(self, sequence: int) -> None:
-        """Write what follows as this packet sequence."""
+        """Write the following packets to this sequence."""
         self._sequence = _encoded(pb.TracePacket(trusted_packet_sequence_id=sequence))
         if sequence not in self._begun:
             self._begun.add(sequence)
@@ -51,7 +51,7 @@ class PacketWriter:
             self._append(_encoded(pb.TracePacket(sequence_flags=cleared)))
 
     def track(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path of (place, name), described before its first use."""
+        """The uuid of the track at a path of (place, name); writes its descriptor at first use."""
         uuid = self._tracks.get(*path, lane=lane, is_counter=is_counter)
         for track in self._tracks.take_new():
             packet = pb.TracePacket()
@@ -78,7 +78,7 @@ class PacketWriter:
         passes: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """Begin a slice, on the way of some arrows and at the end of others."""
+        """Begin a slice that some arrows pass through and others end at."""
         event = _named_event(_BEGIN, track, name, category, fields)
         if passes or ends:
             event += _encoded(pb.TrackEvent(flow_ids=passes, terminating_flow_ids=ends))
@@ -104,7 +104,7 @@ class PacketWriter:
         self._append(_TIME_TAG + _varint(time_ns) + part)
 
     def _append(self, packet: bytes) -> None:
-        """Append a packet, of this sequence."""
+        """Append a packet to the current sequence."""
         packet = self._sequence + packet
         batch = self._batch
         batch += _PACKET_TAG + _varint(len(packet)) + packet
@@ -139,7 +139,7 @@ def _nameless_part(event_type: int, track: int, value: int | None = None) -> byt
 
 
 def _as_part(event: bytes) -> bytes:
-    """The part of a packet that is this event."""
+    """This event, as a part of a packet."""
     return _EVENT_TAG + _varint(len(event)) + event
 
 
@@ -147,7 +147,7 @@ def _encoded(message: Any) -> bytes:
     return bytes(message.SerializeToString())
 
 
-# A number is written seven bits a byte, the lowest first. Two bytes at a time come from tables.
+# A varint has seven bits per byte, lowest first. Tables give two bytes at a time.
 _LAST_BYTES = [
     bytes((number,)) if number < 0x80 else bytes((number & 0x7F | 0x80, number >> 7))
     for number in range(1 << 14)

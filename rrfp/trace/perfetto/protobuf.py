@@ -1,8 +1,8 @@
-"""Protocol-buffer messages in columns: the fields of very many messages at once.
+"""Decodes protocol-buffer messages into columns, very many messages at once.
 
-A message object a packet, and an attribute a field, is what reading a trace in Python takes its
-time for. Here the messages of a buffer are walked side by side: the first field of each, then the
-second of each, and so on, with arrays for what a parser has as variables
+One message object per packet and one attribute per field is what makes reading a trace in Python
+slow. Here the messages of a buffer are parsed side by side: the first field of each, then the
+second of each, and so on, with arrays where a parser has variables
 (https://protobuf.dev/programming-guides/encoding).
 """
 
@@ -22,21 +22,21 @@ _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_BYTES_OF_A_VARINT = 10
 
 _WORD = 8
-"""Bytes of a word, by which texts are compared."""
+"""Bytes of a word; texts are compared word by word."""
 LONGEST_NAME = 2 * _WORD
-"""Bytes of a name that `find` can tell from others."""
+"""The longest name, in bytes, that `find` can match."""
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(_WORD + 1)], np.uint64)
-"""By length, the bytes of a word that belong to a text of that length."""
+"""By length of a text: a mask of the bytes of a word that belong to it."""
 _ODD, _ODD_TOO = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
-"""Multiplied with an odd number, words that differ go on differing."""
+"""Odd, so that multiplying by it keeps different words different."""
 
 
 class DecodeError(ValueError):
-    """The bytes are no messages."""
+    """The bytes are not valid messages."""
 
 
 class Spans(NamedTuple):
-    """Where messages, or texts, lie in a buffer: arrays of the same length."""
+    """Where messages or texts are in a buffer: arrays of equal length."""
 
     starts: Numbers
     ends: Numbers
@@ -46,16 +46,16 @@ class Spans(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """Fields of messages: arrays of the same length. Those of one message are in their order."""
+    """Fields of messages: arrays of equal length, the fields of one message in their order."""
 
     owners: Numbers
-    """Which message each is of."""
+    """The message that each belongs to."""
     numbers: Numbers
     """The field's number."""
     values: Numbers
-    """What a number is, as a signed one; 0 for a field that is no number."""
+    """A number's value, signed; 0 if the field is not a number."""
     spans: Spans
-    """Where the contents of a text or a message lie."""
+    """Where the contents of a text or a message are."""
 
     def take(self, rows: Rows) -> "Fields":
         return Fields(
@@ -63,11 +63,11 @@ class Fields(NamedTuple):
         )
 
     def of(self, number: int) -> "Fields":
-        """Those with this number."""
+        """The fields with this number."""
         return self.take(np.flatnonzero(self.numbers == number))
 
     def last(self, number: int, count: int, default: int = 0) -> Numbers:
-        """By message, of `count` of them, the value of its last field with this number."""
+        """By message (of `count`): the value of its last field with this number."""
         found = np.full(count, default, np.int64)
         chosen = self.of(number)
         found[chosen.owners] = chosen.values
@@ -75,15 +75,15 @@ class Fields(NamedTuple):
 
 
 def buffer_of(data: bytes) -> Bytes:
-    """The bytes as an array, with room behind them: a word may be read at each of them."""
+    """The bytes as an array, padded so that a word can be read at each of them."""
     return np.frombuffer(data + bytes(_WORD), np.uint8)
 
 
 def read_fields(data: Bytes, messages: Spans) -> Fields:
-    """All fields of these messages, which lie in a buffer from `buffer_of`.
+    """All fields of these messages in a buffer from `buffer_of`.
 
-    Raises DecodeError where a field reaches beyond its message, or is of a kind that no proto3
-    message has.
+    Raises DecodeError if a field extends beyond its message, or has a wire type that proto3 does
+    not use.
     """
     owners, (at, ends) = np.arange(len(messages.starts)), messages
     rounds = []
@@ -102,8 +102,8 @@ def read_fields(data: Bytes, messages: Spans) -> Fields:
 
 
 def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:
-    """By text, which of these names it is, or -1; a name has at most `LONGEST_NAME` bytes.
-    Of names made to mix alike, one is found."""
+    """By text: the index of the name that equals it, or -1. A name has at most `LONGEST_NAME`
+    bytes. Names are matched by a mixed word; of names crafted to collide, only one is found."""
     if not names:
         return np.full(len(texts.starts), -1, np.intp)
     found = _words_of(data, texts)
@@ -119,22 +119,22 @@ def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:
 
 
 class _TextWords(NamedTuple):
-    """What tells texts of up to 16 bytes apart."""
+    """What identifies texts of up to 16 bytes."""
 
     firsts: Words
     lasts: Words
-    """The last word of those that are longer than one."""
+    """The last word of texts longer than one word."""
     lengths: Words
 
     @property
     def mixed(self) -> Words:
-        """All of it in one word, to look for."""
+        """Everything mixed into one word, to search by."""
         return (self.firsts ^ (self.lasts * _ODD)) * _ODD ^ self.lengths * _ODD_TOO
 
 
 @cache
 def _names(names: tuple[str, ...]) -> tuple[Rows, _TextWords]:
-    """What tells the names apart, and their order by that."""
+    """The names' identities, and the names' order by mixed word."""
     encoded = [name.encode() for name in names]
     assert max(map(len, encoded)) <= LONGEST_NAME
     ends = np.cumsum([len(name) for name in encoded])
@@ -152,7 +152,7 @@ def _words_of(data: Bytes, texts: Spans) -> _TextWords:
 
 
 def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, Spans]:
-    """The numbers, and the contents, of fields of these wire types that begin at these places."""
+    """The numbers and contents of the fields of these wire types that begin at these places."""
     present = np.flatnonzero(np.bincount(wires, minlength=8))
     if len(present) == 1:
         return _read_alike(data, int(present[0]), at)
@@ -164,13 +164,13 @@ def _read_contents(data: Bytes, wires: Numbers, at: Numbers) -> tuple[Numbers, S
 
 
 def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
-    """The same, of fields of one wire type."""
+    """The same, for fields of one wire type."""
     if wire == _VARINT:
         values, ends = read_varints(data, at)
         return values, Spans(at, ends)
     if wire == _LENGTH:
         lengths, starts = read_varints(data, at)
-        # A length that is no number of bytes of this buffer must not wrap around.
+        # A length greater than the buffer must not wrap around.
         if (lengths.view(np.uint64) > len(data)).any():
             raise DecodeError
         return np.zeros(len(at), np.int64), Spans(starts, starts + lengths)
@@ -183,7 +183,7 @@ def _read_alike(data: Bytes, wire: int, at: Numbers) -> tuple[Numbers, Spans]:
 
 
 def read_varints(data: Bytes, at: Numbers) -> tuple[Numbers, Numbers]:
-    """The numbers that begin at these places, and the places behind them."""
+    """The numbers that begin at these places, and the places after them."""
     if at.size and at.max() >= len(data):
         raise DecodeError
     octets = data[at]

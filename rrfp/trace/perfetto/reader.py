@@ -1,10 +1,10 @@
-"""Reads a trace back into the recording it was made of; `rrfp.trace.perfetto` states the rules.
+"""Reads a trace back into the recording it was made from; `rrfp.trace.perfetto` states the rules.
 
-An event is known by what is in it: its category and annotations say which record it is, whatever
-its track and wherever it stands. Packets and events of other categories are passed over.
+An event's category and annotations identify its record, whatever its track or position. Other
+packets, and events of other categories, are skipped.
 
-A trace is read a batch of packets at a time, and a batch in columns. Slices that do not end in
-their batch are read again with the next one.
+A trace is read in batches of packets, and a batch in columns. Slices that do not end in their batch
+are read again with the next one.
 """
 
 import json
@@ -53,19 +53,19 @@ from rrfp.trace.steps import EVALUATION, STEP, evaluation_step
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
 _NUM_BYTES_FREED = 24 << 20
-"""Once a block of this size was freed, glibc keeps smaller ones at hand, where it would else give
-each array's memory back to the system and ask for it anew: a tenth of the time of reading."""
+"""Once a block of this size has been freed, glibc keeps smaller ones instead of returning each
+array's memory to the system and requesting it again, which takes a tenth of the time of reading."""
 
 _MOST_NAMES = 64
-"""Kinds, causes and stimuli are fewer."""
+"""More than there are kinds, causes and stimuli."""
 Table = dict[str, Numbers]
-"""Records of one type in columns: `source`, the packet sequence that each was found on, and the
-type's own fields. Of a text it has the place in `TraceReader.texts`."""
+"""Records of one type in columns: `source`, the packet sequence of each, and the type's own fields.
+A text is given by its index in `TraceReader.texts`."""
 
 
 @dataclass(slots=True)
 class TraceContents:
-    """A trace as it was found: the recording, and what does not belong to a whole one."""
+    """A trace as it was found: the recording, and what an undamaged trace would not have."""
 
     recording: Recording
     open_slices: list[str] = field(default_factory=list)
@@ -75,13 +75,13 @@ class TraceContents:
     flow_lengths: Counter[int] = field(default_factory=Counter)
     """How many events each arrow passes, by flow id."""
     num_records_written: int | None = None
-    """The number of records that were written, or None where the closing mark is missing."""
+    """The number of records that were written; None if the closing mark is missing."""
 
 
 def read_trace(path: Path) -> Recording:
     """Read a recording back, exactly as it was written.
 
-    Raises RrfpError for a file that is missing, empty, truncated, or not a trace of a run.
+    Raises RrfpError if the file is missing, empty, truncated, or not a trace of a run.
     """
     reader = TraceReader(path)
     contents = reader.contents()
@@ -90,15 +90,16 @@ def read_trace(path: Path) -> Recording:
 
 
 def read_contents(path: Path) -> TraceContents:
-    """Read all of a trace, damaged or not, as far as it is Perfetto and of a run.
+    """Read all of a trace, damaged or not.
 
-    Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
+    Raises RrfpError if the file is missing, empty, cut within a packet, or not a Perfetto trace of
+    a run.
     """
     return TraceReader(path).contents()
 
 
 class TraceReader:
-    """Reads one trace, once: by `contents` as a whole, or by `tables` piece by piece."""
+    """Reads one trace, once: as a whole with `contents`, or piece by piece with `tables`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -106,7 +107,7 @@ class TraceReader:
         self.infos: dict[int, RankInfo] = {}
         """The ranks, by packet sequence."""
         self.texts: list[str] = []
-        """Every text of the records, once."""
+        """The distinct texts of the records."""
         self._vocabulary = _Vocabulary(self.texts)
         self._is_of_a_run = False
         self._num_records_written: int | None = None
@@ -115,7 +116,7 @@ class TraceReader:
         self._num_backward = 0
         self._num_records = 0
         self._flows: list[Numbers] | None = None
-        """The arrows of each batch, where they are asked for."""
+        """The arrows of each batch, if they were requested."""
 
     def contents(self) -> TraceContents:
         """Everything. Raises RrfpError as `tables` does."""
@@ -147,10 +148,12 @@ class TraceReader:
         )
 
     def tables(self) -> Iterator[dict[str, Table]]:
-        """The records, some at a time, by the name of their type; those of a type and sequence in
-        the order in which they were recorded. Settings and ranks are known when all were given.
+        """The records, a batch at a time, by the name of their type. Records of one type and
+        sequence come in the order in which they were recorded. Settings and ranks are known at the
+        end.
 
-        Raises RrfpError for a file that is missing, empty, cut within a packet, or foreign.
+        Raises RrfpError if the file is missing, empty, cut within a packet, or not a Perfetto trace
+        of a run.
         """
         np.empty(_NUM_BYTES_FREED, np.uint8)
         try:
@@ -160,7 +163,7 @@ class TraceReader:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                     position = 0
                     while position < len(data):
-                        # Slices that never end are read again in few batches, not in all.
+                        # Let slices that never end be read again in few batches, not in all.
                         size = max(_NUM_BYTES_OF_A_BATCH, sum(map(len, self._open)))
                         packets, position = cut_packets(self._path, data, position, size)
                         yield self._read(packets)
@@ -174,9 +177,8 @@ class TraceReader:
             raise RrfpError(f"{self._path} is a Perfetto trace, but not one of an rrfp run")
 
     def check_whole(self) -> None:
-        """Raises RrfpError where no figure of what was read would be right: the closing mark or
-        other events were not among it, two sequences are of one rank, or events end before they
-        begin."""
+        """Raise RrfpError if figures from this trace would be wrong: the closing mark or other
+        events are missing, two sequences belong to one rank, or events end before they begin."""
         if self._num_records_written is None:
             raise RrfpError(f"the trace {self._path} is truncated: its last events are missing")
         if self._num_records < self._num_records_written:
@@ -215,7 +217,7 @@ class TraceReader:
         }
 
     def _table(self, name: str, batch: EventBatch, begins: Rows, ends: Rows) -> Table | None:
-        """The records of one type, in the order in which they ended."""
+        """The records of one type, ordered by their ends."""
         is_slice = "end_ns" in RECORD_TYPES[name]._fields
         own = batch.categories == CATEGORIES_READ.index(name)
         slices = own[begins]
@@ -252,7 +254,7 @@ class TraceReader:
         return table
 
     def _read_steps(self, name: str, batch: EventBatch, events: Rows, notes: Rows) -> Numbers:
-        """The step of each event, which has this annotation, or tells which evaluation it is of."""
+        """The step of each event: this annotation, or from the number of its evaluation."""
         are_evaluations = notes < 0
         if not are_evaluations.any():
             return batch.note_values[notes]
@@ -307,7 +309,7 @@ class TraceReader:
             raise foreign(self._path) from error
 
     def _check_version(self, notes: dict[str, Any]) -> None:
-        """Traces that do not state a version are of the first one."""
+        """Raise RrfpError for a later version; a trace without a version is of the first."""
         version = notes["version"].int_value if "version" in notes else 1
         if version > VERSION:
             raise RrfpError(
@@ -317,22 +319,22 @@ class TraceReader:
 
 
 class _Vocabulary:
-    """The place of each text in a list, to which new ones are added."""
+    """The index of each text in a list, to which new texts are added."""
 
     def __init__(self, texts: list[str]) -> None:
         self._texts = texts
         self._places: dict[bytes, int] = {}
         self._names: tuple[str, ...] = ()
-        """The first texts that are short enough to be found many at once."""
+        """The first texts that are short enough to be found in bulk."""
         self._places_of_names = np.array([-1])
-        """Theirs, and last that of what is none of them."""
+        """Their indices, then -1 for everything else."""
 
     def find(self, data: Bytes, spans: Spans) -> Numbers:
-        """The places of texts, or -1 where one is not known or has to be looked up by itself."""
+        """The indices of texts; -1 where a text is unknown or must be looked up by itself."""
         return self._places_of_names[find(data, spans, self._names)]
 
     def place_of(self, encoded: bytes) -> int:
-        """The place of a text, which may be a new one."""
+        """The index of a text, which may be new."""
         place = self._places.get(encoded)
         if place is None:
             self._texts.append(encoded.decode())

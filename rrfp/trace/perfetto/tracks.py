@@ -1,8 +1,8 @@
 """The tree of tracks in a trace: pipeline > stage > compute, hint, wait, send, receive, ...
 
-Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so a
-link has a track of its own below `send` and `receive`, and what would still overlap goes to a
-further lane: a sibling of the same name, which the viewer shows as one track of several rows.
+Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so
+each link has its own track below `send` and `receive`. Slices that would still overlap go to
+another lane: a sibling of the same name, which the viewer shows as a further row of the track.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
     "loss": (_DETAILS, (1, "recording")),
     RANK: (_DETAILS, (2, "rank")),
 }
-"""Where the events of each category are shown below their stage. What only a replay or an audit of
-the recording asks for is in a group that the viewer keeps closed."""
+"""Where the events of each category are shown below their stage. Events that only a replay or an
+audit of the recording needs are in a group that the viewer keeps closed."""
 
 COUNTER_TRACKS = ("D", "held", "ready forwards", "ready backwards")
 
@@ -50,14 +50,14 @@ class Track:
 
 
 class Tracks:
-    """Hands out tracks by path and remembers those that are new until they are described."""
+    """Hands out tracks by path, and keeps new ones until they are described."""
 
     def __init__(self) -> None:
         self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
         self._new: list[Track] = []
 
     def get(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
-        """The uuid of the track at a path of (place, name) from the top, made where it is new."""
+        """The uuid of the track at a path of (place, name) from the top; makes missing tracks."""
         key: tuple[tuple[int, str, int], ...] = ()
         parent = 0
         for depth, (place, name) in enumerate(path, start=1):
@@ -85,7 +85,7 @@ def stage_name(info: RankInfo) -> str:
 
 
 def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
-    """The path of a rank's stage: the pipelines in order of their replica, the stages in theirs."""
+    """The path of a rank's stage: pipelines ordered by replica, stages by model order."""
     pipelines = sorted({(other.dp_rank, other.tp_rank) for other in ranks})
     name = "pipeline"
     if len(pipelines) > 1:
@@ -95,7 +95,7 @@ def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
 
 
 def assign_lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """The lane of each (start, end), so that no two of one lane overlap; as few as can be."""
+    """A lane for each (start, end), so that no two on one lane overlap; uses as few as possible."""
     lanes = [0] * len(intervals)
     free: list[int] = []
     running: list[tuple[int, int]] = []

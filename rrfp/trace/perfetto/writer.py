@@ -37,14 +37,14 @@ from rrfp.trace.whole_file import open_whole
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
 _RUN_PATH = ((1_000_000, RUN), (0, "settings"))
-"""Below every pipeline. A track at the top without one below it would be moved above them."""
+"""Below every pipeline. The viewer would move a childless top track above them."""
 _FIELDS_OF_HINT = ("kind", "stage", "chunk", "microbatch")
 
 
 def write_trace(path: Path, recording: Recording) -> None:
     """Write a recording as a trace, whole or not at all. Its times must not be negative.
 
-    Raises RrfpError when the file cannot be written.
+    Raises RrfpError if the file cannot be written.
     """
     try:
         with open_whole(path) as file:
@@ -61,12 +61,12 @@ def _write_run(out: PacketWriter, recording: Recording) -> None:
     out.instant(0, run_track, RUN, RUN, [("version", VERSION), ("settings", settings)])
     sequences = range(_FIRST_RANK_SEQUENCE, _FIRST_RANK_SEQUENCE + len(infos))
     writers = [_RankWriter(out, records, infos) for records in recording.ranks]
-    # A viewer finds the tracks in the order of their first times: so the stages are in theirs.
+    # A viewer orders tracks by their first events, so give every stage one early, in stage order.
     for sequence, writer in zip(sequences, writers, strict=True):
         out.go_to_sequence(sequence)
         writer.write_info()
-    # An arrow goes from one time to a later one. At the same time it goes as they are written, so
-    # that of all ranks what it comes from is written before what it leads to.
+    # Arrows follow time; at equal times they follow the order of writing. So write what an arrow
+    # comes from before what it leads to, across all ranks.
     for write in (_RankWriter.write_sends, _RankWriter.write_receives, _RankWriter.write_rest):
         for sequence, writer in zip(sequences, writers, strict=True):
             out.go_to_sequence(sequence)
@@ -98,7 +98,7 @@ _NAMES = {category: tuple(name for name, _ in fields) for category, fields in FI
 
 
 def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fields:
-    """A record's fields but its times: the step of an evaluation goes by another name."""
+    """A record's fields other than times; an evaluation's step is renamed."""
     notes = zip(_NAMES[category], values, strict=True)
     if not is_evaluation(record.step):
         return notes
@@ -106,7 +106,7 @@ def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fiel
 
 
 class _RankWriter:
-    """Writes one rank's records on the tracks of its stage, each list in its own order."""
+    """Writes one rank's records to the tracks of its stage, each list in its own order."""
 
     def __init__(self, out: PacketWriter, records: RankRecords, infos: Sequence[RankInfo]) -> None:
         self._out = out
@@ -160,7 +160,7 @@ class _RankWriter:
         return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
 
     def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> Fields:
-        """What a task says besides its record."""
+        """A task's annotations besides its record."""
         rank = ("rank", self._rank)
         if dispatch is None or not dispatch.skipped:
             return (rank,)
@@ -172,7 +172,7 @@ class _RankWriter:
     def _write_hints(
         self, tasks: Sequence[TaskRecord], dispatches: Sequence[HintedDispatch | None]
     ) -> None:
-        """Write what the hint wanted in the place, and at the time, of each task."""
+        """Write what the hint wanted in place of each task, at the task's time."""
         found = [
             (task, dispatch)
             for task, dispatch in zip(tasks, dispatches, strict=True)
@@ -236,7 +236,7 @@ class _RankWriter:
         passes: Iterable[Sequence[int]] = repeat(()),
         ends: Iterable[Sequence[int]] = repeat(()),
     ) -> None:
-        """Write a slice a record, below the category's track of the stage."""
+        """Write a slice per record, below the category's track of the stage."""
         tracks = self._tracks_of(category, records, branches)
         rows = zip(records, tracks, titles, extra, passes, ends, strict=False)
         for record, track, title, more, passed, ended in rows:
@@ -262,7 +262,7 @@ class _RankWriter:
         records: Sequence[Any],
         branches: Sequence[tuple[Node, ...]] | None = None,
     ) -> list[int]:
-        """The track of each record: its branch's, on a lane where it overlaps no other."""
+        """The track of each record: its branch's, on a lane where nothing overlaps it."""
         members: defaultdict[tuple[Node, ...], list[int]] = defaultdict(list)
         for index, branch in enumerate(branches or repeat((), len(records))):
             members[branch].append(index)

@@ -1,1 +1,1 @@
-"""What the models of `rrfp train` learn from."""
+"""The training data of `rrfp train`."""

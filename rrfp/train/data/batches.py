@@ -1,4 +1,4 @@
-"""The data of a run: which batch a microbatch is, a function of (seed, step, replica, microbatch).
+"""The data of a run: a microbatch is a pure function of (seed, step, replica, microbatch).
 
 Nothing is kept between calls, so every rank finds any microbatch by itself, in any order.
 """
@@ -23,20 +23,20 @@ class Batches(Protocol):
     """The batches of one data-parallel replica."""
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """The microbatch of that step, the same whenever and wherever it is asked for."""
+        """This microbatch of the step; equal arguments give equal batches, on every rank."""
         ...
 
 
 class Data(Protocol):
-    """What a run trains on."""
+    """The data that a run trains on."""
 
     vocab_size: int
     """One more than the highest token."""
 
     @property
     def heldout(self) -> Callable[[int], Batch] | None:
-        """A microbatch of what training never sees, by its number; None if nothing is held out."""
+        """Gives a microbatch of held-out data by its number; None if nothing is held out."""
 
     def batches(self, dp_rank: int) -> Batches:
-        """The batches of a replica. Raises UsageError when there is not enough for one."""
+        """The batches of a replica. Raises UsageError if there is not enough data for one."""
         ...

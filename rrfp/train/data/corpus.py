@@ -1,8 +1,8 @@
-"""Where training text comes from: documents of tokens, read at random.
+"""The sources of training text: documents of tokens with random access.
 
-Text becomes one token a byte (0..255) and `DOCUMENT_END` after each document; a Megatron
-.bin/.idx pair keeps its own tokens. This file imports neither torch nor, until such a pair is
-opened, Megatron: the launcher checks the data before it starts any process.
+Text becomes one token per byte (0..255), with `DOCUMENT_END` after each document; a Megatron
+.bin/.idx pair keeps its own tokens. Imports no torch, and Megatron only when such a pair is opened,
+because the launcher checks the data before it starts any process.
 """
 
 import json
@@ -24,15 +24,15 @@ DOCUMENT_END = 256
 Tokens = npt.NDArray[np.int64]
 
 _MAX_LIBRARY_BYTES = 8_000_000
-"""How much of the standard library is read, so that a run starts at once."""
+"""How much of the standard library is read: little enough for a run to start at once."""
 
 _LIBRARY_SKIPS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests", "turtledemo"}
 )
 
 _DEFINITION = re.compile(rb"\n\n+(?=[ \t]*(?:async def|def|class|@))")
-"""Between two definitions of a Python file. Each is a document, so that lengths differ as they do
-in real text."""
+"""Separates the definitions of a Python file. Each is a document, so that lengths vary as in real
+text."""
 
 _IMAGE_SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
@@ -43,7 +43,7 @@ _INDEX_HEAD = struct.Struct("<9sQBQQ")
 """Magic, version, type of the tokens, number of sequences, number of documents."""
 
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-"""The size of a token by Megatron's number for its type; 6 and 7 are floating point."""
+"""The size of a token, by Megatron's number of its type; 6 and 7 are floating point."""
 
 _SCAN_TOKENS = 1 << 24
 
@@ -54,7 +54,7 @@ class Corpus(Protocol):
     vocab_size: int
     """One more than the highest token."""
     lengths: Tokens
-    """The number of tokens of each document, all of them at least 1."""
+    """The number of tokens of each document, at least 1."""
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
         """A document's tokens from `start` up to `stop`."""
@@ -62,7 +62,7 @@ class Corpus(Protocol):
 
 
 class ByteCorpus:
-    """Documents of bytes, held in memory, with a document end after each."""
+    """Documents of bytes in memory, with a document end after each."""
 
     vocab_size = DOCUMENT_END + 1
 
@@ -79,8 +79,8 @@ class ByteCorpus:
 class IndexedCorpus:
     """A Megatron .bin/.idx pair, memory-mapped by Megatron-Core's own reader.
 
-    A document is what the index says: one sequence or several. Opening it reads every token once,
-    for the vocabulary.
+    A document is one or several sequences, as the index says. Opening a pair reads every token once,
+    to find the vocabulary.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -95,7 +95,7 @@ class IndexedCorpus:
         self.vocab_size = highest + 1
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:
-        # Sequences lie end to end, so that a read from the first one goes on into the next.
+        # Sequences are end to end, so a read from the first one continues into the next.
         first = int(self._first_sequences[document])
         tokens: Tokens = self._dataset.get(first, start, stop - start).astype(np.int64)
         return tokens
@@ -104,7 +104,7 @@ class IndexedCorpus:
 def open_corpus(path: Path | None) -> Corpus:
     """Open the data of a run; None opens Python's own standard library.
 
-    Raises UsageError when there is no text to train on.
+    Raises UsageError if there is no text to train on.
     """
     if path is None:
         return ByteCorpus(tuple(_library_documents()))
@@ -115,15 +115,15 @@ def open_corpus(path: Path | None) -> Corpus:
 def document_lengths(path: Path | None) -> Tokens:
     """The `lengths` of the corpus that `open_corpus` opens, found without torch.
 
-    Raises UsageError where `open_corpus` does, as far as that can be told without torch.
+    Raises UsageError where `open_corpus` does, as far as that is possible without torch.
     """
     prefix = None if path is None else _indexed_prefix(path)
     return open_corpus(path).lengths if prefix is None else _indexed_documents(prefix).lengths
 
 
 def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -> int:
-    """How many samples the documents give: windows of `seq_length` tokens and the next one, or
-    documents of at least two. Raises UsageError when there is none."""
+    """How many samples the documents give: windows of `seq_length` + 1 tokens or, with variable
+    lengths, documents of at least two. Raises UsageError if there are none."""
     num_tokens = int(lengths.sum())
     if variable_lengths:
         num_samples = int((lengths > 1).sum())
@@ -140,9 +140,9 @@ def count_samples(lengths: Tokens, seq_length: int, *, variable_lengths: bool) -
 
 
 def check_no_pipe(path: Path) -> None:
-    """Raise UsageError for a pipe or a device, which might never end and is read only once."""
+    """Raise UsageError for a pipe or a device, which might never end and can be read only once."""
     if path.exists() and not path.is_file():
-        raise UsageError(f"the data {path} is no regular file; save its text to one first")
+        raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
 
 def _byte_corpus(path: Path) -> ByteCorpus:
@@ -179,7 +179,7 @@ def _documents(path: Path) -> Iterator[bytes]:
 
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Every file that is not hidden, in the same order on every machine."""
+    """All files that are not hidden, in the same order on every machine."""
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(
             name for name in folders if name not in skips and not name.startswith(".")
@@ -198,7 +198,7 @@ def _json_documents(path: Path) -> Iterator[bytes]:
 
 def json_line(line: bytes, place: str) -> tuple[dict[str, Any], bytes]:
     """The fields of a line of JSON, and the bytes of its string `text`. Raises UsageError, naming
-    the place, for a line that has none."""
+    the place, if the line does not have it."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -222,8 +222,8 @@ def _library_documents() -> Iterator[bytes]:
 
 
 def _indexed_prefix(path: Path) -> Path | None:
-    """What the two files of a pair have in common, if the path names a pair (either file of it,
-    or the prefix itself, as Megatron's own options do)."""
+    """The common prefix of a pair's two files, if the path names a pair: either of its files, or
+    the prefix itself, as in Megatron's own options."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
     if not path.exists() and _with_suffix(path, ".bin").exists():
@@ -232,16 +232,16 @@ def _indexed_prefix(path: Path) -> Path | None:
 
 
 class _Documents(NamedTuple):
-    """The documents of a pair that hold text."""
+    """The non-empty documents of a pair."""
 
     first_sequences: Tokens
-    """Each document's first sequence; the others follow it."""
+    """The first sequence of each document; its others follow."""
     lengths: Tokens
-    """The number of tokens of each document, over all of its sequences."""
+    """The number of tokens of each document, over all its sequences."""
 
 
 def _indexed_documents(prefix: Path) -> _Documents:
-    """The documents of a pair. Raises UsageError when the pair is not whole."""
+    """The documents of a pair. Raises UsageError if the pair is incomplete."""
     data, index = (_with_suffix(prefix, suffix) for suffix in (".bin", ".idx"))
     for file in (data, index):
         if not file.is_file():
@@ -263,9 +263,10 @@ def _indexed_documents(prefix: Path) -> _Documents:
 
 
 def _read_index(path: Path) -> tuple[_Documents, int]:
-    """The documents that hold text, and the bytes of a token.
+    """The non-empty documents, and the bytes per token.
 
-    Megatron's own reader fails on a cut index in ways that cannot be caught whole.
+    Reads the index here because Megatron's own reader fails on a truncated one in ways that cannot
+    all be caught.
     """
     with path.open("rb") as index:
         head = index.read(_INDEX_HEAD.size)
@@ -278,11 +279,11 @@ def _read_index(path: Path) -> tuple[_Documents, int]:
                 raise UsageError(f"{path} has index version {version}; this reader knows version 1")
             if token_type not in _TOKEN_BYTES:
                 raise UsageError(
-                    f"{path} has tokens of type {token_type}, which are no integers; build the "
+                    f"{path} has tokens of type {token_type}, which are not integers; build the "
                     ".bin/.idx pair again"
                 )
-            # A length and a place for each sequence, a first sequence for each document and the end
-            # of the last one.
+            # Each sequence has a length and a position; each document has its first sequence, and
+            # the last one also its end.
             if num_bytes >= _INDEX_HEAD.size + num_sequences * (4 + 8) + num_documents * 8:
                 lengths = np.fromfile(index, np.int32, num_sequences)
                 starts = np.fromfile(index, np.int64, num_sequences)
@@ -299,7 +300,7 @@ def _group(
     bounds: Tokens,
     token_bytes: int,
 ) -> _Documents:
-    """Join the sequences between two bounds to a document."""
+    """Join the sequences between two bounds into a document."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     if (lengths < 0).any() or not np.array_equal(starts_bytes, offsets[:-1] * token_bytes):
@@ -318,7 +319,7 @@ def _group(
 
 
 def _with_suffix(prefix: Path, suffix: str) -> Path:
-    """Not `Path.with_suffix`: a prefix may hold a point."""
+    """Append a suffix; `Path.with_suffix` would replace what follows a dot in the prefix."""
     return prefix.with_name(prefix.name + suffix)
 
 

@@ -1,5 +1,7 @@
-"""What the multimodal model learns from: images with captions, and texts alone. No torch here: the
-launcher checks the data before it starts any process."""
+"""The documents that the multimodal model learns from: images with captions, and plain texts.
+
+Imports no torch: the launcher checks the data before it starts any process.
+"""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,7 +15,7 @@ Pixels = npt.NDArray[np.float32]
 
 
 class Part(IntEnum):
-    """What a document is drawn for. No image is in both parts."""
+    """The use of a document. No image is in both parts."""
 
     TRAINING = 0
     HELDOUT = 1
@@ -21,7 +23,7 @@ class Part(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """An image with its caption, or a text alone."""
+    """An image with its caption, or a plain text."""
 
     text: bytes
     pixels: Pixels | None = None
@@ -29,15 +31,15 @@ class Document:
 
 
 class Documents(Protocol):
-    """Where documents come from: each is the same whenever and wherever it is asked for."""
+    """A source of documents; equal arguments give equal documents, on every rank."""
 
     has_texts: bool
-    """There are texts alone."""
+    """Whether there are plain texts."""
 
     def picture(self, part: Part, index: int) -> Document:
-        """The image of that number, from 0 on without an end."""
+        """The image of this number, with its caption; numbers start at 0 and have no end."""
         ...
 
     def text(self, index: int) -> Document:
-        """The text alone of that number, for training."""
+        """The plain text of this number, for training."""
         ...

@@ -1,7 +1,7 @@
-"""Batches of text and images: documents packed end to end into one row a microbatch.
+"""Batches of text and images: documents packed end to end into one row per microbatch.
 
-A document is an image with its caption, or a text alone. In the sequence of the language stages
-an image takes one place a patch, and its caption follows; the loss counts the captions only.
+A document is an image with its caption, or a plain text. In the sequence of the language stages an
+image takes one place per patch, followed by its caption; the loss counts text only.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,24 @@ Integers = npt.NDArray[np.int64]
 
 
 class ImageBatch(Batch):
-    """One microbatch: a row of L places, and the P patches of its images; either may have no
-    images at all. `tokens`, `labels`, `loss_mask` and `position_ids` are (1, L): a place of a patch
-    holds token 0, only captions count, and positions start from 0 in each document."""
+    """One microbatch: a row of L places and the P patches of its I images; I may be 0. `tokens`,
+    `labels`, `loss_mask` and `position_ids` are (1, L): the place of a patch has token 0, only text
+    counts in the loss, and positions restart from 0 in each document."""
 
     patches: torch.Tensor
     """(P, 3 * patch_size**2) float32 in -1..1, image by image, row by row."""
     patch_counts: torch.Tensor
-    """(I,) int64: the patches of each image."""
+    """(I,) int64: the number of patches of each image."""
     patch_places: torch.Tensor
     """(P, 2) int64: row and column of each patch in its image."""
     image_slots: torch.Tensor
     """(P,) int64: the place of each patch in the row."""
     document_ids: torch.Tensor
-    """(1, L) int64: which of the packed documents a place belongs to; -1 is padding."""
+    """(1, L) int64: the packed document that a place belongs to; -1 is padding."""
 
 
 class ImageData:
-    """Documents as the data of a run of the multimodal model."""
+    """Documents as training data of the multimodal model."""
 
     vocab_size = DOCUMENT_END + 1
 
@@ -49,8 +49,8 @@ class ImageData:
         return ImageBatches(self._documents, self._settings, dp_rank)
 
     def heldout(self, index: int) -> ImageBatch:
-        """A microbatch of images that training never sees, and of no text alone, which nothing in
-        sight determines."""
+        """A microbatch of held-out images. It has no plain texts, which no image helps to
+        predict."""
         settings = self._settings
         first = index * settings.data.max_images
         documents = [
@@ -61,7 +61,7 @@ class ImageData:
 
 
 class ImageBatches:
-    """The batches of one replica: 0 to `max_images` images each and now and then a text alone."""
+    """The batches of one replica: 0 to `max_images` images each, and sometimes a plain text."""
 
     def __init__(self, documents: Documents, settings: TrainSettings, dp_rank: int) -> None:
         self._documents = documents
@@ -69,7 +69,7 @@ class ImageBatches:
         self._dp_rank = dp_rank
 
     def batch(self, step: int, microbatch: int) -> ImageBatch:
-        """The microbatch of that step, the same whenever and wherever it is asked for."""
+        """This microbatch of the step; equal arguments give equal batches, on every rank."""
         settings = self._settings
         number = (
             step * settings.layout.num_replicas + self._dp_rank
@@ -80,7 +80,7 @@ class ImageBatches:
     def _drawn(self, number: int, rng: np.random.Generator) -> Iterator[Document]:
         most, has_texts = self._settings.data.max_images, self._documents.has_texts
         num_images = int(rng.integers(0 if has_texts else 1, most + 1))
-        # Every microbatch has numbers of its own for as many images as it could have.
+        # Every microbatch has its own numbers, for as many images as it could have.
         for image in range(num_images):
             yield self._documents.picture(Part.TRAINING, number * most + image)
         if has_texts and (num_images == 0 or rng.random() < _TEXT_SHARE):
@@ -88,11 +88,11 @@ class ImageBatches:
 
 
 _TEXT_SHARE = 0.25
-"""How many of the microbatches with images have a text alone beside them."""
+"""The share of microbatches with images that also have a plain text."""
 
 
 def pack(documents: list[Document], settings: TrainSettings) -> ImageBatch:
-    """Pack documents, at least one, end to end. A text is cut after `seq_length` tokens."""
+    """Pack one or more documents end to end. A text is cut after `seq_length` tokens."""
     rows: list[Integers] = []  # tokens, labels, counts, positions and document ids of each document
     patches, counts, places, slots = [], [], [], []
     start = 0

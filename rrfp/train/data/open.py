@@ -9,7 +9,7 @@ from rrfp.train.settings import TrainSettings
 
 
 def open_data(settings: TrainSettings) -> Data:
-    """Open the data that these settings train on. Raises UsageError when there is none."""
+    """Open the data that these settings train on. Raises UsageError if there is none."""
     if settings.model.kind == ModelKind.VLM:
         return ImageData(open_documents(settings), settings)
     return TextData(settings)

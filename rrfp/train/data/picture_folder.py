@@ -1,8 +1,8 @@
 """A folder with images and their captions, in lines of JSON.
 
-Every `.jsonl` file under the folder counts. A line has a string `text` and, unless it is a text
-alone, the path `image` of a file inside the folder, from the folder on. One image in 20, at least
-one, is held out with all of its captions.
+Every `.jsonl` file under the folder is read. A line has a string `text` and, unless it is a plain
+text, `image`: the path of a file inside the folder, relative to the folder. One image in 20, and at
+least one, is held out with all its captions.
 """
 
 import warnings
@@ -22,18 +22,18 @@ from rrfp.train.settings import TrainSettings
 
 _ONE_HELD_OUT_IN = 20
 _MAX_PIXELS = 100_000_000
-"""Of an image file; a small file can claim far more than memory holds."""
+"""The largest image, in pixels; a small file can claim to need far more than all memory."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What is opened; Pillow reads others too, some by starting other programs."""
+"""The formats that are opened. Pillow reads others too, some by starting other programs."""
 _GROUND = (128, 128, 128)
-"""What shows through where an image is transparent: the grey of values around 0."""
+"""The colour behind transparent parts of an image: grey, the values around 0."""
 _NUM_KEPT = 64
-"""Decoded images that are kept, each scaled already."""
+"""How many decoded and scaled images are cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A caption, its image's file, and where it stands, for errors."""
+    """A caption, its image's file, and the line's place, for errors."""
 
     text: bytes
     image: Path | None
@@ -41,11 +41,11 @@ class _Line:
 
 
 class PictureFolder:
-    """The images and texts of a folder; images are read when they are asked for."""
+    """The images and texts of a folder; an image is read when it is requested."""
 
     def __init__(self, folder: Path, settings: TrainSettings) -> None:
-        """Raises UsageError for a folder without two images, a line that is wrong, and a file that
-        is not there."""
+        """Raises UsageError for a folder with fewer than two images, an invalid line, and a missing
+        file."""
         lines = list(_lines(folder))
         images = list(dict.fromkeys(line.image for line in lines if line.image is not None))
         if len(images) < 2:
@@ -66,34 +66,35 @@ class PictureFolder:
         self._pixels = lru_cache(maxsize=_NUM_KEPT)(self._read)
 
     def picture(self, part: Part, index: int) -> Document:
-        """The image of that number in an endless walk over all of the part. Raises UsageError for
-        one that cannot be decoded."""
+        """The image of this number in the endless sequence of the part's captions. Raises
+        UsageError if it cannot be decoded."""
         captions = self._captions[part]
         line = captions[sample_at(index, len(captions), self._seed)]
         return Document(line.text, self._pixels(line))
 
     def text(self, index: int) -> Document:
-        """The text of that number, likewise."""
+        """The text of this number in the endless sequence of plain texts."""
         return Document(self._texts[sample_at(index, len(self._texts), self._seed)].text)
 
     def check(self) -> None:
-        """Raise UsageError for an image whose head already shows that it cannot be used."""
+        """Raise UsageError for an image whose header already shows that it cannot be used."""
         for captions in self._captions.values():
             for line in captions:
                 with _opened(line):
                     pass
 
     def _read(self, line: _Line) -> Pixels:
-        """Scaled to at most the largest size, and cut in the middle to whole patches."""
+        """An image, scaled down to the largest size and cropped around its centre to whole
+        patches."""
         with _opened(line) as opened:
             try:
                 image = _in_colours(ImageOps.exif_transpose(opened))
-            except Exception as error:  # Decoders raise anything over a damaged file.
+            except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
-                    f"{line.place}: the image {line.image} is damaged ({error}); mend or remove it"
+                    f"{line.place}: the image {line.image} is damaged ({error}); repair or remove it"
                 ) from None
         scale = min(1.0, self._image_size / max(image.size))
-        # At least a patch, also of an image that is all length.
+        # At least one patch, even of a very long and thin image.
         width, height = (max(round(edge * scale), self._patch_size) for edge in image.size)
         pixels = np.asarray(image.resize((width, height)), np.float32) / 127.5 - 1.0
         rows, columns = (_whole_patches(edge, self._patch_size) for edge in (height, width))
@@ -101,7 +102,7 @@ class PictureFolder:
 
 
 def _in_colours(image: Image.Image) -> Image.Image:
-    """Of 8 bits each, and nowhere transparent."""
+    """The image in red, green and blue of 8 bits each, with nothing transparent."""
     if image.mode.startswith("I;16"):
         greys, clear = np.asarray(image), image.info.get("transparency")
         image = Image.fromarray(np.rint(greys / 257).astype(np.uint8))
@@ -114,7 +115,7 @@ def _in_colours(image: Image.Image) -> Image.Image:
 
 
 def _whole_patches(edge: int, patch_size: int) -> slice:
-    """The middle of an edge that is a number of whole patches."""
+    """The largest centred part of an edge that is a whole number of patches."""
     spare = edge % patch_size
     return slice(spare // 2, spare // 2 + edge - spare)
 
@@ -123,12 +124,12 @@ def _opened(line: _Line) -> Image.Image:
     assert line.image is not None
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large images; the bound is ours, and the same sentence says so.
+            # Pillow warns about large images; our own bound below says it in our own words.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(line.image, formats=_FORMATS)
-    except Exception as error:  # Heads are as damaged as bodies.
+    except Exception as error:  # headers can be as damaged as image data
         raise UsageError(
-            f"{line.place}: {line.image} is no image that can be read ({error}); give one of "
+            f"{line.place}: {line.image} is not an image that can be read ({error}); give one of "
             f"{', '.join(_FORMATS)}"
         ) from None
     if image.width * image.height > _MAX_PIXELS:
@@ -137,17 +138,17 @@ def _opened(line: _Line) -> Image.Image:
             f"{line.place}: the image {line.image} claims {image.width} x {image.height} pixels; "
             f"at most {_MAX_PIXELS} are read, so scale it down"
         )
-    if image.mode in ("I", "F"):  # Pillow would clip them to 8 bits.
+    if image.mode in ("I", "F"):  # Pillow would clip them to 8 bits
         image.close()
         raise UsageError(
-            f"{line.place}: the image {line.image} has more than 16 bits a value, or is a PPM of "
-            "more than 8; save it with 8"
+            f"{line.place}: the image {line.image} has more than 16 bits per value, or is a PPM "
+            "with more than 8; save it with 8"
         )
     return image
 
 
 def _lines(folder: Path) -> Iterator[_Line]:
-    """The lines of all `.jsonl` files under the folder, by name."""
+    """The lines of all `.jsonl` files under the folder, ordered by file name."""
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
@@ -184,7 +185,11 @@ def _parsed(line: bytes, place: str, root: Path) -> _Line:
         raise UsageError(f"{place}: the field 'image' is {name!r}; it takes the path of a file")
     try:
         image = (root / name).resolve(strict=True)
-    except (OSError, ValueError, RuntimeError):  # Python 3.11 calls a loop of links a RuntimeError.
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # Python 3.11 raises RuntimeError for a loop of links
         raise UsageError(
             f"{place}: there is no image {name!r} in {root}; add it or correct its path"
         ) from None

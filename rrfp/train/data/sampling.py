@@ -1,4 +1,4 @@
-"""The order in which samples are met: each once an epoch, found without a permutation in memory."""
+"""The order of samples: each comes once per epoch, without a permutation in memory."""
 
 import math
 from functools import lru_cache
@@ -9,18 +9,18 @@ _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
 
 
 def sample_at(index: int, num_samples: int, seed: int) -> int:
-    """The sample at a place of the endless walk. An epoch walks over all samples in long strides,
-    from a place of its own."""
+    """The sample at a place of the endless sequence. An epoch visits all samples in long strides,
+    from a start of its own."""
     epoch, place = divmod(index, num_samples)
-    start, stride = _epoch_walk(seed, epoch, num_samples)
+    start, stride = _strides_of_epoch(seed, epoch, num_samples)
     return (start + place * stride) % num_samples
 
 
 @lru_cache(maxsize=8)
-def _epoch_walk(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
+def _strides_of_epoch(seed: int, epoch: int, num_samples: int) -> tuple[int, int]:
     """Where an epoch starts, and its stride. The stride is coprime to the number of samples, so
-    that the walk meets every one of them once without a permutation in memory, and near the golden
-    section, so that neighbours of the walk are far apart in the data."""
+    every sample comes once, and near the golden section, so successive samples are far apart in the
+    data."""
     stride = round(num_samples * _GOLDEN_SECTION)
     while math.gcd(stride, num_samples) != 1:
         stride += 1

@@ -1,8 +1,7 @@
-"""Scenes drawn at run time: a coloured form on a coloured ground, and a caption that tells it.
+"""Scenes drawn at run time: a coloured form on a coloured ground, and a caption describing it.
 
-A caption follows from the picture and from nothing else: colours, form and side are drawn with
-equal chances, so that whoever cannot see can only guess. A text alone is written in the same words
-and shows nothing.
+A caption follows from the picture and from nothing else: colours, form and side are equally likely,
+so that a model that cannot see can only guess. Plain texts use the same words without a picture.
 """
 
 from dataclasses import dataclass
@@ -29,27 +28,27 @@ COLOURS: Final = {
 FORMS: Final = ("square", "disc", "cross")
 
 SIDES: Final = ("left", "right")
-"""Of the picture, where the middle of the form is."""
+"""Where in the picture the centre of the form is."""
 
 _MAX_SENTENCES = 3
 _RADIUS = (0.25, 0.33)
-"""Of a form, as a share of the shorter edge."""
+"""Radii of a form, as a share of the shorter edge."""
 _MIN_EDGE = 16
-"""Of a picture, in pixels."""
+"""The shortest edge of a picture, in pixels."""
 _NOISE = 0.1
-"""Standard deviation of what is added to every value."""
+"""Standard deviation of the noise added to every value."""
 
 _PICTURES, _TEXTS = range(2)
-"""Which random numbers are drawn."""
+"""Part of a generator's seed, so that pictures and texts draw different random numbers."""
 
 
 class Scenes:
-    """Scenes without an end. Those of the two parts are drawn from different random numbers."""
+    """An endless supply of scenes. The two parts draw from different random numbers."""
 
     has_texts = True
 
     def __init__(self, settings: TrainSettings) -> None:
-        """Raises UsageError where nothing could be seen on so few pixels."""
+        """Raises UsageError if images are too small to show anything."""
         if settings.data.image_size < _MIN_EDGE:
             raise UsageError(
                 f"--image-size is {settings.data.image_size}; scenes take at least {_MIN_EDGE} "
@@ -58,7 +57,7 @@ class Scenes:
         self._settings = settings
 
     def picture(self, part: Part, index: int) -> Document:
-        """The scene of that number. Its edges are half to the whole of `image_size`."""
+        """The scene of this number. Its edges are between half and all of `image_size`."""
         patch_size = self._settings.data.patch_size
         rng = np.random.default_rng((self._settings.run.seed, _PICTURES, part, index))
         most = self._settings.data.image_size // patch_size
@@ -68,13 +67,13 @@ class Scenes:
         return Document(scene.caption, draw_picture(rng, scene, height, width))
 
     def text(self, index: int) -> Document:
-        """The text of that number."""
+        """The plain text of this number."""
         return Document(draw_text(np.random.default_rng((self._settings.run.seed, _TEXTS, index))))
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Something to see."""
+    """The contents of a picture."""
 
     colour: str
     form: str
@@ -88,19 +87,19 @@ class Scene:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """A scene; its form has another colour than its ground."""
+    """Draw a scene; its form and its ground have different colours."""
     colour, ground = rng.choice(list(COLOURS), 2, replace=False).tolist()
     return Scene(colour, FORMS[rng.integers(len(FORMS))], SIDES[rng.integers(len(SIDES))], ground)
 
 
 def draw_text(rng: np.random.Generator) -> bytes:
-    """A text without a picture: some sentences like captions."""
+    """Draw a plain text: some sentences like captions."""
     num_sentences = rng.integers(1, _MAX_SENTENCES + 1)
     return b" ".join(draw_scene(rng).caption for _ in range(num_sentences))
 
 
 def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int) -> Pixels:
-    """The scene in so many pixels; how large its form is, how high it is, and some noise are drawn
+    """Paint a scene of this size in pixels; the form's size and height, and some noise, are random
     too."""
     picture = np.full((height, width, 3), COLOURS[scene.ground])
     rows, columns = np.mgrid[0:height, 0:width] + 0.5
@@ -116,7 +115,7 @@ def draw_picture(rng: np.random.Generator, scene: Scene, height: int, width: int
 def _covers(
     form: str, y: npt.NDArray[np.float64], x: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.bool_]:
-    """Which points a form of radius 1 around the origin covers."""
+    """Which points are inside a form of radius 1 around the origin."""
     match form:
         case "square":
             inside = np.maximum(abs(y), abs(x)) <= 1.0

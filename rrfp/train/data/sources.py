@@ -1,5 +1,5 @@
-"""Which data the settings name, and whether it can be trained on; found without torch, so that the
-launcher says what is wrong before it starts any process."""
+"""Finds and checks the data that the settings name, without torch, so that the launcher reports
+problems before it starts any process."""
 
 from rrfp.train.data.corpus import count_samples, document_lengths
 from rrfp.train.data.documents import Documents
@@ -10,7 +10,7 @@ from rrfp.train.settings import TrainSettings
 
 
 def open_documents(settings: TrainSettings) -> Documents:
-    """The images and texts of a multimodal run. Raises UsageError for a folder that has none."""
+    """The images and texts of a multimodal run. Raises UsageError if the folder has none."""
     return (
         Scenes(settings)
         if settings.data.path is None
@@ -19,7 +19,7 @@ def open_documents(settings: TrainSettings) -> Documents:
 
 
 def check_data(settings: TrainSettings) -> None:
-    """Raise UsageError when the data cannot be trained on, as far as its heads tell."""
+    """Raise UsageError if the data cannot be trained on, as far as headers show."""
     if settings.model.kind == ModelKind.VLM:
         documents = open_documents(settings)
         if isinstance(documents, PictureFolder):

@@ -1,4 +1,4 @@
-"""Batches of text: which tokens of a corpus a microbatch sees.
+"""Batches of text: the tokens of a corpus that a microbatch sees.
 
 No sample comes twice in an epoch.
 """
@@ -15,18 +15,18 @@ from rrfp.train.settings import TrainSettings
 
 
 class TextData:
-    """A corpus as the data of a run; nothing of it is held out."""
+    """A corpus as training data; nothing is held out."""
 
     heldout: Callable[[int], Batch] | None = None
 
     def __init__(self, settings: TrainSettings) -> None:
-        """Raises UsageError when there is no text to train on."""
+        """Raises UsageError if there is no text to train on."""
         self._corpus = open_corpus(settings.data.path)
         self._settings = settings
         self.vocab_size = self._corpus.vocab_size
 
     def batches(self, dp_rank: int) -> "TextBatches":
-        """The batches of a replica. Raises UsageError when the text is too short for one sample."""
+        """The batches of a replica. Raises UsageError if the text is too short for one sample."""
         return TextBatches(self._corpus, self._settings, dp_rank)
 
 
@@ -34,12 +34,12 @@ class TextBatches:
     """The batches of text of one data-parallel replica.
 
     By default documents are packed end to end and cut into windows of `seq_length`. With
-    `variable_lengths` a row is one document, or `seq_length` tokens of it from a random place; the
-    microbatch is as long as its longest row, rounded up to a multiple of `tp`.
+    `variable_lengths` a row is one document, or `seq_length` tokens of it from a random position;
+    the microbatch is as long as its longest row, rounded up to a multiple of `tp`.
     """
 
     def __init__(self, corpus: Corpus, settings: TrainSettings, dp_rank: int) -> None:
-        """Raises UsageError when the corpus is too small for one sample."""
+        """Raises UsageError if the corpus is too small for one sample."""
         self._corpus = corpus
         self._settings = settings
         self._dp_rank = dp_rank
@@ -52,7 +52,7 @@ class TextBatches:
         )
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """The microbatch of that step, the same whenever and wherever it is asked for."""
+        """This microbatch of the step; equal arguments give equal batches, on every rank."""
         settings = self._settings
         first = (
             step * settings.layout.num_replicas + self._dp_rank
@@ -98,7 +98,7 @@ class TextBatches:
 
 
 def _batch(rows: list[Tokens], length: int) -> Batch:
-    # The padding is token 0, which every vocabulary has.
+    # Padding is token 0, which every vocabulary has.
     padded = np.zeros((len(rows), length + 1), np.int64)
     counts = np.zeros((len(rows), length), np.float32)
     for index, row in enumerate(rows):

@@ -7,11 +7,11 @@ from rrfp.train.ranks.parallel import virtual_pipeline_size
 from rrfp.train.settings import TrainSettings
 
 _AUX_LOSS_COEFFICIENT = 1e-2
-"""How much the balance of the experts counts."""
+"""The weight of the experts' load-balancing loss."""
 
 
 def transformer_config(settings: TrainSettings) -> Any:
-    """The configuration of every layer of the run, and of Megatron's schedules."""
+    """The configuration of all layers, and of Megatron's schedules."""
     import torch
     from megatron.core.transformer import TransformerConfig
 
@@ -42,13 +42,13 @@ def transformer_config(settings: TrainSettings) -> Any:
         moe_ffn_hidden_size=4 * settings.model.hidden if has_experts else None,
         moe_router_topk=NUM_EXPERTS_A_TOKEN,
         moe_aux_loss_coeff=_AUX_LOSS_COEFFICIENT,
-        # Megatron cuts experts among tensor-parallel ranks only when they have no biases.
+        # Megatron divides experts among tensor-parallel ranks only if they have no biases.
         add_bias_linear=not has_experts,
         variable_seq_lengths=settings.data.variable_lengths or settings.model.kind == ModelKind.VLM,
-        # Megatron asks for this dispatcher with variable lengths, in dense models too.
+        # Megatron demands this token dispatcher for variable lengths, in dense models too.
         moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=True,
-        # The fused kernels are CUDA's, or torch.compile's, which wants a C++ compiler at run time.
+        # Fused kernels need CUDA, or torch.compile, which needs a C++ compiler at run time.
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,

@@ -1,5 +1,5 @@
-"""A stage of a GPT, also with experts or without attention: Megatron-Core's `GPTModel`, and a step
-on it."""
+"""A stage of a GPT, perhaps with experts or without attention: Megatron-Core's `GPTModel` and its
+forward step."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
 from rrfp.train.settings import TrainSettings
 
 _VOCAB_MULTIPLE = 64
-"""The vocabulary is padded to this, whatever the tensor-parallel size: a padded token has a
-logit, so padding that followed the layout would change the loss with it."""
+"""The vocabulary is padded to a multiple of this for every tensor-parallel size. Padded tokens have
+logits, so padding that depended on the layout would change the loss."""
 
 
 def build_chunk(
@@ -61,8 +61,7 @@ def gpt_stage(
     is_last: bool,
     vp_stage: int | None,
 ) -> Any:
-    """A GPTModel of `num_layers`, with the embedding if it `is_first`, and the head if it
-    `is_last`."""
+    """A GPTModel of `num_layers`, with the embedding if `is_first`, and the head if `is_last`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import (
         LayerNormImpl,
@@ -97,7 +96,7 @@ def forward_step(
 def mean_loss(
     loss_mask: torch.Tensor, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The mean over the labels that count, for the backward and for the report."""
+    """The mean over the labels that count, for the backward and for reporting."""
     loss = (losses * loss_mask).sum() / loss_mask.sum()
     # A copy: Megatron divides the loss in place by the number of microbatches.
     return loss, {"loss": loss.detach().clone()}

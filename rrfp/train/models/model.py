@@ -1,4 +1,4 @@
-"""What one rank trains: the chunks of its model, their data parallelism, their optimizer."""
+"""What one rank trains: its model chunks, their data parallelism and their optimizer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ _ADAM_BETA2 = 0.95
 
 
 class Vocabulary(Protocol):
-    """What a model must know of its data."""
+    """What a model must know about its data."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are below it."""
+        """Tokens are smaller than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ModelChunks:
 
 
 def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> ModelChunks:
-    """Build this rank's chunks for the tokens of `data`, with their optimizer."""
+    """Build this rank's chunks for the vocabulary of `data`, with their optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -57,7 +57,7 @@ def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> Mo
             config=config,
             ddp_config=ddp_config,
             module=build_chunk(settings, layout, config, chunk, data.vocab_size),
-            # As in Megatron's training: the reduction of other chunks overlaps with work anyway.
+            # As in Megatron's training: the reduction of the other chunks overlaps with work.
             disable_bucketing=chunk > 0,
         )
         for chunk in range(settings.layout.chunks)
@@ -76,7 +76,7 @@ def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> Mo
         use_gloo_process_groups=False,
     )
     no_sync_funcs = [chunk.no_sync for chunk in chunks]
-    # As in Megatron's training: its interleaved schedule alone takes a list.
+    # As in Megatron's training: only its interleaved schedule takes a list.
     config.no_sync_func = no_sync_funcs if len(chunks) > 1 else no_sync_funcs[0]
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -1,8 +1,8 @@
-"""The parameters of a stage: their names in the whole model, and what they start from.
+"""The parameters of a stage: their names in the whole model, and their initial values.
 
-Parameters are initialised by layer and not by rank: each is drawn whole from a generator of its
-own, seeded by the run's seed and the parameter's name in the whole model, and then cut to this
-rank's slice. Every layout whose `tp` divides 64, to which the vocabulary is padded, starts from the
+Initial values depend on the layer, not on the rank. Each parameter is drawn whole from its own
+generator, seeded by the run's seed and the parameter's name in the whole model, then cut to this
+rank's slice. All layouts whose `tp` divides 64, to which the vocabulary is padded, start from the
 same function.
 """
 
@@ -17,30 +17,30 @@ from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 
 _LOCAL_LAYER = re.compile(r"(?<=coder\.layers\.)\d+")
-"""Of a decoder, or of an encoder of images."""
+"""A layer of a decoder, or of an image encoder."""
 _LOCAL_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
 _OUTPUT_WEIGHT = "output_layer.weight"
 _EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
 
 _SCALED_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
-"""Weights that write to the residual stream: Megatron shrinks them by the number of layers."""
+"""Weights that write to the residual stream: Megatron scales them down by the number of layers."""
 
 
 def finish_chunk(
     chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, stage: int
 ) -> Any:
-    """Give a chunk that holds `layers` of `stage` the numbers and the parameters of that stage, in
-    the run's type."""
+    """Give a chunk with the `layers` of `stage` that stage's layer numbers and parameters, in the
+    run's type."""
     _number_layers(layers, stage * len(layers))
     _initialise(chunk, settings, layout)
-    # What Megatron's Float16Module does; that would also cast the outputs of the last *rank*, which
-    # in a V has no last stage. The loss is in fp32 without it.
+    # As Megatron's Float16Module does, except that it would also cast the outputs of the last
+    # *rank*, which in a V does not hold the last stage. The loss is in fp32 without it.
     return chunk.bfloat16() if chunk.config.bf16 else chunk
 
 
 def _number_layers(layers: Any, num_before: int) -> None:
-    """Number the layers on from those of the stages before: Megatron knows no V to count by."""
+    """Continue the layer numbers of the stages before: Megatron cannot count them in a V."""
     shift = num_before + 1 - layers[0].layer_number
     for module in layers.modules():
         if getattr(module, "layer_number", None) is not None:
@@ -53,7 +53,7 @@ def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
     scaled_std = std / math.sqrt(2.0 * config.num_layers)
     for name, parameter in chunk.named_parameters():
         if parameter.dim() < 2:
-            continue  # Biases and norms start as constants.
+            continue  # biases and norms start as constants
         shape = list(parameter.shape)
         is_cut = getattr(parameter, "tensor_model_parallel", False)
         if is_cut:
@@ -72,7 +72,7 @@ def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
 
 
 def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -> str:
-    """The name of a chunk's parameter in the model that is on one rank."""
+    """The name of a chunk's parameter in the whole model."""
     if settings.model.tie_embeddings and name == _OUTPUT_WEIGHT:
         return _EMBEDDING_WEIGHT
 

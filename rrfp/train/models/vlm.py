@@ -1,12 +1,12 @@
-"""A stage of the multimodal model: images in the first stages, text in the others, one chain.
+"""A stage of the multimodal model: vision stages, then language stages, in one chain.
 
-A vision stage passes on a vector a patch, of all the images of its microbatch end to end; patches
-attend to those of their own image. The first language stage puts them into the text, and what is
-passed on from there has a vector a place of the sequence; a place attends to those before it in its
-own document. A microbatch without images passes on a tensor of no rows.
+A vision stage passes on one vector per patch, for all images of its microbatch end to end; patches
+attend within their own image. The first language stage inserts them into the text. From there on
+the output has one vector per place of the sequence; a place attends to earlier ones of its own
+document. A microbatch without images passes on a tensor without rows.
 
-The layers are Megatron-Core's, and so are the language stages: `GPTModel`. Its rotary embeddings
-see only how far places are apart, so that packing documents does not change what they see.
+The layers are Megatron-Core's, and language stages are its `GPTModel`. Rotary embeddings depend
+only on the distance between places, so packing documents does not affect them.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,12 +32,13 @@ from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
 from rrfp.train.settings import TrainSettings
 
 _VISION_SHARE = 3 / 8
-"""Of the stages, as in the simulator's costs `multimodal`."""
+"""The share of stages that are vision stages, as in the simulator's `multimodal` costs."""
 
 _NUM_COLOURS = 3
 
 _WAVE_LENGTHS = tuple(4.0 * 2**octave for octave in range(8))
-"""In patches: of the sines and cosines that tell a patch's row and column at any resolution."""
+"""Wave lengths, in patches, of the sines and cosines that encode a patch's row and column at any
+resolution."""
 
 
 def build_chunk(
@@ -74,7 +75,7 @@ def build_chunk(
 
 
 def num_vision_stages(num_stages: int) -> int:
-    """How many of the stages, from the first on, see images; the others read text."""
+    """How many stages, from the first on, are vision stages."""
     return max(1, int(_VISION_SHARE * num_stages + 0.5))
 
 
@@ -87,7 +88,7 @@ def forward_step(
 
 
 class _Stage(MegatronModule):  # type: ignore[misc]
-    """What Megatron's schedules and gradient finalisation ask of a stage."""
+    """What Megatron's schedules and gradient finalisation require of a stage."""
 
     def __init__(
         self, config: Any, *, pre_process: bool, post_process: bool, vp_stage: int | None
@@ -101,13 +102,13 @@ class _Stage(MegatronModule):  # type: ignore[misc]
         self._input: Any = None
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor | None]) -> None:
-        """Take what the stage before has sent: [patches or length, 1, hidden]."""
+        """Take the output of the stage before: [patches or length, 1, hidden]."""
         (self._input,) = input_tensor
 
 
 class VisionStage(_Stage):
-    """Some layers over the patches of a microbatch; in the first stage the embedding of patches
-    before them, in the last the projection to the language's space behind them."""
+    """Layers over the patches of a microbatch. The first stage also embeds patches; the last one
+    projects to the language model's space."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class VisionStage(_Stage):
         if is_first:
             num_values = _NUM_COLOURS * patch_size**2
             self.embedding = _linear(config, num_values + 4 * len(_WAVE_LENGTHS))
-        # It takes its input as an argument in every stage: `pre_process`.
+        # With `pre_process`, every stage takes its input as an argument.
         self.encoder = TransformerBlock(
             config, layers, pre_process=True, post_process=is_last, vp_stage=vp_stage
         )
@@ -132,13 +133,13 @@ class VisionStage(_Stage):
             self.projection = _linear(config, config.hidden_size)
 
     def forward(self, batch: ImageBatch) -> torch.Tensor:
-        """[patches, 1, hidden], without a row where the microbatch has no image."""
+        """Returns [patches, 1, hidden], without rows if the microbatch has no images."""
         hidden = self._patches(batch) if self.pre_process else self._input
         image_ids = torch.repeat_interleave(batch["patch_counts"])
         is_empty = len(image_ids) == 0
         if is_empty:
-            # Megatron's attention takes no empty sequence. This row's gradients are zeros, so that
-            # every microbatch has some for every parameter.
+            # Megatron's attention does not accept an empty sequence. The gradients of this row are
+            # zero, which also gives every parameter a gradient in every microbatch.
             hidden = torch.cat((hidden, hidden.new_zeros(1, *hidden.shape[1:])))
             image_ids = image_ids.new_zeros(1)
         if self.pre_process:
@@ -148,7 +149,7 @@ class VisionStage(_Stage):
             hidden, _ = self.projection(hidden)
         if is_empty:
             hidden = hidden[:0]
-        # Megatron's schedule frees outputs once they are sent, and that cannot free a view.
+        # Megatron's schedule frees outputs once they are sent, and cannot free a view.
         return make_viewless_tensor(  # type: ignore[no-any-return]
             hidden, requires_grad=True, keep_graph=True
         )
@@ -159,8 +160,8 @@ class VisionStage(_Stage):
 
 
 class LanguageStage(_Stage):
-    """Some layers over the sequence of a microbatch; in the first stage the embedding of text and
-    the places of the images before them, in the last the head and the losses behind them."""
+    """Layers over the sequence of a microbatch. The first stage also embeds text and inserts the
+    images; the last one has the head and the losses."""
 
     def __init__(self, gpt: Any) -> None:
         super().__init__(
@@ -172,7 +173,7 @@ class LanguageStage(_Stage):
         self.gpt = gpt
 
     def forward(self, batch: ImageBatch) -> torch.Tensor:
-        """[length, 1, hidden], or the losses of all labels in the last stage: [1, length]."""
+        """Returns [length, 1, hidden]; in the last stage the losses of all labels, [1, length]."""
         document_ids = batch["document_ids"][0]
         places = torch.arange(len(document_ids), device=document_ids.device)
         hides = (document_ids[:, None] != document_ids) | (places[:, None] < places)
@@ -192,7 +193,7 @@ class LanguageStage(_Stage):
 
 
 def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
-    """A linear layer to the hidden size, whole on every tensor-parallel rank's output."""
+    """A linear layer to the hidden size, whose output is whole on every tensor-parallel rank."""
     return ColumnParallelLinear(
         num_inputs,
         config.hidden_size,
@@ -203,6 +204,6 @@ def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
 
 
 def _waves(places: torch.Tensor) -> torch.Tensor:
-    """Rows and columns [patches, 2] as numbers between -1 and 1, [patches, 4 * wave lengths]."""
+    """Encode rows and columns [patches, 2] as [patches, 4 * wave lengths] within -1..1."""
     angles = 2 * torch.pi * places[:, :, None] / torch.tensor(_WAVE_LENGTHS, device=places.device)
     return torch.cat((angles.sin(), angles.cos()), dim=2).flatten(1)

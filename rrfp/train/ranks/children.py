@@ -1,7 +1,7 @@
 """The processes of one host's ranks: started together, watched, and ended together.
 
-A process each, in a session of its own, so that Ctrl-C at the terminal reaches the launcher alone,
-and the launcher passes it on. Nothing here listens or connects.
+Each has its own terminal session, so that Ctrl-C reaches only the launcher, which passes it on.
+Nothing here listens or connects.
 """
 
 import json
@@ -20,7 +20,7 @@ from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 0.05
 _SHUTDOWN_S = 5.0
-"""How long a rank may take to end by a signal before it is killed."""
+"""How long a rank may take to end after a signal before it is killed."""
 
 
 class SignalledError(Exception):
@@ -33,15 +33,15 @@ class SignalledError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank's process ended that did not end well."""
+    """How a rank's process failed."""
 
     pid: int
     exit_code: int
-    """Below 0: the signal that killed it."""
+    """If negative, the signal that killed it."""
     ended_s: float
-    """When it said so, or was found to have ended (seconds since the epoch)."""
+    """When it reported the failure, or was found to have ended (seconds since the epoch)."""
     report: FailureReport | None
-    """What it left in its error file."""
+    """The contents of its error file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class _Child:
 def run_to_end(
     command: Sequence[str], environments: Mapping[int, Mapping[str, str]], directory: Path
 ) -> dict[int, Failure]:
-    """Run the command once for each rank, with what its environment has more than this process',
-    until all have ended; gives those that failed. As soon as one fails the others are ended too.
+    """Run the command once per rank, with the rank's variables added to this process' environment,
+    until all have ended; returns the failures. As soon as one rank fails, the others are ended.
 
-    Error files go to `directory`. Raises SignalledError when this process is told to end, and
-    RrfpError when a process cannot be started; no rank is left then. Must run on the main thread.
+    Error files go to `directory`. Raises SignalledError if a signal asks this process to end, and
+    RrfpError if a process cannot be started; no rank is left then. Must run on the main thread.
     """
     children: dict[int, _Child] = {}
     try:
@@ -97,13 +97,13 @@ def _watch(children: Mapping[int, _Child], noted: Sequence[signal.Signals]) -> d
 
 
 def _end(children: Mapping[int, _Child], number: signal.Signals) -> None:
-    """End every process by a signal, and kill those that it does not end in time."""
+    """Send every process a signal, and kill those that do not end in time."""
     deadline_s = time.monotonic() + _SHUTDOWN_S
     for each in (number, signal.SIGKILL):
         _signal(children, each)
         for child in children.values():
-            # A process that waits for a device in the kernel outlives SIGKILL; nobody can wait
-            # for that.
+            # A process that waits for a device inside the kernel survives SIGKILL; do not wait for
+            # it.
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, deadline_s - time.monotonic()))
         deadline_s += _SHUTDOWN_S
@@ -134,12 +134,12 @@ def _failure(child: _Child, exit_code: int) -> Failure:
 
 @contextmanager
 def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note the signals that would end this process, in a list, instead of ending it."""
+    """Collect the signals that would end this process in a list, instead of ending."""
     noted: list[signal.Signals] = []
     handlers = {
         each: signal.signal(each, lambda number, _: noted.append(signal.Signals(number)))
         for each in _SIGNALS
-        if signal.getsignal(each) is not signal.SIG_IGN  # as nohup has it
+        if signal.getsignal(each) is not signal.SIG_IGN  # as under nohup
     }
     try:
         yield noted

@@ -1,7 +1,7 @@
-"""What ranks tell each other through collectives: JSON and named tensors, never objects.
+"""Data that ranks exchange through collectives: JSON and named tensors, never pickled objects.
 
-torch's own `all_gather_object` and its kind pickle what they carry, and whoever can write to a
-connection could have a rank run what they like. In a rank of ours they are closed (`no_objects`).
+torch's `all_gather_object` and the like pickle their data, so whoever can write to a connection
+could make a rank run any code. Our ranks disable them (`no_objects`).
 """
 
 import json
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def broadcast_json(value: object, decode: Callable[[object], T]) -> T:
-    """What `decode` makes of rank 0's value, which is JSON, on every rank; the others' is not
-    looked at. Raises RrfpError when it cannot be read (`decode` raises ValueError)."""
+    """Rank 0's value, sent as JSON and decoded by `decode`, on every rank; the values of other
+    ranks are ignored. Raises RrfpError if it cannot be read (`decode` raises ValueError)."""
     leads = dist.get_rank() == 0
     data = json.dumps(value).encode() if leads else b""
     size = torch.tensor([len(data)])
@@ -31,7 +31,7 @@ def broadcast_json(value: object, decode: Callable[[object], T]) -> T:
 
 
 def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
-    """The same of the values of all ranks, by rank."""
+    """The values of all ranks, by rank, sent and decoded in the same way."""
     own = _as_tensor(json.dumps(value).encode())
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([own.numel()]))
@@ -45,8 +45,8 @@ def all_gather_json(value: object, decode: Callable[[object], T]) -> list[T]:
 
 
 def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The tensors of all ranks, by rank and name, on rank 0; nothing on the others. Every rank
-    calls it, with tensors in fp32 on the CPU."""
+    """The tensors of all ranks, by rank and name, on rank 0; empty on the others. Every rank calls
+    it, with fp32 tensors on the CPU."""
     shapes = all_gather_json(
         [[name, list(tensor.shape)] for name, tensor in own.items()], _decode_shapes
     )
@@ -73,9 +73,9 @@ def gather_tensors(own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 @contextmanager
 def no_objects() -> Iterator[None]:
-    """Inside, torch's collectives unpickle nothing. The one that Megatron's optimizer uses while it
-    is built, `all_gather_object`, carries plain values as JSON instead."""
-    # torch declares neither name as replaceable.
+    """Keep torch's collectives from unpickling anything. `all_gather_object`, which Megatron's
+    optimizer uses while it is built, carries plain values as JSON instead."""
+    # torch declares neither name as assignable.
     module: Any = dist.distributed_c10d
     torchs_own = dist.all_gather_object, module._unpickler
 
@@ -99,7 +99,7 @@ def _refuse(*_: object) -> NoReturn:
 
 
 def _plain(value: object) -> object:
-    """Plain values as JSON that keeps tuples and lists apart."""
+    """Plain values as JSON that distinguishes tuples from lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -134,6 +134,6 @@ def _read(buffer: torch.Tensor, rank: int, decode: Callable[[object], T]) -> T:
         return decode(parsed(buffer.numpy().tobytes()))
     except ValueError as error:
         raise RrfpError(
-            f"what rank {rank} told the others cannot be read ({error}); see whether every rank "
+            f"what rank {rank} sent to the others cannot be read ({error}); see whether every rank "
             "runs the same rrfp"
         ) from None

@@ -1,6 +1,7 @@
-"""How a rank's failure reaches the launcher: a report in the error file that it names.
+"""How a rank reports its failure to the launcher: in the error file that the launcher names.
 
-Variable and form are those of torch's elastic launcher, so that torchrun can read the report too.
+The variable and the format are those of torch's elastic launcher, so that torchrun can read the
+report too.
 """
 
 import json
@@ -24,14 +25,14 @@ class FailureReport:
     sentence: str
     exit_code: int
     is_consequence: bool
-    """Another rank's failure came first: this one only lost its peer."""
+    """Whether another rank failed first, and this one only lost its peer."""
     is_silence: bool
-    """Another rank did not answer for too long; it may still be there."""
+    """Whether another rank did not answer for too long; it may still be alive."""
     detail: str = ""
-    """What goes below the sentence, on lines of its own: the grid of a stall."""
+    """Further lines below the sentence: the grid of a stall."""
 
     def write(self) -> None:
-        """Leave the report where the launcher that started this process looks for it."""
+        """Write the report to where the launcher of this process looks for it."""
         path = os.environ.get(ERROR_FILE)
         if path is None:
             return
@@ -40,13 +41,13 @@ class FailureReport:
             "extraInfo": {"timestamp": int(time.time())},
             "report": asdict(self),
         }
-        # Whole or not at all: the launcher ends this process when another one has failed too.
+        # Atomically, because the launcher ends this process if another one has failed too.
         with open_whole(Path(path)) as file:
             file.write(json.dumps({"message": message}).encode())
 
     @classmethod
     def read(cls, error_file_data: Mapping[str, Any]) -> Self | None:
-        """The report in what a rank's error file holds, if it is one of ours."""
+        """The report in a rank's error file; None if it is not one of ours."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
             return cls(**message["report"])

@@ -1,9 +1,8 @@
 """Gloo groups on one device, at one address.
 
-Each group that torch makes has a gloo device of its own. That listens at whatever address the
-host's name or GLOO_SOCKET_IFNAME gives, and has a thread that wakes up a hundred times a second.
-Megatron makes some fifty groups on each rank: several ranks on a few cores would spend much of them
-on that.
+torch gives each group its own gloo device. A device listens at whatever address the host's name or
+GLOO_SOCKET_IFNAME yields, and its thread wakes up a hundred times a second. Megatron makes some
+fifty groups on each rank, so several ranks on a few cores would spend much of their time on that.
 """
 
 from collections.abc import Iterator
@@ -17,14 +16,14 @@ from torch.distributed import Store
 from rrfp.errors import RrfpError, first_line
 
 _NUM_THREADS = 2
-"""As many as torch gives a group."""
+"""The number that torch gives a group."""
 
 
 @contextmanager
 def one_device_at(address: str) -> Iterator[None]:
-    """Inside, gloo groups are made on one device, which listens at this address of the host and at
-    no other. Raises RrfpError when it cannot."""
-    # torch declares neither that its name may be replaced nor these options.
+    """Make gloo groups on one device, which listens only at this address of the host. Raises
+    RrfpError if it cannot."""
+    # torch declares neither these options nor that the name is assignable.
     module: Any = dist.distributed_c10d
     torchs_own: Any = module.ProcessGroupGloo
     try:

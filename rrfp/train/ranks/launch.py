@@ -1,4 +1,4 @@
-"""Starts the ranks of this host and says how they ended."""
+"""Starts the ranks of this host and reports how they ended."""
 
 import os
 import signal
@@ -15,21 +15,21 @@ from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 
 TRAINING = "rrfp.train.rank"
-"""What the ranks of `rrfp train` do."""
+"""The module with the work of `rrfp train`'s ranks."""
 
 _MEETING_S = 300.0
-"""How long a host waits for the others to come."""
+"""How long a host waits for the others."""
 
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` is the module that says what each of them does.
+    """Run this host's ranks to their end; `work` names the module with their work.
 
-    Raises RrfpError naming the rank that failed first (UsageError when it refused its settings),
+    Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. Must run
     on the main thread.
     """
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
-    # Only its owner may enter a directory that tempfile makes.
+    # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
         with _store(settings, directory) as environment:
@@ -46,11 +46,11 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
 
 @contextmanager
 def _store(settings: TrainSettings, directory: Path) -> Iterator[dict[str, str]]:
-    """What tells the ranks where their store is, which is there inside."""
+    """Keep the ranks' store open, and give the variables that tell them where it is."""
     if settings.run.nnodes == 1:
         yield file_store(directory)
         return
-    # The only launcher that needs torch.
+    # Imported late: only a launcher of several hosts needs torch.
     from rrfp.train.ranks.meeting import meeting
 
     with meeting(settings, _MEETING_S) as environment:
@@ -60,7 +60,7 @@ def _store(settings: TrainSettings, directory: Path) -> Iterator[dict[str, str]]
 def _environments(
     settings: TrainSettings, environment: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
-    """What the processes of this host's ranks are told, by rank."""
+    """The environment variables of this host's ranks, by rank."""
     num_local = settings.layout.world_size // settings.run.nnodes
     return {
         settings.run.node_rank * num_local + local_rank: {
@@ -76,7 +76,7 @@ def _environments(
 
 
 def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
-    """The failure that the others follow from, as an error."""
+    """The failure that caused the others, as an error."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure = failures[rank]
@@ -91,7 +91,7 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
     if failure.exit_code == -signal.SIGKILL:
         for other in failures.values():
             if other.report is not None and other.report.is_silence:
-                # The launcher kills what a SIGTERM does not end.
+                # The launcher kills processes that a SIGTERM does not end.
                 return RrfpError(
                     f"rank {rank} (pid {failure.pid}) did not answer and was killed: "
                     f"{other.report.sentence}"
@@ -99,7 +99,7 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
     if failure.exit_code < 0:
         return RrfpError(
             f"rank {rank} (pid {failure.pid}) was killed by {_signal_name(-failure.exit_code)}; "
-            f"what it said last is in {log}"
+            f"its last output is in {log}"
         )
     if report is None:
         return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")

@@ -1,8 +1,7 @@
-"""Where the hosts of a run meet before any of them starts its ranks, and part when all are done.
+"""How the hosts of a run meet before any of them starts its ranks, and part when all are done.
 
-Host 0 serves the store, at the one address that the endpoint names; its ranks and those of the
-other hosts use it too. Every wait asks again and again, so that Ctrl-C ends it, and says which host
-is missing.
+Host 0 serves the store at the one address that the endpoint names; all ranks use it too. Every wait
+polls, so that Ctrl-C ends it, and names the host that is missing.
 """
 
 import ipaddress
@@ -31,20 +30,20 @@ _PARTING_S = 60.0
 """How long hosts whose ranks have ended wait for the others."""
 
 _MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force"})
-"""Settings that hosts may spell each in its own way."""
+"""Settings that may differ between hosts."""
 
 _DIGITS = 12
-"""Of a digest, to tell files apart."""
+"""Digits of a digest that identify a file in messages."""
 
 
 @contextmanager
 def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str]]:
-    """Wait until every host of the run is there, and see that they were asked for the same; inside,
-    the store is there. Gives what tells this host's ranks where.
+    """Wait until all hosts of the run are there, check that their settings agree, and keep the store
+    open. Yields the variables that tell this host's ranks where the store is.
 
-    When the block ends well, the hosts wait for each other to end theirs, for a while. Raises
-    RrfpError naming the host that did not come in time, and UsageError when the endpoint is not an
-    address of host 0 or settings differ.
+    If the block succeeds, the hosts wait for each other to finish, for a while. Raises RrfpError
+    naming a host that did not come in time, and UsageError if the endpoint is not an address of
+    host 0 or settings differ.
     """
     part = _Meeting(settings, timeout_s)
     try:
@@ -62,7 +61,7 @@ def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str
 
 
 class _Meeting:
-    """One host's part in the meeting, with one deadline for all of it."""
+    """One host's part in the meeting, with one deadline for everything."""
 
     def __init__(self, settings: TrainSettings, timeout_s: float) -> None:
         assert settings.run.rdzv_endpoint is not None
@@ -77,13 +76,13 @@ class _Meeting:
             name: value for name, value in settings.described().items() if name not in _MAY_DIFFER
         } | _contents(settings)
         self.own_address = ""
-        """Of this host, on the way to host 0; known once the meeting is held."""
+        """This host's address towards host 0; known after `hold`."""
 
     def hold(self) -> Store:
         own_rank = self._settings.run.node_rank
         store = self._serve() if own_rank == 0 else self._join()
-        # Host 0 ends the store with itself when settings differ. So the others read what it was
-        # asked for before they tell it what they were.
+        # If settings differ, host 0 ends, and the store with it. So the others read its settings
+        # before they publish their own.
         first = self._common if own_rank == 0 else self._told_by(0, store)
         store.set(_key(own_rank), json.dumps(self._common))
         _compare(first, own_rank, self._common)
@@ -97,9 +96,9 @@ class _Meeting:
             store.set(_parting_key(self._settings.run.node_rank), "")
 
     def await_parting(self, store: Store) -> None:
-        """Wait until all have left, for a while. Host 0 keeps the store as long, for others' ranks
-        may still be at their last step; the others see it go, or they might find it again at the
-        next meeting (a race launches ranks several times)."""
+        """Wait until all have left, for a while. Host 0 keeps the store until then, because ranks of
+        other hosts may still be in their last step. The others wait for the store to close, or they
+        might mistake it for that of the next meeting (a race launches ranks several times)."""
         deadline_s = time.monotonic() + _PARTING_S
         others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
         is_host_0 = self._settings.run.node_rank == 0
@@ -108,7 +107,7 @@ class _Meeting:
                 time.sleep(_LOOK_S)
 
     def _serve(self) -> Store:
-        """The store, which listens at the address that the endpoint names and at no other."""
+        """The store, listening only at the address that the endpoint names."""
         family, address = _address_of(self.host, self._endpoint)
         listening = socket.create_server((address, self.port), family=family)
         self.own_address = address
@@ -139,7 +138,7 @@ class _Meeting:
                 return
 
     def _told_by(self, node_rank: int, store: Store) -> Mapping[str, object]:
-        """What a host was asked for."""
+        """The settings that a host has published."""
         key = _key(node_rank)
         while not store.check([key]):
             self._wait_for(node_rank)
@@ -150,7 +149,7 @@ class _Meeting:
         if isinstance(told, dict):
             return told
         raise RrfpError(
-            f"what stands at {self._endpoint} as '{key}' is not the settings of host {node_rank}; "
+            f"the value of '{key}' at {self._endpoint} is not the settings of host {node_rank}; "
             "see whether it runs the same rrfp, and who else can reach that port"
         )
 
@@ -164,7 +163,7 @@ class _Meeting:
 
 
 def _address_of(host: str, endpoint: str) -> tuple[socket.AddressFamily, str]:
-    """The one address to listen at that the endpoint's host names."""
+    """The one address of the endpoint's host to listen at."""
     found = [
         (family, str(address[0]))
         for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -174,8 +173,8 @@ def _address_of(host: str, endpoint: str) -> tuple[socket.AddressFamily, str]:
     family, address = (reachable or found)[0] if is_name else found[0]
     if ipaddress.ip_address(address).is_unspecified:
         raise UsageError(
-            f"--rdzv-endpoint is '{endpoint}', which is every address of host 0; name the one at "
-            "which the other hosts reach it"
+            f"--rdzv-endpoint is '{endpoint}', which stands for every address of host 0; name the "
+            "one at which the other hosts reach it"
         )
     if is_name and not reachable:
         raise UsageError(
@@ -186,7 +185,7 @@ def _address_of(host: str, endpoint: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _contents(settings: TrainSettings) -> dict[str, object]:
-    """What the files hold that the settings name, in short: each host reads its own."""
+    """Digests of the files that the settings name, as each host reads its own."""
     paths = {
         "hint": order_file(settings.hint.name),
         "admit": admission_file(settings.policy.admit),

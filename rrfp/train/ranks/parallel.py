@@ -1,4 +1,4 @@
-"""Joins the process groups of a run: torch's gloo world, and Megatron's groups inside it."""
+"""Joins the process groups of a run: torch's gloo world, and Megatron's groups within it."""
 
 import os
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from rrfp.train.ranks.stores import open_store
 from rrfp.train.settings import TrainSettings
 
 _SEED_STRIDE = 100
-"""Between the random states of neighbouring pipeline ranks, as in Megatron's training."""
+"""The difference between seeds of neighbouring pipeline ranks, as in Megatron's training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """This process' place among all of them. Ranks are numbered tensor-parallel first, then
+    """This process' place in the parallel layout. Ranks are numbered tensor-parallel first, then
     data-parallel, then pipeline (Megatron's default order). Expert-parallel ranks are neighbouring
     replicas."""
 
@@ -47,7 +47,7 @@ class Layout:
         return self.first_rank(self.pp_rank) + self.dp_rank * self.tp + self.tp_rank
 
     def first_rank(self, pp_rank: int) -> int:
-        """The smallest rank of a pipeline rank."""
+        """The smallest global rank of a pipeline rank."""
         return pp_rank * self.dp * self.tp
 
     @property
@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that this process holds, chunk by chunk."""
+        """The stages that this process holds, by chunk."""
         return self._shape.stages_of(self.pp_rank)
 
     @property
     def last_stage_pp_rank(self) -> int:
-        """The pipeline rank where the losses are."""
+        """The pipeline rank of the last stage, where the losses are."""
         return self._shape.rank_of(self.num_stages - 1)
 
     @property
@@ -73,9 +73,9 @@ class Layout:
 def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterator[Layout]:
     """Join the groups, seed Megatron's random states, and leave the groups at the end.
 
-    RANK and WORLD_SIZE come from the environment, and the store from where our launcher or torchrun
-    (MASTER_ADDR, MASTER_PORT) says that it is. gloo listens at one address: loopback on one host.
-    `timeout_s` bounds every collective. `prepare_cpu` comes first.
+    RANK and WORLD_SIZE come from the environment; our launcher or torchrun (MASTER_ADDR,
+    MASTER_PORT) says where the store is. gloo listens at one address: loopback if there is one
+    host. `timeout_s` bounds every collective. Call `prepare_cpu` first.
     """
     with one_device_at(variables.LOOPBACK if settings.run.nnodes == 1 else reachable_address()):
         _join_the_world(timeout_s)
@@ -139,7 +139,7 @@ def _megatrons_groups(settings: TrainSettings, timeout_s: float) -> Iterator[Lay
 
 
 def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
-    """Put torch's and Megatron's random states to their start; done when the groups are joined."""
+    """Reset torch's and Megatron's random states; joining the groups does this too."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     seed = settings.run.seed + _SEED_STRIDE * layout.pp_rank
@@ -148,8 +148,8 @@ def seed_random_states(settings: TrainSettings, layout: Layout) -> None:
 
 
 def virtual_pipeline_size(settings: TrainSettings) -> int | None:
-    """The number of chunks as Megatron is told it: of a loop over several ranks, for it knows
-    neither a V nor chunks on a single rank."""
+    """The number of chunks to tell Megatron: only for a loop over several ranks, because it
+    supports neither a V nor chunks on a single rank."""
     is_megatrons = (
         settings.layout.placement == Placement.LOOP
         and settings.layout.pp > 1

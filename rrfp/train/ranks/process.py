@@ -1,7 +1,7 @@
 """The process of one rank: `python -m rrfp.train.ranks.process MODULE RUN_DIR SETTINGS`.
 
-`rrfp.train.ranks.launch` starts it. What it prints goes to a log of its own, so what is heavy (and
-talks while it is imported) is imported after that.
+`rrfp.train.ranks.launch` starts it. Its output goes to its own log, so heavy modules, which print
+when imported, are imported only after output is redirected.
 """
 
 import importlib
@@ -23,12 +23,12 @@ _PARENT_CHECK_S = 1.0
 
 
 def main() -> None:
-    """Do the work of one rank of the run: call `work(run, settings, layout)` of the module that the
-    command line names."""
+    """Do the work of one rank: call `work(run, settings, layout)` of the module that the command
+    line names."""
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
     _write_output_to(run.rank_log(int(os.environ["RANK"])))
-    # Ctrl-C ends a rank at once, also inside a collective that Python cannot interrupt.
+    # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     try:
@@ -43,14 +43,14 @@ def main() -> None:
             try:
                 work(run, settings, layout)
             except Exception as error:
-                # Leaving the groups could wait for ranks that wait for this one.
+                # Do not leave the groups: that could wait for ranks that wait for this one.
                 _fail(error)
     except Exception as error:
         _fail(error)
 
 
 def _fail(error: Exception) -> NoReturn:
-    """Leave word of the failure and end this process without waiting for any other."""
+    """Report the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
     from rrfp.runtime.protocols import PeerLostError, PeerSilentError
 
@@ -60,8 +60,8 @@ def _fail(error: Exception) -> NoReturn:
         detail = str(error).partition("\n")[2]
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
-    # Torch's collectives raise a bare RuntimeError when a peer's connection breaks, or the peer is
-    # silent, and say which only in words.
+    # Torch's collectives raise a bare RuntimeError if a peer's connection breaks or the peer is
+    # silent; only the message says which.
     is_torchs = isinstance(error, RuntimeError)
     is_silence = isinstance(error, PeerSilentError) or (is_torchs and "timed out" in text.lower())
     is_lost = isinstance(error, PeerLostError) or (is_torchs and "connection" in text.lower())
@@ -78,7 +78,7 @@ def _write_output_to(path: Path) -> None:
 
 
 def _end_with_launcher(launcher: int) -> None:
-    """End this process when its launcher has died, for nobody else would."""
+    """End this process when its launcher dies, because nothing else would."""
     while os.getppid() == launcher:
         time.sleep(_PARENT_CHECK_S)
     os._exit(RrfpError.exit_code)

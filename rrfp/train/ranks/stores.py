@@ -1,7 +1,7 @@
 """A run's store: where the launcher puts it, and how a rank finds it.
 
-On one host it is a file in a directory that only the user may enter, and nothing need listen for
-it. Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.meeting`).
+On one host it is a file in a directory that only the user may enter, so nothing needs to listen.
+Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.meeting`).
 """
 
 import os
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def file_store(directory: Path) -> dict[str, str]:
-    """What tells the ranks of one host that their store is in this directory, and that they listen
-    at loopback."""
+    """The variables that tell the ranks of a single host that their store is in this directory and
+    that they listen at loopback."""
     return {
         variables.STORE: f"file:{directory / 'store'}",
         variables.ADDRESS: variables.LOOPBACK,
@@ -26,8 +26,8 @@ def file_store(directory: Path) -> dict[str, str]:
 
 
 def port_store(host: str, port: int, own_address: str) -> dict[str, str]:
-    """What tells a host's ranks that their store is at a port of host 0, and at which address of
-    their own host they listen."""
+    """The variables that tell a host's ranks that their store is at a port of host 0, and at which
+    address of their own host they listen."""
     return {
         variables.STORE: f"tcp:{host}:{port}",
         variables.ADDRESS: own_address,
@@ -37,8 +37,8 @@ def port_store(host: str, port: int, own_address: str) -> dict[str, str]:
 
 
 def open_store(timeout_s: float) -> "Store | None":
-    """The store that the launcher has named; None when it is for torch to find its own, by the
-    variables that torchrun sets."""
+    """The store that our launcher has named; None if torch is to find its own by the variables that
+    torchrun sets."""
     from torch.distributed import FileStore, TCPStore
 
     where = os.environ.get(variables.STORE)
@@ -53,8 +53,8 @@ def open_store(timeout_s: float) -> "Store | None":
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     else:
         raise RrfpError(
-            f"{variables.STORE} is '{where}', which is neither file:PATH nor tcp:HOST:PORT; leave "
-            "it to 'rrfp train' to set it"
+            f"{variables.STORE} is '{where}', which is neither file:PATH nor tcp:HOST:PORT; let "
+            "'rrfp train' set it"
         )
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
