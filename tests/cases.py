@@ -29,7 +29,8 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 D = TypeVar("D", bound=Decider)
 
-VALIDATED = partial(Dispatcher, validate=True)
+MOST_TASKS_VALIDATED = 48
+"""A check takes as long as a rank has tasks, and there are more than two stimuli a task."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Case:
 
     def dispatchers(self) -> list[list[Dispatcher]]:
         """Without an order to count positions in, unless it is what binds."""
-        return self.deciders(VALIDATED, self.order if self.dispatch is Dispatch.FIXED else None)
+        return self.deciders(validated, self.order if self.dispatch is Dispatch.FIXED else None)
 
     def checked_dispatchers(self) -> list[list[Checked]]:
         """Dispatchers that are held against their specification as they go."""
@@ -115,7 +116,7 @@ class Case:
         return [
             [Checked(*pair) for pair in zip(*of_rank, strict=True)]
             for of_rank in zip(
-                self.deciders(VALIDATED, order),
+                self.deciders(validated, order),
                 self.deciders(NaiveDispatcher, order),
                 strict=True,
             )
@@ -149,6 +150,12 @@ class Case:
             [self.groups] * self.shape.num_ranks,
             self.collectives,
         )
+
+
+def validated(shape: Shape, rank: int, policy: Policy, group: Group | None = None) -> Dispatcher:
+    """A dispatcher that checks its books, unless its rank has very many tasks."""
+    is_small = shape.num_tasks_of_a_rank <= MOST_TASKS_VALIDATED
+    return Dispatcher(shape, rank, policy, group, validate=is_small)
 
 
 def connected(num_members: int, partitions: Sequence[Sets]) -> list[list[int]]:

@@ -34,7 +34,9 @@ class Unhashable:
 
 
 def test_settings_that_sort_nothing_are_refused() -> None:
-    with pytest.raises(UsageError, match="admit 'given' sorts none; choose admit 'pyramid'"):
+    with pytest.raises(
+        UsageError, match="admit 'given' does not sort them; choose admit 'pyramid'"
+    ):
         DispatchSettings(admit_cost="tokens")
     for wrong in (3, ["tokens"], Unhashable()):
         with pytest.raises(UsageError, match="it must be a name, or a function of an item that"):
@@ -88,7 +90,7 @@ def fail_without_data(rig: Rig, schedule: Callable[..., list[Any]]) -> None:
     is_first = rig.layout.pp_rank == 0
     with pytest.raises(
         UsageError if is_first else PeerLostError,
-        match="is given no data iterator; pass one" if is_first else "could not order",
+        match="has no data iterator; pass one" if is_first else "could not order",
     ):
         rig.run(lambda **given: schedule(**{**given, "data_iterator": None}))
     dist.barrier()
@@ -105,7 +107,11 @@ def fail_and_go_on(rig: Rig, items: list[Batch], expected: Outcome) -> None:
     for schedule, given, complaint in (
         (by_fails, items, "the cost fails of microbatch 0 raised ArithmeticError: too heavy"),
         (plain, items[:3], "data iterator ended after 3 microbatches"),
-        (plain, [(item, 1) for item in items], "a tuple, has none of tokens, input_ids, text, by"),
+        (
+            plain,
+            [(item, 1) for item in items],
+            "a tuple, has none of tokens, input_ids, text, whose size",
+        ),
     ):
         with pytest.raises(
             UsageError if is_first else PeerLostError,

@@ -58,7 +58,10 @@ def test_a_pace_that_models_nothing_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"admit_cost": "tokens"}, "--admit given sorts none; add --admit pyramid or leave"),
+        (
+            {"admit_cost": "tokens"},
+            "--admit given does not sort them; add --admit pyramid or leave",
+        ),
         (
             {"admit": "pyramid", "admit_cost": "patches"},
             "counts those of images and --model gpt has none; leave it out",

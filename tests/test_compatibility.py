@@ -187,7 +187,7 @@ def test_who_has_changed_what_is_called_is_named(
     with pytest.raises(UsageError) as told:
         install()
     assert str(told.value) == (
-        f"tests.test_compatibility.backward_step ({__file__}:{line}) has taken the place of "
+        f"tests.test_compatibility.backward_step ({__file__}:{line}) has replaced "
         f"megatron.core.{STEP} and has no parameter model_type; switch that patch off"
     )
 
@@ -200,8 +200,8 @@ def test_a_patch_that_would_be_lost_is_refused(
         patched.setattr(schedules, name, wraps(getattr(schedules, name))(lambda **_: []))
         with pytest.raises(
             UsageError,
-            match=rf"^tests\.test_compatibility\.test_a_patch.*<lambda> \(.*\) has taken the place "
-            rf"of megatron\.core\.pipeline_parallel\.schedules\.{name} and would not run under "
+            match=rf"^tests\.test_compatibility\.test_a_patch.*<lambda> \(.*\) has replaced "
+            rf"megatron\.core\.pipeline_parallel\.schedules\.{name} and would not run under "
             "rrfp's schedule; switch that patch off",
         ):
             install()
@@ -237,19 +237,19 @@ def test_a_patch_that_passes_everything_on_is_fine(
     [
         (
             ModuleNotFoundError("No module named 'megatron'", name="megatron"),
-            "there is no Megatron-Core here; install the released megatron-core 0.16.1",
+            "Megatron-Core is not installed here; install the released megatron-core 0.16.1",
         ),
         (
             ModuleNotFoundError("No module named 'triton'", name="triton"),
             "cannot be imported here: megatron.core.pipeline_parallel.schedules raises "
             "ModuleNotFoundError (No module named 'triton'); use the released megatron-core "
-            "0.16.1, or install what it lacks",
+            "0.16.1, or install what is missing",
         ),
         (
             AttributeError("module 'torch' has no attribute 'x'"),
             "cannot be imported here: megatron.core.pipeline_parallel.schedules raises "
             "AttributeError (module 'torch' has no attribute 'x'); use the released megatron-core "
-            "0.16.1, or install what it lacks",
+            "0.16.1, or install what is missing",
         ),
     ],
 )

@@ -192,7 +192,7 @@ def refuse_before_the_first_task(rig: Rig, reverse: str) -> None:
         ({"hint": "zb-v"}, {}, "zb-v needs --placement v --chunks 2"),
         ({"placement": "v"}, {}, "placement v takes 2 chunks per rank, not 1"),
         ({"placement": "v"}, in_a_v, "two copies of an embedding"),
-        ({}, {"model": [chunk] * 2, "data_iterator": [object()] * 2}, "several chunks are given"),
+        ({}, {"model": [chunk] * 2, "data_iterator": [object()] * 2}, "several chunks share one"),
     ):
         schedule = ours(**settings)
         with (

@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_finite_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     evaluation = Evaluation(TrainSettings(), layout, model, lambda _: nothing, nothing)
     monkeypatch.setattr(evaluation, "_step", lambda _: torch.tensor([math.nan, 1.0]))
     monkeypatch.setattr(torch.distributed, "broadcast", lambda *_: None)
-    with pytest.raises(RrfpError, match=r"held-out loss came to nan.*; try a smaller --lr"):
+    with pytest.raises(RrfpError, match=r"held-out loss is nan.*; try a smaller --lr"):
         evaluation.loss()
 
 

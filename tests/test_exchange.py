@@ -134,7 +134,7 @@ def test_json_and_tensors_go_between_ranks_and_objects_do_not() -> None:
         assert of_rank["gathered"] == (gathered if rank == 0 else [])
         # Rank 0 has nothing to unpickle in a broadcast of its own.
         assert len(of_rank["errors"]) == (2 if rank == 0 else 3)
-        assert "what rank 0 told the others cannot be read" in of_rank["errors"][0]
+        assert "what rank 0 sent to the others cannot be read" in of_rank["errors"][0]
         assert "tried to unpickle an object" in of_rank["errors"][-1]
         assert of_rank["plain"] == [
             [((("wd_mult", 0.0), ("lr", None)), peer == 1), (None, True)] for peer in range(3)

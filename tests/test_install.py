@@ -135,7 +135,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-REPLACES = "has taken the place of"
+REPLACES = "has replaced"
 WRAPS = "wraps"
 MEGATRONS = rf"{HOME}\.{NAME} \(.*schedules\.py:\d+\)"
 
@@ -246,7 +246,7 @@ def test_a_patch_in_any_place_is_seen(
     with pytest.raises(UsageError) as told:
         asker()
     assert str(told.value) == (
-        f"primus.pipeline.zero_bubble ({FILE}:4) has taken the place of Megatron's {NAME} in "
+        f"primus.pipeline.zero_bubble ({FILE}:4) has replaced Megatron's {NAME} in "
         f"{' and '.join(patched)}; switch that patch off, or leave out {asker.__name__}()"
     )
 

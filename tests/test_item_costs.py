@@ -79,7 +79,8 @@ def test_a_function_that_fails_is_told() -> None:
             raise ValueError("no\nsuch luck")
 
     with pytest.raises(
-        UsageError, match="the cost Heavy of microbatch 0 raised ValueError: no; mend the function"
+        UsageError,
+        match="the cost Heavy of microbatch 0 raised ValueError: no; correct the function",
     ):
         resolve_cost(Heavy()).weigh([TEXT])
 

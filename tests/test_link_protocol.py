@@ -172,8 +172,8 @@ class World:
         self.destination = End(self.destination_link, there, back)
         self.ends = (self.source, self.destination)
         self.bound = num_credits
-        self.messages: list[tuple[Task, int]] = []
-        """What was sent: each task, and which tensor it took."""
+        self.messages: list[tuple[Task, int, int]] = []
+        """What was sent: each task, which tensor it took, and its latency."""
         self.announcements: list[Task] = []
         self.num_recorded = 0
         self.num_arrived = 0
@@ -186,14 +186,16 @@ class World:
     # What a program may do. `number` is from 0 to 255.
 
     def send(self, number: int) -> None:
+        """One message or several, some of which are to stay on their link for a while."""
         if self.source.is_stopped:
             return
-        task = Task(1, Kind.F, len(self.messages))
-        size = number % len(TENSORS)
-        latency_ns = number // 16 if number >= 192 else 0
-        self.messages.append((task, size))
-        message = Message(0, task, (TENSORS[size], None), latency_ns)
-        self.source.outputs += self.source_link.send(message, self.now_ns)
+        for _ in range(1 + number % 4):
+            size = number // 4 % len(TENSORS)
+            latency_ns = number // 16 if number >= 192 else 0
+            task = Task(1, Kind.F, len(self.messages))
+            self.messages.append((task, size, latency_ns))
+            message = Message(0, task, (TENSORS[size], None), latency_ns)
+            self.source.outputs += self.source_link.send(message, self.now_ns)
 
     def announce(self, number: int) -> None:
         if self.source.is_stopped:
@@ -210,8 +212,8 @@ class World:
 
     def grant(self, number: int) -> None:
         if not self.destination.is_stopped:
-            self.bound = max(self.bound, number % 24)
-            self.destination_link.grant(number % 24)
+            self.bound = max(self.bound, number % 12)
+            self.destination_link.grant(number % 12)
 
     def begin_write(self, number: int) -> None:
         end = self.ends[number % 2]
@@ -324,6 +326,8 @@ class World:
             case SendRecord():
                 assert is_source
                 assert output.sequence == self.num_recorded
+                *_, latency_ns = self.messages[self.num_recorded]
+                assert output.end_ns - output.start_ns >= latency_ns
                 self.num_recorded += 1
             case ReceiveRecord():
                 assert output.sequence == self.num_arrived - 1
@@ -338,7 +342,7 @@ class World:
             case Left():
                 self.destination.has_left = True
             case Arrived(_, message):
-                task, size = self.messages[self.num_arrived]
+                task, size, _ = self.messages[self.num_arrived]
                 tensor, nothing = message.tensors
                 assert message.task == task
                 assert nothing is None
@@ -366,7 +370,7 @@ class World:
         num_sent = sum(purpose in TASK_PURPOSES for purpose in self.source.written)
         return len(self.messages) + len(self.announcements) - num_sent
 
-    def settle(self) -> None:
+    def settle(self, *, consumes: bool = True) -> None:
         """Let both ends do all that they can, without more time than what messages wait for."""
         is_moving = True
         while is_moving:
@@ -381,7 +385,8 @@ class World:
                     end.read(1000, self.now_ns)
                 end.close_if_over()
             self.check()
-            while self.num_consumed < self.num_arrived and not self.destination.is_stopped:
+            consumes &= not self.destination.is_stopped
+            while consumes and self.num_consumed < self.num_arrived:
                 self.consume(0)
                 is_moving = True
             due_ns = self.source_link.due_ns
@@ -403,6 +408,14 @@ class World:
         for end, num_before in zip(self.ends, written, strict=True):
             assert Purpose.HEARTBEAT in end.written[num_before:]
 
+    def flood(self) -> None:
+        """A link holds as many messages as it was granted, before any is consumed."""
+        for _ in range(2 * self.bound + 2):
+            self.send(0)
+        self.settle(consumes=False)
+        assert self.num_arrived - self.num_consumed >= self.bound
+        self.settle()
+
     def end(self, number: int) -> None:
         """Settle, close in one way or another, and see that everything has come to its end."""
         for end in self.ends:
@@ -412,6 +425,8 @@ class World:
             self.settle()
             if is_fair and number & 8:
                 self.idle()
+            if is_fair and number & 32:
+                self.flood()
         is_whole = is_fair and all(end.link.state is State.OPEN for end in self.ends)
         assert is_whole or not is_fair
         if is_whole and number & 4:

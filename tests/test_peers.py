@@ -98,7 +98,7 @@ def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
         ("zbv", {"placement": "loop"}, "2 chunk.* in a v, not 2 in a loop; .* --placement v"),
         ("zbv", {"variable_lengths": True}, "messages of one shape; leave --variable-lengths"),
         ("1f1b", {"model": "vlm"}, "messages of one shape; .* --model vlm"),
-        ("1f1b", {"microbatches": 3}, "at least one microbatch a rank, 4, not 3"),
+        ("1f1b", {"microbatches": 3}, "at least one microbatch per rank, 4, not 3"),
         ("interleaved", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
         ("interleaved-zb", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
     ],

@@ -281,7 +281,7 @@ def test_nothing_is_removed_that_is_no_race(tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_bytes(content)
         (tmp_path / "pp2-tp1").mkdir(exist_ok=True)
         for force in (False, True):
-            with pytest.raises(UsageError, match=r"plan.json is no lineup of a race"):
+            with pytest.raises(UsageError, match=r"plan.json is not a lineup of a race"):
                 BenchDir(tmp_path).prepare(tiny_lineup("rq3"), force=force)
         assert (tmp_path / "plan.json").read_bytes() == content
         assert (tmp_path / "pp2-tp1").exists()
@@ -306,5 +306,5 @@ def test_another_race_is_not_mixed_with_the_first(tmp_path: Path) -> None:
     assert bench.ended(other) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
-    with pytest.raises(UsageError, match="something else than a race"):
+    with pytest.raises(UsageError, match="something other than a race"):
         BenchDir(tmp_path / "mine").prepare(other, force=True)

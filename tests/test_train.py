@@ -76,7 +76,8 @@ def test_every_step_has_its_metrics(finished: Finished) -> None:
         assert 4 <= line["tokens"] <= 4 * 32
         assert 0 < line["bubble_fraction"] < 1
         assert len(line["peak_held"]) == 4
-        assert max(line["peak_held"]) == LIMIT
+        assert max(line["peak_held"]) <= LIMIT
+    assert max(max(line["peak_held"]) for line in finished.metrics) == LIMIT
     assert len({line["tokens"] for line in finished.metrics}) > 1
 
 
@@ -277,7 +278,7 @@ def test_a_training_that_breaks_down_stops(tmp_path: Path) -> None:
     with Training(tmp_path / "run", *ENDLESS, "--lr", "1e30") as training:
         code, _, err = training.ended()
         assert code == 1
-        assert "failed: step 1 came to a loss of nan" in err.splitlines()[-1]
+        assert "failed: step 1 has a loss of nan" in err.splitlines()[-1]
         assert "try a smaller --lr (see " in err.splitlines()[-1]
         assert [line["step"] for line in read_metrics(training.run)] == [0]
         assert not processes_of(training.run)

@@ -29,7 +29,7 @@ def _option(declared: Declared) -> inspect.Parameter:
     option = typer.Option(
         spelled,
         # In help texts [bf] would be a style, which is not shown.
-        help=declared.told.replace("[", r"\["),
+        help=declared.help_text.replace("[", r"\["),
         show_default=False,
         metavar=declared.metavar,
         rich_help_panel=_PANELS[declared.group],

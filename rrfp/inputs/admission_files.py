@@ -21,7 +21,7 @@ def resolve_admission(text: str, num_microbatches: int | None = None) -> Admissi
     if admission_file(text) is None:
         raise UsageError(
             f"'{text}' is not an admission order; choose {', '.join(Admit)}, or a file with a line "
-            "of microbatches a step"
+            "of microbatches per step"
         )
     return parse_admission(read_text(text, "admission file"), text, num_microbatches)
 

@@ -1,8 +1,8 @@
-"""The Megatron floor: the drop-in schedule, a recorder for Megatron's own, the CPU host, a GPT, its
-data and its training.
+"""The drop-in for Megatron-Core's schedule function.
 
-Megatron-Core is imported when a function is called, not before: the launcher and the command line
-read settings from here and have no use for it.
+`rrfp.megatron.native` records and paces Megatron's own schedule, and `rrfp.megatron.cpu` makes
+Megatron-Core run on the CPU. Megatron-Core is imported only when a function is called, because the
+launcher and the command line only read settings from here.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ def get_forward_backward_func(
     settings: DispatchSettings | None = None,
     record: Callable[[Record], None] | None = None,
 ) -> "ForwardBackward":
-    """In place of `megatron.core.pipeline_parallel.get_forward_backward_func`: the function that a
-    training loop calls once a step; `rrfp.megatron.dropin` says what it promises. Raises
-    UsageError for a Megatron-Core that it does not know."""
+    """Replaces `megatron.core.pipeline_parallel.get_forward_backward_func`: returns the function
+    that a training loop calls once per step. `rrfp.megatron.dropin` says what that function
+    promises. Raises UsageError for a Megatron-Core that rrfp does not know."""
     check_for_drop_in(settings or DispatchSettings())
-    # Below the check, for it imports names that another Megatron-Core may not have.
+    # After the check, because it imports names that another Megatron-Core may not have.
     from rrfp.megatron import dropin
 
     return dropin.get_forward_backward_func(pp_size, vp_size, settings=settings, record=record)
@@ -41,9 +41,9 @@ def get_forward_backward_func(
 def install(settings: DispatchSettings | None = None) -> None:
     """Put `get_forward_backward_func` where Megatron's training loop looks it up.
 
-    Call it once in a training script, before the loop starts. Modules that have imported the name
-    by then get it too. Raises UsageError when the schedule is not Megatron's own any more, with who
-    has replaced it, and for a Megatron-Core that rrfp does not know; nothing is replaced then.
+    Call it once in a training script, before the loop starts. Modules that have already imported
+    the name get it too. Raises UsageError, replacing nothing, if something else has replaced
+    Megatron's schedule (the message says what), and for a Megatron-Core that rrfp does not know.
     """
     megatrons_own("install()")
     check_for_drop_in(settings or DispatchSettings(), installs=True)
@@ -51,13 +51,13 @@ def install(settings: DispatchSettings | None = None) -> None:
 
 
 def trace_native(out: Path | str | None = None) -> None:
-    """Record Megatron's own schedule, and leave it as it is: losses and gradients stay the same.
+    """Record Megatron's own schedule without changing it: losses and gradients stay the same.
 
     Call it once in a training script, on every rank, before or after Megatron is initialised and
-    before the training loop starts. From the first step on every rank records its tasks and waits
-    into the run's directory: `out`, or `runs/<time>-native/`. A profile that torch.profiler takes
-    meanwhile carries them too, as ranges. When no step has passed by it, it says so as the process
-    ends. Raises UsageError as `install` does.
+    before the training loop starts. From the first step on, every rank records its tasks and waits
+    in the run's directory: `out`, or `runs/<time>-native/`. A torch.profiler profile of that time
+    has them too, as ranges. If it saw no step, it warns as the process ends. Raises UsageError as
+    `install` does.
     """
     original = megatrons_own("trace_native()")
     check_for_trace()

@@ -1,8 +1,8 @@
-"""In which order the microbatches of a real step are admitted, the same on every rank of a replica.
+"""The admission order of a real step, the same on every rank of a replica.
 
-The first rank of a replica decides, and the others take its order. So it does not matter that some
-ranks are given no data, that a cost function gives other numbers elsewhere, or that another host
-has another file of the same name.
+The first rank of a replica decides, and the others take over its order. So it does not matter if
+some ranks get no data, if a cost function returns other numbers elsewhere, or if another host has a
+different file of the same name.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ _UNDECIDED = -1
 def agreed_order(
     decide: Callable[[], Sequence[int]], num_microbatches: int, groups: Any, device: torch.device
 ) -> list[int]:
-    """The order that `decide` gives the replica's first rank, on all of its ranks.
+    """The order that `decide` returns on the replica's first rank, on all of its ranks.
 
-    `groups` are the step's process groups; all of their ranks call it together. Raises on the first
-    rank what `decide` raises, and PeerLostError on the others then.
+    `groups` are the step's process groups; all of their ranks call this together. If `decide`
+    raises, so does the first rank, and the others raise PeerLostError.
     """
     order = torch.full((num_microbatches,), _UNDECIDED)
     failure: Exception | None = None
@@ -32,7 +32,7 @@ def agreed_order(
         except Exception as error:
             failure = error
     order = order.to(device)
-    # On the ranks of the first stage, and from each of them down its pipeline.
+    # First to the ranks of the first stage, then from each of them down its pipeline.
     sharing = (groups.cp, groups.tp) if groups.pp.rank() == 0 else ()
     for group in (*sharing, groups.pp):
         if group.size() > 1:

@@ -1,13 +1,13 @@
-"""The part of Megatron-Core that rrfp knows, held against the one that is here.
+"""Checks the installed Megatron-Core against the parts of it that rrfp uses.
 
-Megatron's schedules have no stable interface, so what counts is what is there and not its version.
-The tables below say what that is; nothing is run before it has been looked at.
+Megatron's schedules have no stable interface, so what counts is their code, not their version. The
+tables below list what rrfp uses; everything is checked before anything runs.
 
 An entry is a name in a module of `megatron.core`, and how it is used:
 
-- ``name``: it is there;
+- ``name``: it exists;
 - ``name: dict``: it is a dict;
-- ``name(a, b, *, c)``: it takes `a` and `b` by place and `c` by name, and needs nothing else;
+- ``name(a, b, *, c)``: it takes `a` and `b` by position and `c` by name, and requires nothing else;
 - ``name(a, b, ...)``: it begins with these, and the rest is passed through.
 """
 
@@ -84,7 +84,7 @@ DROP_IN: Needs = {
         "DSAIndexerLossLoggingHelper.tracker: dict",
     ),
 }
-"""What the drop-in calls, sets and reads."""
+"""Names that the drop-in calls, sets and reads."""
 
 _STEP = (
     "(forward_step_func, data_iterator, model, num_microbatches, seq_length, micro_batch_size, "
@@ -99,7 +99,7 @@ STOOD_FOR: Needs = {
         f"forward_backward_pipelining_with_interleaving{_STEP}",
     ),
 }
-"""What the drop-in runs instead of: it has no other parameter, and nobody else has changed it."""
+"""What the drop-in replaces: it must have no other parameters, and must not be patched."""
 
 STOOD_FOR_BY_SPLITTING: Needs = {
     "tensor_parallel.layers": (
@@ -108,12 +108,12 @@ STOOD_FOR_BY_SPLITTING: Needs = {
         "wgrad_deferral_limit, tp_group)",
     ),
 }
-"""The same, where weight gradients are tasks of their own."""
+"""The same, if weight gradients are separate tasks."""
 
 INSTALLED_FOR: Needs = {
     "pipeline_parallel.schedules": ("get_forward_backward_func(pp_size, vp_size)",),
 }
-"""What `install()` puts ours in the place of."""
+"""What `install()` replaces."""
 
 TRACED: Needs = {
     "pipeline_parallel.schedules": (
@@ -135,14 +135,14 @@ TRACED: Needs = {
         "get_expert_model_parallel_world_size()",
     ),
 }
-"""What `trace_native()` records, and what it asks Megatron for."""
+"""What `trace_native()` records, and what it needs from Megatron."""
 
 
 @cache
 def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> None:
-    """Raise UsageError for a Megatron-Core that the drop-in does not know, before anything of the
-    drop-in is imported; `installs` says that `install()` asks. Loops ask for a schedule again and
-    again: what was found good is not looked at twice."""
+    """Raise UsageError for a Megatron-Core that the drop-in does not know, before the drop-in is
+    imported. `installs` also checks what `install()` needs. Results are cached, because loops ask
+    for a schedule again and again."""
     stood_for = [STOOD_FOR]
     if settings.policy.hint.splits_backward:
         stood_for.append(STOOD_FOR_BY_SPLITTING)
@@ -157,7 +157,7 @@ def check_for_trace() -> None:
 
 
 def schedules() -> Any:
-    """Megatron's module of that name. Raises UsageError where there is no Megatron-Core."""
+    """Megatron's module `schedules`. Raises UsageError if Megatron-Core is not installed."""
     return _imported("pipeline_parallel.schedules")
 
 
@@ -194,7 +194,7 @@ class _Need:
     by_place: tuple[str, ...] = ()
     by_name: tuple[str, ...] = ()
     is_open: bool = False
-    """The rest of the parameters is passed through."""
+    """Whether all further parameters are passed through."""
 
     @staticmethod
     def of(entry: str) -> "_Need":
@@ -213,8 +213,8 @@ class _Need:
 
 
 def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
-    """How what is here differs from what is needed; None where it does not. Raises UsageError when
-    that is somebody's patch."""
+    """How the installed name differs from what is needed; None if it does not. Raises UsageError if
+    a third party's patch is the reason."""
     path = f"{module}.{need.name}"
     found: Any
     try:
@@ -234,8 +234,7 @@ def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
     if foreign is not None and not is_ours(foreign) and (is_stood_for or differs):
         why = differs or "would not run under rrfp's schedule"
         raise UsageError(
-            f"{described(foreign)} has taken the place of {_CORE}.{path} and {why}; switch that "
-            "patch off"
+            f"{described(foreign)} has replaced {_CORE}.{path} and {why}; switch that patch off"
         )
     return None if differs is None else f"{path} {differs}"
 
@@ -265,7 +264,7 @@ def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None
         ]
         if new:
             return f"has a parameter {' and '.join(new)}"
-    # What a wrapper passes on by `*args` has whatever names the wrapped one gives it.
+    # Parameters that a wrapper passes on by `*args` may have any names in the wrapped function.
     if any(a != b for a, b in zip(by_place, need.by_place, strict=False)):
         return f"takes its parameters in the order {', '.join(by_place)}"
     return None
@@ -276,7 +275,7 @@ _NAMED = (*_BY_PLACE, Parameter.KEYWORD_ONLY)
 
 
 class _MissingModuleError(Exception):
-    """Megatron-Core has no module of that name."""
+    """Megatron-Core does not have a module."""
 
 
 def _imported(module: str) -> Any:
@@ -286,28 +285,30 @@ def _imported(module: str) -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing in ("megatron", _CORE):
-            raise UsageError(f"there is no Megatron-Core here; install {_WORKS}") from error
+            raise UsageError(f"Megatron-Core is not installed here; install {_WORKS}") from error
         if name == missing or name.startswith(f"{missing}."):
             raise _MissingModuleError from error
         raise UsageError(_unimportable(name, error)) from error
-    except Exception as error:  # whatever a Megatron-Core does that does not fit what is installed
+    except (
+        Exception
+    ) as error:  # a Megatron-Core that does not fit its dependencies may raise anything
         raise UsageError(_unimportable(name, error)) from error
 
 
 def _unimportable(name: str, error: Exception) -> str:
     return (
         f"{_version()} cannot be imported here: {name} raises {type(error).__name__} ({error}); "
-        f"use {_WORKS}, or install what it lacks"
+        f"use {_WORKS}, or install what is missing"
     )
 
 
 def _version() -> str:
-    """The Megatron-Core that is here, as far as it says what it is."""
+    """The installed Megatron-Core, by version and place as far as they are known."""
     version = place = None
     try:
         core = importlib.import_module(_CORE)
         version, place = getattr(core, "__version__", None), next(iter(core.__path__), None)
-    except Exception:  # it is what could not be imported
+    except Exception:  # it may be what failed to import
         version = None
     if version is None:
         try:

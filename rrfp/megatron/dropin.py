@@ -2,7 +2,7 @@
 
 `get_forward_backward_func` returns a function with the signature and the contract of
 `megatron.core.pipeline_parallel.get_forward_backward_func()`. It asks Megatron for the process
-groups, opens the links at its first call, and then runs every step through the runtime's worker.
+groups, opens links at its first call, and runs every step through the runtime's worker.
 Losses, gradients and gradient norms are those of Megatron's own schedule, bit for bit.
 """
 
@@ -55,14 +55,13 @@ def get_forward_backward_func(
     delays: Delays | None = None,
     pace: Pace | None = None,
 ) -> "ForwardBackward":
-    """The function that a Megatron training loop calls once a step.
+    """The function that a Megatron training loop calls once per step.
 
-    Megatron's own arguments come first; how many ranks and chunks there are is what each call
-    passes, so `vp_size` is only checked against the placement. `record` receives every trace record
-    of this rank's first pipeline (a second model may have other groups), from several threads.
-    `delays` makes tasks and messages late, to show that the result does not depend on them; `pace`
-    gives those of training steps a model's times. Raises UsageError for chunks that the placement
-    has no room for.
+    Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
+    checked against the placement. `record` receives every trace record of this rank's first
+    pipeline (a second model may have other groups), from several threads. `delays` delays tasks and
+    messages, to show that the result does not depend on timing; `pace` holds those of training
+    steps to modelled times. Raises UsageError if the placement does not allow this many chunks.
     """
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
@@ -72,7 +71,7 @@ def get_forward_backward_func(
             f"placement v takes 2 chunks per rank, not a virtual pipeline size of {vp_size}; "
             "choose 2, or placement loop"
         )
-    # Megatron's loops ask again for training and for every evaluation: all share the links.
+    # Megatron's loops call this again for training and every evaluation: all share the links.
     asked = (settings, record or discard, delays, pace)
     if asked not in _schedules:
         _schedules[asked] = ForwardBackward(*asked)
@@ -80,13 +79,13 @@ def get_forward_backward_func(
 
 
 _schedules: dict[object, "ForwardBackward"] = {}
-"""Those of this process, by what they were asked for. Each closes its links at the process' end."""
+"""The functions of this process, by their arguments. Each closes its links as the process ends."""
 
 _names = itertools.count()
 
 
 class ForwardBackward:
-    """Runs the tasks of a step on this rank, by readiness."""
+    """Runs the tasks of a step on this rank, dispatched by readiness."""
 
     def __init__(
         self,
@@ -101,18 +100,18 @@ class ForwardBackward:
         self._pace = pace
         self._admission = resolve_admission(settings.admit)
         self._cost = resolve_cost(settings.admit_cost)
-        # The same on every rank, for all of them make their functions in the same sequence.
+        # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
         self._links: defaultdict[tuple[Place, int], LayoutLinks] = defaultdict(LayoutLinks)
-        """By the place of this rank and its number of chunks: an actor and a critic in one process
-        may differ in both."""
+        """By this rank's place and number of chunks: an actor and a critic in one process may
+        differ in both."""
         self._recorded: LayoutLinks | None = None
-        """Whose records are taken: a record is of one pipeline, the first one that is opened."""
+        """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies: dict[tuple[Shape, bool], StepPolicy] = {}
         at_end.call(self.close)
         self.last_step: StepSummary | None = None
-        """What the last step came to on this rank."""
+        """The figures of the last step on this rank."""
 
     def __call__(
         self,
@@ -132,14 +131,16 @@ class ForwardBackward:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """One step, by Megatron's contract: what the loss function gave for each microbatch, in
-        microbatch order (empty but on the rank of the last stage); with `admit`, in the order
-        in which they are admitted. `model` and `data_iterator` are lists where a rank has several
-        chunks, by chunk; `rrfp.megatron.step.microbatch_data` says which objects will do as a data
-        iterator. `seq_length`, `micro_batch_size`, `decoder_seq_length` and
-        `adjust_tensor_shapes_fn` are not needed: messages carry their shapes. Raises UsageError for
-        what cannot run out of order, PeerLostError and StallError. When anything is raised, the
-        links close, and the neighbours are told; so is whoever waits for links that are not open.
+        """Run one step, by Megatron's contract. Returns what the loss function returned for each
+        microbatch, in microbatch order, or in admission order with `admit` (empty except on the
+        rank of the last stage).
+
+        If a rank has several chunks, `model` and `data_iterator` are lists by chunk;
+        `rrfp.megatron.step.microbatch_data` says which objects work as data iterators.
+        `seq_length`, `micro_batch_size`, `decoder_seq_length` and `adjust_tensor_shapes_fn` are
+        ignored: messages carry their shapes. Raises UsageError for what cannot run out of order,
+        PeerLostError and StallError. After any error the links are closed and the neighbours
+        notified, and so are ranks that wait for links to open.
         """
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
@@ -173,7 +174,7 @@ class ForwardBackward:
             # With a farewell: the neighbours may still be in the step before.
             links.close()
             raise
-        # Where no order is found all ranks of the replica learn it, and their links stay open.
+        # If admission fails, all ranks of the replica learn of it, and their links stay open.
         order: Sequence[int] = range(num_microbatches)
         if not admits_given:
             order = self._admitted(links, step, data, num_microbatches, groups, streams.device)
@@ -216,13 +217,13 @@ class ForwardBackward:
         groups: Any,
         device: torch.device,
     ) -> Sequence[int]:
-        """The order in which the items of a step that trains become its microbatches."""
+        """The order in which the items of a training step become its microbatches."""
 
         def decide() -> Sequence[int]:
             if data.given(0) is None:
                 raise UsageError(
                     f"admit '{self._settings.admit}' orders the step's items and the first rank of "
-                    "this replica is given no data iterator; pass one there or leave admit out"
+                    "this replica has no data iterator; pass one there or leave admit out"
                 )
 
             def weigh() -> Sequence[float]:
@@ -270,7 +271,7 @@ class ForwardBackward:
             streams,
             grad_order=self._settings.grad_order,
             cp_size=groups.cp.size(),
-            # W adds gradients by itself, where hooks do not see them.
+            # W adds gradients itself, without triggering hooks.
             follows_hooks=steering.is_the_same_on_replicas and not shape.splits_backward,
         )
         try:
@@ -304,7 +305,7 @@ class ForwardBackward:
     def _steering(
         self, place: Place, num_microbatches: int, num_chunks: int, forward_only: bool
     ) -> StepPolicy:
-        """What steers a step, worked out once for each shape."""
+        """The policy of a step, computed once per shape."""
         placement = self._settings.placement
         shape = Shape(len(place.pipeline), num_microbatches, num_chunks, placement)
         key = (shape, forward_only)
@@ -324,8 +325,8 @@ class ForwardBackward:
         *,
         forward_only: bool,
     ) -> Pipeline:
-        """The pipeline of these links, with credit enough for this step; `opening` is its name if
-        it is to be opened."""
+        """The pipeline of these links, with enough credit for this step; `opening` is its name if
+        it must be opened first."""
         num_credits = self._settings.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=forward_only
         )
@@ -349,28 +350,27 @@ class ForwardBackward:
         return links.pipeline
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
-        """The name under which the ranks of a layout meet: one serves one meeting, and all of them
-        open their links in the same sequence."""
+        """The name under which the ranks of a layout meet. Each meeting has its own, the same on
+        all ranks, because they open their links in the same order."""
         layout = f"{len(place.pipeline)}x{num_chunks}"
         self._num_openings[layout] += 1
         return f"{self._name}/{layout}/{self._num_openings[layout]}"
 
     def close(self) -> None:
-        """Say farewell to the neighbours and close all links, on all ranks between two steps; a
-        later call opens them anew. Also done at exit."""
+        """Say farewell to the neighbours and close all links. Call it between two steps, on all
+        ranks; the next step opens them again. Also done at exit."""
         for links in self._links.values():
             links.close()
 
 
 def _data_of(given: Any, num_chunks: int) -> list[Any]:
-    """What each chunk draws its data from, of what Megatron passes bare, in a list, or not at
-    all."""
+    """The data object of each chunk; Megatron passes it bare, in a list, or not at all."""
     if given is None:
         return [None] * num_chunks
     objects = given if isinstance(given, list) else [given]
     if len(objects) != num_chunks:
         raise MismatchedDataError(
             f"{len(objects)} data iterators came with {num_chunks} model chunks; "
-            "pass a list of one a chunk"
+            "pass a list of one per chunk"
         )
     return objects

@@ -1,9 +1,9 @@
-"""Who runs in step with this rank: the process groups of a step, and the coupling they make.
+"""Which ranks must run in step with this one: a step's process groups and the coupling they imply.
 
 Ranks that share a collective inside a task (tensor, sequence, context, expert parallelism) must run
-the same tasks in the same order, or they wait for each other inside it. Experts are spread over
-data-parallel replicas, perhaps on some stages only, so what is coupled is whole pipelines: where
-two of them share a collective on one stage, they agree on all of their stages.
+the same tasks in the same order, or they deadlock inside it. Experts are spread over data-parallel
+replicas, perhaps on some stages only, so whole pipelines are coupled: if two of them share a
+collective on one stage, they agree on all of their stages.
 """
 
 import itertools
@@ -31,13 +31,13 @@ _EXPERT_GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands; all ranks are global ones."""
+    """The place of this process; all ranks are global ranks."""
 
     rank: int
     pipeline: tuple[int, ...]
     """The ranks of its pipeline, by pipeline rank."""
     sharers: tuple[int, ...]
-    """The ranks with which it shares a collective inside a task, itself included; sorted."""
+    """The ranks with which it shares a collective inside a task, itself included, sorted."""
 
     @property
     def pp_rank(self) -> int:
@@ -46,7 +46,7 @@ class Place:
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     """The process groups of the step, from the caller or from Megatron's parallel state."""
-    # As Megatron has it: without pipelining there is no communicator to pass.
+    # As in Megatron: without pipelining there is no communicator to pass.
     needs_both = pg_collection is None or pg_collection.pp.size() > 1
     if needs_both and (p2p_communicator is None) != (pg_collection is None):
         raise UsageError(
@@ -67,10 +67,10 @@ def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
 
 
 def place_in(groups: Any, *, has_experts: bool) -> Place:
-    """This process' place in these groups; those of the experts count where there are any.
+    """This process' place in these groups, including the experts' groups with `has_experts`.
 
-    A collection that does not name the experts' groups leaves them to Megatron's parallel state,
-    as Megatron's own modules do.
+    If the collection does not name the experts' groups, they come from Megatron's parallel state,
+    as in Megatron's own modules.
     """
     shared = [groups.tp, groups.cp]
     if has_experts:
@@ -84,8 +84,8 @@ def place_in(groups: Any, *, has_experts: bool) -> Place:
 
 
 def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
-    """The device of this rank's tensors: that of its parameters, or, where its stages have none,
-    the one that its process groups serve."""
+    """The device of this rank's tensors: that of its parameters or, if its stages have none, that
+    of its process groups."""
     parameters = itertools.chain.from_iterable(model.parameters() for model in models)
     parameter = next(parameters, None)
     if parameter is not None:
@@ -100,13 +100,13 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, ...]]:
-    """The pipelines that run the same tasks in the same order as this rank's, its own among them;
-    the same list on each of their ranks.
+    """The pipelines that run the same tasks in the same order as this rank's, its own included; the
+    same list on each of their ranks.
 
-    Every rank of the run publishes its place and reads those of the ranks that it is coupled to, by
-    however many steps; there is no collective, and a rank that is coupled to nobody asks for its
-    own pipeline only. Raises PeerLostError naming a rank that has not published its place in time,
-    and UsageError for groups that cannot be followed.
+    Every rank of the run publishes its place and reads those of the ranks that it is coupled to,
+    directly or indirectly. This needs no collective, and a rank without coupling reads only its own
+    pipeline's. Raises PeerLostError naming a rank that has not published its place in time, and
+    UsageError if coupled ranks are on different stages.
     """
     own = [place.pipeline, place.sharers]
     rendezvous.publish(f"place-in-groups/{place.rank}", json.dumps(own))
@@ -128,7 +128,7 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
 def _decode_place(rank: int, told: object) -> Place:
     pipeline, sharers = map(integers, items(told, 2))
     if rank not in pipeline or rank not in sharers:
-        raise ValueError(f"it is a place without rank {rank} itself")
+        raise ValueError(f"the place does not include rank {rank} itself")
     return Place(rank, pipeline, sharers)
 
 

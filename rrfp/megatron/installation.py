@@ -1,9 +1,8 @@
-"""Megatron's `get_forward_backward_func` in every place that has it: whose it is, and putting
-another there.
+"""Finds and replaces Megatron's `get_forward_backward_func` in every module that has the name.
 
 Megatron's training loop imports the name from the package `megatron.core.pipeline_parallel`, so a
-patch may sit there, in the loop's own module or in the module that defines it. One that is
-overlooked would win over ours or be lost to it, silently.
+patch may be there, in the loop's own module, or in the module that defines it. A patch that we
+overlook would silently override ours, or be overridden by it.
 """
 
 import sys
@@ -27,10 +26,9 @@ _CORE = "megatron.core.pipeline_parallel"
 
 
 def megatrons_own(asker: str) -> Callable[..., Any]:
-    """Megatron's function, for `asker`, which is install() or trace_native() and comes to replace
-    it.
+    """Megatron's function, which `asker` (install() or trace_native()) is about to replace.
 
-    Raises UsageError where somebody has replaced it already, with who has, where, and what to do.
+    Raises UsageError if it has already been replaced, saying by what, where, and what to do.
     """
     schedules = compatibility.schedules()
     places = list(_places())
@@ -47,7 +45,7 @@ def megatrons_own(asker: str) -> Callable[..., Any]:
         if wraps(value, _NAME, vars(schedules)):
             does, next_step = "wraps", f"call {asker} before it does, or switch that patch off"
         else:
-            does = "has taken the place of"
+            does = "has replaced"
             next_step = f"switch that patch off, or leave out {asker}"
         raise UsageError(f"{described(foreign)} {does} Megatron's {_NAME} in {where}; {next_step}")
     if ours is not None:
@@ -59,15 +57,14 @@ def megatrons_own(asker: str) -> Callable[..., Any]:
     found: Callable[..., Any] | None = namespace_of(schedules).get(_NAME)
     if found is None:
         raise UsageError(
-            f"{_CORE}.schedules has no {_NAME}; see which patch has taken it away, and switch "
-            "that off"
+            f"{_CORE}.schedules has no {_NAME}; see which patch has removed it, and switch that off"
         )
     return found
 
 
 def put(function: Callable[..., Any]) -> None:
-    """Put a function in the place of Megatron's own in every module that has it, under whatever
-    name: a script may have imported it before it calls us."""
+    """Replace Megatron's own function in every module that has it, under whatever name: a script
+    may have imported it before it calls us."""
     home = namespace_of(compatibility.schedules())
     for _, namespace in _loaded():
         for name, value in namespace.copy().items():
@@ -76,16 +73,16 @@ def put(function: Callable[..., Any]) -> None:
 
 
 def _places() -> Iterator[tuple[str, Any]]:
-    """The modules of Megatron that have the name, and what it stands for there."""
+    """The modules that have Megatron's name, and its value there."""
     for module, namespace in _loaded():
         if module.partition(".")[0] == "megatron" and _NAME in namespace:
             value = namespace[_NAME]
-            # Not one that a module of another purpose defines for itself.
+            # Skip unrelated modules that define the same name for themselves.
             if module.startswith(_CORE) or home_of(value) != module:
                 yield module, value
 
 
 def _loaded() -> Iterator[tuple[str, dict[Any, Any]]]:
-    # Copied, for another thread may import something meanwhile.
+    # Copied, because another thread may import something meanwhile.
     for name, module in sys.modules.copy().items():
         yield str(name), namespace_of(module)

@@ -1,6 +1,6 @@
-"""What the items of a step cost, as far as the data tell: numbers to sort microbatches by.
+"""Estimated costs of a step's items, by which microbatches are sorted.
 
-This file imports no torch: names and functions are checked before any process is started.
+Imports no torch: names and functions are checked before any process is started.
 """
 
 import importlib
@@ -19,37 +19,37 @@ from rrfp.errors import UsageError, first_line
 
 
 class CostName(StrEnum):
-    """What is counted of an item, a mapping of tensors."""
+    """What to count in an item, a mapping of tensors."""
 
     WORK = "work"
-    """Places in the sequence, its padding included, and patches of images: each goes through the
+    """Places in the sequence, padding included, plus patches of images: each passes through the
     layers of its stages."""
     TOKENS = "tokens"
-    """The places that no patch takes."""
+    """Places in the sequence that are not patches."""
     PATCHES = "patches"
 
 
 @dataclass(frozen=True, slots=True)
 class ItemCost:
-    """A function of an item, by the name that its user knows."""
+    """A function of an item, with the name that its user knows."""
 
     name: str
     function: Callable[[Any], Any]
 
     def weigh(self, items: Sequence[Any]) -> list[float]:
-        """The items' weights. Raises UsageError when one has none, or none that is a number."""
+        """The items' weights. Raises UsageError if one has no finite weight."""
         return [self._weigh(item, number) for number, item in enumerate(items)]
 
     def _weigh(self, item: Any, number: int) -> float:
         try:
             found = self.function(item)
-            # Of a tensor or an array of one number.
+            # Unpack a tensor or an array of one number.
             weight = found.item() if hasattr(found, "item") else found
         except UsageError:
             raise
         except Exception as error:
             raise UsageError(
-                f"the cost {self.name} of microbatch {number} raised {_told(error)}; mend the "
+                f"the cost {self.name} of microbatch {number} raised {_told(error)}; correct the "
                 "function"
             ) from error
         if not isinstance(weight, Real) or not _is_finite(weight):
@@ -61,10 +61,10 @@ class ItemCost:
 
 
 def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
-    """The cost of that name, or the function that the user gives or names as MODULE:FUNCTION; None
-    is `CostName.WORK`.
+    """The cost of that name, or the function that the user passes or names as MODULE:FUNCTION; None
+    means `CostName.WORK`.
 
-    Raises UsageError for a name that is none and a function that cannot be imported.
+    Raises UsageError for an unknown name and a function that cannot be imported.
     """
     if cost is None:
         cost = CostName.WORK
@@ -92,7 +92,7 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
 
 @contextmanager
 def _current_directory_importable() -> Iterator[None]:
-    """As it is in a process of `python -m`."""
+    """Make it importable, as in a process of `python -m`."""
     directory = str(Path.cwd())
     sys.path.insert(0, directory)
     try:
@@ -113,7 +113,7 @@ def _is_finite(weight: Real) -> bool:
 
 
 _TOKENS = ("tokens", "input_ids", "text")
-"""Under which key an item has its token numbers, in Megatron's loops and elsewhere."""
+"""Keys under which an item may have its tokens, in Megatron's loops and elsewhere."""
 
 
 def _work(item: Any) -> int:
@@ -141,14 +141,14 @@ def _num_places(item: Any) -> int:
     key = next((key for key in _TOKENS if key in item), None) if isinstance(item, Mapping) else None
     if key is None:
         raise UsageError(
-            f"{_described(item)} none of {', '.join(_TOKENS)}, by whose size it could be weighed; "
-            "set admit_cost to a function that takes an item and gives a number"
+            f"{_described(item)} none of {', '.join(_TOKENS)}, whose size would be its weight; "
+            "set admit_cost to a function that takes an item and returns a number"
         )
     return math.prod(item[key].shape)
 
 
 def _num_patches(item: Mapping[str, Any]) -> int:
-    """A row of `patches` is a patch, and takes one place in the sequence."""
+    """Each row of `patches` is a patch, and takes one place in the sequence."""
     return len(item["patches"]) if "patches" in item else 0
 
 

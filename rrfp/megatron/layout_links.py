@@ -1,4 +1,4 @@
-"""The links of one layout of a model: the same process groups, and as many chunks a rank."""
+"""The links of one layout: of all models with the same process groups and number of chunks."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def discard(_: Record) -> None:
 
 @dataclass(slots=True)
 class LayoutLinks:
-    """What a layout's calls have in common."""
+    """State shared by all calls of a layout."""
 
     record: Callable[[Record], None] = discard
     pipeline: Pipeline | None = None
@@ -26,12 +26,12 @@ class LayoutLinks:
     habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
         default_factory=lambda: defaultdict(DataHabits)
     )
-    """By whether a step only looks at its data, and by the identities of the models: several may
-    have the same groups."""
+    """By whether a step is an evaluation, and by the ids of the models: several models may have the
+    same groups."""
 
     def count_step(self, *, forward_only: bool) -> int:
-        """The number of a step that begins, in the records and on the links. A step that fails
-        counts, too: it may have failed on some ranks only."""
+        """The number of a step that begins, in records and on links. A failed step counts too: it
+        may have failed on some ranks only."""
         if forward_only:
             self.num_evaluated += 1
             return evaluation_step(self.num_evaluated - 1)
@@ -39,7 +39,8 @@ class LayoutLinks:
         return self.num_trained - 1
 
     def close(self, *, farewell: bool = True) -> None:
-        """Without a farewell, for a rank that fails, the neighbours take this rank for lost."""
+        """Close the links. Without a farewell, for a rank that fails, the neighbours consider this
+        rank lost."""
         if self.pipeline is not None:
             self.pipeline.close(farewell=farewell)
             self.pipeline = None

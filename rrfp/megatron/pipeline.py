@@ -40,16 +40,17 @@ class Pipeline:
         num_credits: int,
         delays: Delays | None = None,
     ) -> None:
-        """Meet the ranks that this one works with; all ranks of the run call it together.
+        """Connect to the ranks that this one works with; all ranks of the run call it together.
 
-        `shape` is that of any step: ranks, chunks and placement count. `name` tells this opening
-        from others of the same run. Messages carry tensors on `device`, and `num_credits` of them
-        fit on each link. Raises PeerLostError naming a rank that did not come within `connect_s`.
+        `shape` is that of any step; only its ranks, chunks and placement are used. `name`
+        distinguishes this opening from others of the same run. Messages carry tensors on `device`,
+        and `num_credits` of them fit on each link. Raises PeerLostError naming a rank that did not
+        come within `connect_s`.
         """
         self.place = place
         prefix = _prefix(name)
         pipelines = [place.pipeline]
-        # A fixed order is one order for everybody already.
+        # With a fixed order there is nothing to agree on.
         if settings.dispatch is Dispatch.READY:
             meeting = Rendezvous(store, prefix, place.rank, settings.connect_s)
             pipelines = coupled_pipelines(place, meeting)
@@ -84,26 +85,26 @@ class Pipeline:
         self._worker.open()
 
     def grant(self, num_credits: int) -> None:
-        """Let each link hold at least so many messages."""
+        """Let each link hold at least `num_credits` messages."""
         self._transport.grant(num_credits)
 
     def run_step(
         self, step: int, steering: StepPolicy, compute: Compute, pace: StepPace | None
     ) -> StepSummary:
-        """Run every task of one step on this rank, at that pace if there is one."""
+        """Run every task of one step on this rank, paced if `pace` is given."""
         dispatcher = Dispatcher(
             steering.shape, self.place.pp_rank, steering.policy, self._agreement.group
         )
         return self._worker.run_step(step, dispatcher, compute, pace)
 
     def close(self, *, farewell: bool) -> None:
-        """Close the links; without a farewell the neighbours take this rank for lost."""
+        """Close the links; without a farewell the neighbours consider this rank lost."""
         self._worker.close()
         self._transport.close(farewell=farewell)
 
 
 def tell_of_failure(store: Store, name: str, rank: int, error: BaseException) -> None:
-    """Tell the ranks that wait for this one in the opening of that name that it has failed."""
+    """Tell the ranks that wait for this one in the opening called `name` that it has failed."""
     reason = first_line(str(error))
     sentence = reason if isinstance(error, RrfpError) else f"{type(error).__name__}: {reason}"
     Rendezvous(store, _prefix(name), rank, 0.0).fail(sentence)
@@ -114,5 +115,5 @@ def _prefix(name: str) -> str:
 
 
 def _star(rank: int, members: list[int]) -> set[int]:
-    """Whom a rank is linked with for agreement: the leader with all, the others with the leader."""
+    """The ranks that a rank needs links to for agreement: the leader to all, others to it."""
     return set(members if rank == members[0] else members[:1]) - {rank}

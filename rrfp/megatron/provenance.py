@@ -1,6 +1,6 @@
-"""Who made a callable: the code it runs, whatever it says of itself.
+"""Where a callable comes from, by the code that it runs.
 
-`functools.wraps` gives a wrapper the name and the module of what it wraps, so neither is asked.
+`functools.wraps` gives a wrapper the name and the module of what it wraps, so neither is used.
 """
 
 import sys
@@ -10,14 +10,14 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _MEGATRONS = ("megatron.core", "torch")
-"""Whose code Megatron's own functions consist of: some of them are decorated by torch."""
+"""The packages whose code Megatron's own functions consist of: torch decorates some of them."""
 
 _MANY = 100
 _NAMESPACE: Any = vars(ModuleType)["__dict__"]
 
 
 def foreign_layer(value: Any) -> Any | None:
-    """The outermost part of a callable that is not Megatron's own; None where all of it is."""
+    """The outermost part of a callable that is not Megatron's own; None if all of it is."""
     for layer in _layers(value):
         if type(layer) is not FunctionType or not _is_in(home_of(layer), *_MEGATRONS):
             return layer
@@ -25,12 +25,12 @@ def foreign_layer(value: Any) -> Any | None:
 
 
 def is_ours(value: Any) -> bool:
-    """Whether rrfp made it."""
+    """Whether it is rrfp's own."""
     return _is_in(home_of(value), "rrfp")
 
 
 def home_of(value: Any) -> str:
-    """The name of the module that the outermost code of a callable was written in."""
+    """The name of the module with the outermost code of a callable."""
     inner = _inner(value)
     if type(value) is FunctionType:
         return str(value.__globals__.get("__name__"))
@@ -62,8 +62,8 @@ def described(value: Any) -> str:
 
 
 def wraps(value: Any, function: str, home: Mapping[str, Any]) -> bool:
-    """Whether a callable keeps, to call it, the function of that name whose module has the
-    namespace `home`."""
+    """Whether a callable holds on to the `function` (by name) of the module with the namespace
+    `home`, in order to call it."""
     seen: dict[int, Any] = {}
     todo = list(_kept(value))
     while todo and len(seen) < _MANY:
@@ -77,7 +77,7 @@ def wraps(value: Any, function: str, home: Mapping[str, Any]) -> bool:
 
 
 def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
-    """Whether a value is the function that the module with the namespace `home` defines so."""
+    """Whether a value is the function `name` of the module with the namespace `home`."""
     return (
         type(value) is FunctionType
         and value.__globals__ is home
@@ -86,12 +86,12 @@ def is_function(value: Any, name: str, home: Mapping[str, Any]) -> bool:
 
 
 def namespace_of(module: object) -> dict[Any, Any]:
-    """What a module holds by now. It is read past all that the module's own class does when
-    somebody looks at it: some load themselves then, and all they stand for."""
+    """A module's current contents, read without its class' own attribute lookup: looking at a lazy
+    module would load it and everything behind it."""
     try:
         if issubclass(type(module), ModuleType):
             found = _NAMESPACE.__get__(module)
-        else:  # anything may be put into `sys.modules`
+        else:  # `sys.modules` may contain anything
             found = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return {}
@@ -99,7 +99,7 @@ def namespace_of(module: object) -> dict[Any, Any]:
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """A callable and what it wraps, as far as it says so, from the outside in."""
+    """A callable and what it wraps, as far as that is visible, from the outside in."""
     for _ in range(_MANY):
         if value is None:
             return

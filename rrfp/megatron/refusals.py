@@ -1,4 +1,4 @@
-"""What cannot run out of Megatron's order, refused before the first task with a sentence each."""
+"""Refuses what cannot run out of Megatron's order, before the first task."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,11 +25,11 @@ _REFUSED = {
 
 
 def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: int) -> None:
-    """Raise UsageError for a configuration that does not work under this policy, or for chunks that
-    are not this pipeline rank's stages."""
+    """Raise UsageError if a configuration does not work under this policy, or if the chunks are not
+    this pipeline rank's stages."""
     for name, reason in _REFUSED.items():
         value = getattr(config, name, None)
-        # A number of zero is a setting too.
+        # The number 0 counts as set.
         if value is not None and value is not False:
             raise UsageError(f"{name} cannot run readiness-first: {reason}; switch it off")
     if getattr(config, "cuda_graph_impl", "none") != "none":
@@ -51,14 +51,13 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
 def refuse_data(
     given: Sequence[Any], steering: StepPolicy, admit: str, *, keeps_order: bool
 ) -> None:
-    """Raise UsageError for data objects that must be viewed by microbatch and cannot be: where
-    microbatches do not keep their order, or several chunks draw from one object."""
+    """Raise UsageError for data objects that need a view per microbatch and cannot have one. They
+    need it if microbatches do not keep their order, or if several chunks draw from one object."""
     for each in shared(given):
         if not is_iterator(each):
             raise UsageError(
-                f"several chunks are given one {type(each).__name__} as their data, and it has no "
-                "__next__ by which it could be drawn from in Megatron's order; give each chunk one "
-                "of its own"
+                f"several chunks share one {type(each).__name__} as their data, and it has no "
+                "__next__ to draw from it in Megatron's order; give each chunk one of its own"
             )
     for each in () if keeps_order else given:
         if each is None or is_iterator(each):
@@ -67,12 +66,12 @@ def refuse_data(
         if steering.keeps_microbatch_order:
             raise UsageError(
                 f"{fact}, and admit '{admit}' takes its items in another order; leave "
-                "admit out, or pass an iterator of one item a microbatch"
+                "admit out, or pass an iterator of one item per microbatch"
             )
         hints = ", ".join(hints_in_order(steering.shape))
         raise UsageError(
             f"{fact}, and {steering.hint_name} takes microbatches in another order than they come "
-            f"in; choose a hint that keeps it ({hints}), or pass an iterator of one item a "
+            f"in; choose a hint that keeps it ({hints}), or pass an iterator of one item per "
             "microbatch"
         )
 
@@ -84,7 +83,7 @@ def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
     ):
         raise UsageError(
             f"defer_embedding_wgrad_compute cannot follow {name}: it pairs forwards and backwards "
-            "by their sequence and keeps its gradients apart itself; switch it off"
+            "by their sequence and holds its gradients back itself; switch it off"
         )
     if getattr(config, "delay_wgrad_compute", False) and not splits:
         raise UsageError(
@@ -140,7 +139,7 @@ def _refuse_two_copies_on_a_rank(config: Any, models: Sequence[Any], steering: S
 
 
 def _attribute(model: Any, name: str) -> Any:
-    """An attribute of the model inside its wrappers, None where no model of them has it."""
+    """An attribute of the model inside its wrappers; None if no layer of them has it."""
     try:
         return get_attr_wrapped_model(model, name)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""How the drop-in dispatches tasks, as its user says it. Imports no torch."""
+"""The drop-in's settings. Imports no torch."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -15,49 +15,49 @@ from rrfp.schedule.shape import Placement
 
 
 class GradOrder(StrEnum):
-    """In which order the gradients of the microbatches are added up."""
+    """The order in which microbatches' gradients are summed."""
 
     CANONICAL = "canonical"
-    """In microbatch order: gradients are the same to the bit, whatever ran when."""
+    """Microbatch order: gradients are the same to the bit, whatever the order of tasks."""
     ARRIVAL = "arrival"
-    """As they come: nothing is set apart, and the last bits follow the timing."""
+    """As they come: nothing is held back, and the last bits depend on timing."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchSettings:
-    """How tasks are dispatched; the defaults are the paper's. Names are taken as text too."""
+    """How tasks are dispatched; the defaults are the paper's. Names may be given as text."""
 
     hint: str | Hint = "bf"
     """A hint, its name, or the path of an order file."""
     dispatch: Dispatch = Dispatch.READY
     limit: int | None = None
-    """D at which forwards are withheld. None: the usual one under `ready` dispatch without `hold`,
-    unchecked in `fixed`."""
+    """The D at which forwards are withheld. None: the paper's under `ready` dispatch without
+    `hold`, and unchecked under `fixed`."""
     hold: int | None = None
-    """Most activations kept on a rank from F until W, in microbatches of the whole rank; it takes
-    the limit's place."""
+    """The most activations kept on a rank from F until W, in microbatches of the whole rank; it
+    replaces the limit."""
     w: WeightGradients = WeightGradients.IDLE
-    """When a hint that is an order runs the weight gradients it splits off."""
+    """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
-    """What the ranks that share a collective inside a task run, given what each has ready."""
+    """How ranks that share a collective inside a task settle on the next one."""
     grad_order: GradOrder = GradOrder.CANONICAL
     admit: str = Admit.GIVEN
-    """The order in which the items of a step that trains become its microbatches: a name, or the
-    path of an admission file."""
+    """The order in which the items of a training step become its microbatches: a name, or the path
+    of an admission file."""
     admit_cost: str | Callable[[Any], Any] | None = None
-    """What an item weighs in a pyramid: a function of it that gives a number, by itself, as
-    MODULE:FUNCTION, or one of `CostName`; None is `CostName.WORK`."""
+    """An item's weight in a pyramid: a function from an item to a number, MODULE:FUNCTION, or one
+    of `CostName`; None means `CostName.WORK`."""
     placement: Placement = Placement.LOOP
-    """Which stages the model chunks of a rank are."""
+    """Which stages a rank's model chunks are."""
     connect_s: float = 60.0
-    """How long the ranks may take to meet at their first step."""
+    """How long ranks may take to connect at their first step."""
     stall_s: float = 600.0
     """How long a rank may wait with nothing arriving before it gives up."""
     policy: Policy = field(init=False, repr=False, compare=False)
-    """What steers the dispatcher, of the fields above."""
+    """The dispatcher's policy, made from the fields above."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a name that is none and for bounds that cannot be."""
+        """Raises UsageError for an unknown name and for invalid bounds."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -83,8 +83,8 @@ class DispatchSettings:
             )
         if cost is not None and self.admit != Admit.PYRAMID:
             raise UsageError(
-                f"an admit_cost weighs microbatches and admit '{self.admit}' sorts none; choose "
-                "admit 'pyramid' or leave admit_cost out"
+                f"an admit_cost weighs microbatches and admit '{self.admit}' does not sort them; "
+                "choose admit 'pyramid' or leave admit_cost out"
             )
 
 

@@ -1,4 +1,4 @@
-"""What steers the steps of one shape, and what is known of the order in which their tasks run."""
+"""The policy of the steps of one shape, and what follows from it about the order of their tasks."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,17 +15,17 @@ from rrfp.schedule.shape import FORWARD_ONLY, Shape
 
 @dataclass(frozen=True, slots=True)
 class StepPolicy:
-    """What steers the steps of one shape."""
+    """The policy of the steps of one shape."""
 
     shape: Shape
     policy: Policy
-    """Of this shape, with its order."""
+    """Fitted to this shape, with its order."""
     keeps_microbatch_order: bool
-    """On every stage, tasks of a kind run in microbatch order whatever the timing: each rank
-    prefers the smallest one that is there, and first-in-first-out links keep that order."""
+    """Whether every stage runs each kind of task in microbatch order, whatever the timing: each
+    rank prefers the smallest one that is ready, and first-in-first-out links keep that order."""
     is_the_same_on_replicas: bool
-    """Data-parallel replicas run the backwards of a stage in one order, and their last ones from
-    the largest chunk down: a microbatch comes back through the larger chunks first."""
+    """Whether data-parallel replicas run the backwards of a stage in the same order, and the last
+    ones from the largest chunk down: a microbatch returns through the larger chunks first."""
 
     @property
     def hint_name(self) -> str:
@@ -33,9 +33,9 @@ class StepPolicy:
 
 
 def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:
-    """Fit a policy to steps of this shape, whose kinds do not count.
+    """Fit a policy to steps of this shape; the shape's kinds are ignored.
 
-    Raises UsageError for a hint that does not go with the shape or the bounds.
+    Raises UsageError for a hint that does not fit the shape or the bounds.
     """
     policy, shape = fitted(policy, shape)
     order = policy.order
@@ -43,7 +43,7 @@ def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPoli
     if forward_only:
         shape, order = replace(shape, kinds=FORWARD_ONLY), order.forwards()
         hint = order if isinstance(policy.hint, Order) else policy.hint
-        # Without a backward there are no weight gradients to rank.
+        # Without backwards there are no weight gradients to rank.
         policy = replace(policy, hint=hint, order=order, w=WeightGradients.IDLE)
     keeps_microbatch_order = _keeps_microbatch_order(order)
     is_the_same_on_replicas = keeps_microbatch_order or policy.dispatch is Dispatch.FIXED
@@ -51,10 +51,10 @@ def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPoli
 
 
 def hints_in_order(shape: Shape) -> list[str]:
-    """The hints under which every stage takes its microbatches in the order in which they come."""
+    """The hints under which every stage runs its microbatches in sequence."""
     found = []
     for name in HINTS:
-        with suppress(UsageError):  # it does not go with the shape
+        with suppress(UsageError):  # it does not fit the shape
             if _keeps_microbatch_order(order_of(hint_named(name).on(shape), shape)):
                 found.append(name)
     return found

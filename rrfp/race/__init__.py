@@ -1,1 +1,1 @@
-"""Races: systems compared side by side, the paper's questions as presets, and what came of them."""
+"""Races: systems compared side by side, the paper's questions as presets, and the results."""

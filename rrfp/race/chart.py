@@ -1,4 +1,4 @@
-"""The chart of a preset: a bar a row, a facet a case, with the intervals."""
+"""The chart of a preset: a bar per row and a facet per case, with intervals."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
 
 _COLOURS = {"megatron": "#8C8C8C", "torch": "#E69F00", "fixed": "#0072B2", "ready": "#009E73"}
-"""By dispatch; Okabe and Ito's, as in all charts."""
+"""Colours by dispatch, from Okabe and Ito, as in all charts."""
 _PARTS = {"compute": "#56B4E9", "blocking": "#C4C4C4", "coordination": "#CC79A7"}
 _ROW_PX = 16
 
@@ -22,7 +22,7 @@ _TITLES = {
 
 
 def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
-    """The chart that answers a preset's question; None when no row does."""
+    """The chart that answers a preset's question; None if no row does."""
     chart = _parts(rows) if preset.measure is Measure.TIME else _bars(preset.measure, rows)
     if chart is None:
         return None
@@ -30,7 +30,7 @@ def race_chart(preset: Preset, rows: Sequence[ResultRow]) -> Any | None:
         chart.facet(
             row=alt.Row(
                 "case:N",
-                # In the sequence of the tables.
+                # In the order of the tables.
                 sort=list(dict.fromkeys(row.lineup_row.case.name for row in rows)),
                 title=None,
                 header=alt.Header(labelAnchor="start", labelOrient="top"),

@@ -1,8 +1,8 @@
 """Sends of torch.distributed that leave only when their modelled time has passed.
 
-A directed link carries one message at a time, in the sequence in which they were given up, while
-the rank goes on: each has a thread of its own, which sleeps for the message's time and then sends
-it, and which `close` joins. What waits for the send waits for that as well.
+A directed link carries one message at a time, in the order in which they were issued, while the
+rank goes on. Each link has a thread that sleeps for a message's time and then sends it; `close`
+joins it. Waiting for a send includes waiting for its delay.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from rrfp.runtime.pace import sleep_until
 from rrfp.runtime.protocols import monotonic
 
 Batch = Callable[..., list[Any]]
-"""Starts some sends and receives, and gives what waits for them."""
+"""Starts sends and receives, and returns their handles to wait on."""
 
 
 class DelayedSends:
-    """The links that leave one rank."""
+    """The outgoing links of one rank."""
 
     def __init__(self) -> None:
         self._times_ns: dict[int, int] = {}
-        """By the identity of a send that has not begun: how long its message takes."""
+        """How long a message takes, by the id of its send, which has not begun."""
         self._links: dict[int, ThreadPoolExecutor] = {}
 
     def hold_back(self, sends: Sequence[dist.P2POp], message_ns: int) -> None:
-        """Let these sends take so long, once they are started by a `batch` from here."""
+        """Delay these sends by `message_ns`, once a `batch` of this object starts them."""
         if message_ns:
             self._times_ns.update((id(send), message_ns) for send in sends)
 
     def batch(self, original: Batch) -> Batch:
-        """In place of torch's `_batch_p2p`: the same, but for the sends that were held back."""
+        """A replacement for torch's `_batch_p2p` that delays the sends that were held back."""
 
         def batch(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
             if not self._times_ns and not self._links:
@@ -42,7 +42,7 @@ class DelayedSends:
         return batch
 
     def close(self) -> None:
-        """Wait for every send, and end the links' threads."""
+        """Wait for all sends, and end the links' threads."""
         for link in self._links.values():
             link.shutdown()
         self._links.clear()
@@ -64,11 +64,11 @@ class DelayedSends:
 
 
 class _Delayed:
-    """What waits for a send that may not have begun."""
+    """A handle of a send that may not have begun."""
 
     def __init__(self, send: Future[Any]) -> None:
         self._send = send
 
     def wait(self) -> None:
-        """Raises what the send raises, a time-out among it."""
+        """Wait for the send. Raises what it raises, such as a time-out."""
         self._send.result().wait()

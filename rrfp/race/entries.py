@@ -1,12 +1,11 @@
-"""What the ranks of a race are told, and what they tell: entries, turns and their files.
+"""The input and output of a race's ranks: entries, turns and their files.
 
-A **race** is one launch of ranks. Its **entries** are the systems that are compared, each under its
+A **race** is one launch of ranks. Its **entries** are the systems that are compared, each with its
 settings. In **round** r every entry has a **turn**: it runs one training step under seed + r, so
-that all turns of a round meet the same data, costs and jitter. Every round shuffles the entries
-anew, so that what drifts on the machine, and what a turn leaves to the next one, falls on all of
-them alike.
+that all turns of a round have the same data, costs and jitter. Every round shuffles the entries
+anew, so that drift of the machine, and effects of one turn on the next, affect all of them alike.
 
-This file imports no torch: the command line writes and reads these files too.
+Imports no torch: the command line writes and reads these files too.
 """
 
 import json
@@ -26,15 +25,15 @@ class Entry:
     """A system in a race."""
 
     name: str
-    """Its own among all entries."""
+    """Unique among all entries."""
     settings: TrainSettings
-    """Its steps are rounds; `pace` and `jitter` are what its tasks are stretched to."""
+    """Its steps are rounds; `pace` and `jitter` give the modelled times of its tasks."""
     peer: str | None = None
-    """The schedule of torch.distributed.pipelining that runs it, instead of the dispatch."""
+    """The schedule of torch.distributed.pipelining that runs it, if it is one of torch's."""
     time_factor: float = 1.0
     """How many times longer its tasks take than the costs say."""
     costs_sha256: str | None = None
-    """Of the file with its costs, which every host reads; None for a preset."""
+    """The SHA-256 of its file of costs, which every host reads; None for a preset."""
 
     def to_json(self) -> str:
         described = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -50,33 +49,33 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An entry's step in a round, as it went. Times of ranks are means over them."""
+    """The outcome of an entry's step in a round. Times of ranks are means over all ranks."""
 
     entry: str
     round: int
     step_time_s: float
-    """From the first rank's entry into the schedule to the last one's return, on one clock."""
+    """From the first rank's entry into the schedule to the last rank's return, on one clock."""
     compute_s: float
-    """In F, B and W."""
+    """Time in F, B and W."""
     blocking_s: float
-    """With nothing to run: before the rank's call, in waits for inputs and for transfers, and from
-    its own return to that of the last rank."""
+    """Time with nothing to run: before the rank's call, waiting for inputs and transfers, and from
+    its return to that of the last rank."""
     coordination_s: float
-    """Waits for the agreement of ranks that share a collective."""
+    """Time waiting for the agreement of ranks that share a collective."""
     peak_held: float
-    """Most activations that a rank held, in microbatches of the whole rank."""
+    """The most activations that a rank held, in microbatches of the whole rank."""
     num_tasks: int
     num_over: int
-    """Tasks whose real work took longer than their model."""
+    """Tasks whose real work exceeded their modelled time."""
     gradient_difference: float | None = None
-    """Of round 0 only: the largest over the parameters of ||own - reference|| / ||reference||."""
+    """In round 0 only: the largest ||own - reference|| / ||reference|| of any parameter."""
     gradients_same: bool | None = None
-    """Of round 0 only: equal to the reference to the last bit."""
+    """In round 0 only: whether gradients equal the reference's to the last bit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A turn that did not come to its end."""
+    """A turn that failed."""
 
     entry: str
     round: int
@@ -91,17 +90,17 @@ class RaceFiles:
 
     @property
     def entries(self) -> Path:
-        """What to race, an `Entry` a line."""
+        """What to race, one `Entry` per line."""
         return self.path / "entries.jsonl"
 
     @property
     def turns(self) -> Path:
-        """What came of it, a `Turn` or a `Failure` a line, in the sequence in which they ended."""
+        """The results, one `Turn` or `Failure` per line, in the order in which they ended."""
         return self.path / "turns.jsonl"
 
     @property
     def under_way(self) -> Path:
-        """The entry and the round whose turn began last."""
+        """Holds the entry and the round of the turn that began last."""
         return self.path / "under_way.json"
 
     def write_entries(self, entries: Sequence[Entry]) -> None:
@@ -115,7 +114,7 @@ class RaceFiles:
         append_object(self.turns, asdict(ended))
 
     def read_turns(self) -> list[Turn | Failure]:
-        """What has ended so far."""
+        """The turns and failures so far."""
         return [
             kind(**values)
             for values in read_objects(self.turns)
@@ -124,21 +123,21 @@ class RaceFiles:
         ]
 
     def ended(self) -> set[tuple[str, int]]:
-        """Entry and round of every turn that came to its end."""
+        """Entry and round of every completed turn."""
         return {(each.entry, each.round) for each in self.read_turns() if isinstance(each, Turn)}
 
     def failed(self) -> set[str]:
-        """The entries that failed and have not ended a turn since."""
+        """The entries that failed and have not completed a turn since."""
         last = {each.entry: each for each in self.read_turns()}
         return {name for name, each in last.items() if isinstance(each, Failure)}
 
     def begin(self, entry: Entry, number: int) -> None:
-        """Say whose turn it is."""
+        """Write down whose turn it is."""
         with open_whole(self.under_way) as file:
             file.write(json.dumps([entry.name, number]).encode())
 
     def read_under_way(self) -> tuple[str, int] | None:
-        """Whose turn began last, by entry and round; None before the first one."""
+        """The entry and the round of the turn that began last; None before the first one."""
         if not self.under_way.exists():
             return None
         name, number = json.loads(self.under_way.read_text(encoding="utf-8"))
@@ -146,7 +145,7 @@ class RaceFiles:
 
 
 def append_object(path: Path, values: dict[str, Any]) -> None:
-    """Add an object to a file of JSON lines; half a line that is there stays one of its own."""
+    """Append an object to a file of JSON lines; an incomplete last line is ended first."""
     with path.open("a+b") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
@@ -156,8 +155,8 @@ def append_object(path: Path, values: dict[str, Any]) -> None:
 
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines, if there is one. What is none is left out, such as the
-    half line of an interrupted write."""
+    """The objects in a file of JSON lines, if it exists. Skips lines that are not objects, such as
+    an interrupted write's half line."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():
@@ -172,8 +171,8 @@ def read_objects(path: Path) -> Iterator[dict[str, Any]]:
 def rounds(
     entries: Sequence[Entry], ended: Collection[tuple[str, int]]
 ) -> Iterator[tuple[int, Entry]]:
-    """The turns to take, round after round, but for those that have `ended`. What a round's order
-    is follows from its number and the entries."""
+    """The turns to take, round after round, except those that have `ended`. A round's order depends
+    only on its number and the entries."""
     num_rounds = max((entry.settings.num_steps for entry in entries), default=0)
     for number in range(num_rounds):
         order = list(entries)

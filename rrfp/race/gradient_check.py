@@ -1,4 +1,4 @@
-"""The gradients of a step, by the names of the whole model, so that two systems can be compared."""
+"""The gradients of a step, by name in the whole model, so that two systems can be compared."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ Gradients = dict[str, torch.Tensor]
 def gradients(chunks: Sequence[Any], settings: TrainSettings, layout: Layout) -> Gradients:
     """Copies of the gradients of a rank's chunks, this rank's slices of them, in fp32.
 
-    They are read where Megatron's data parallelism adds them up, or, of chunks without it, from
-    the parameters. A parameter that no task has used has zeros.
+    They are read from where Megatron's data parallelism accumulates them or, in chunks without it,
+    from the parameters. A parameter that no task has used has zeros.
     """
     from megatron.core.utils import unwrap_model
 
@@ -39,10 +39,10 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 def relative_difference(
     own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> float:
-    """How far `own` gradients are from `other`'s: of the parameter where it is most, the norm of
-    the difference as a share of the norm of `other`'s gradient.
+    """How far `own` gradients are from the `other` ones: the norm of the difference as a share of
+    the norm of the other gradient, for the parameter where that is largest.
 
-    Raises RrfpError when they are not gradients of the same parameters.
+    Raises RrfpError if they are not gradients of the same parameters.
     """
     if own.keys() != other.keys():
         strange = sorted(own.keys() ^ other.keys())

@@ -1,7 +1,7 @@
-"""What a race is to run: from presets and what their user asks for to rows and entries.
+"""The lineup of a race: rows and entries made from presets and the user's flags.
 
-A row is a system in a case; rows that mean the same, in one preset or in several, share an entry
-and are run once.
+A row is a system in a case. Rows that mean the same, in one preset or in several, share an entry,
+which runs once.
 """
 
 import json
@@ -27,29 +27,29 @@ from rrfp.train.groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 _PRESET_MS = 20.0
-"""What F, B and W of a rank take on average in the profiles of the simulator."""
+"""The mean time of a rank's F, B and W in the simulator's profiles."""
 
 _LAYERS_A_RANK = 2
-"""So that a rank can hold two chunks."""
+"""Layers per rank: enough for two chunks."""
 _HIDDEN, _HEADS, _SEQ_LENGTH = 32, 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What all systems that are compared meet."""
+    """The conditions shared by all systems that are compared."""
 
     profile: str
-    """Costs and the jitter on them: `language+lognormal:0.5`."""
+    """Costs and jitter: `language+lognormal:0.5`."""
     pp: int
     tp: int
     microbatches: int
     seed: int
     task_ms: float | None = None
-    """What F, B and W of a rank take on average; None where the costs are meant as they are."""
+    """The mean time of a rank's F, B and W; None to take the costs as they are."""
 
     @property
     def costs(self) -> str:
-        """A preset, or a file, whose path may have plus signs too."""
+        """A preset, or a file, whose path may contain plus signs."""
         parts = self.profile.split("+")
         for count in range(len(parts), 1, -1):
             costs = "+".join(parts[:count])
@@ -69,13 +69,13 @@ class Case:
 
     @property
     def time_factor(self) -> float:
-        """How many times longer a task takes than its costs say."""
+        """How many times longer tasks take than the costs say."""
         return 1.0 if self.task_ms is None else self.task_ms / _PRESET_MS
 
 
 @dataclass(frozen=True, slots=True)
 class LineupRow:
-    """A system in a case, for a preset."""
+    """A system in a case, as one row of a preset."""
 
     preset: str
     case: Case
@@ -84,15 +84,15 @@ class LineupRow:
     hold: int | None
     admit: Admit
     entry: str
-    """Its turns are those of the entry of this name."""
+    """The name of the entry that runs it."""
     megatron: str
     """The entry of Megatron's 1F1B in the same case."""
     against: str | None
-    """The entry against which it slows down, where that is the question."""
+    """The entry that its slowdown is relative to, if the question is about that."""
 
     @property
     def bound(self) -> str:
-        """What bounds its memory, in words; nothing where the order itself does."""
+        """The bound on its memory, in words; empty if its order alone bounds it."""
         if not self.system.is_ours:
             return ""
         return f"limit {self.limit}" if self.hold is None else f"hold {self.hold}"
@@ -100,7 +100,7 @@ class LineupRow:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user asks for beside presets and scale; None and empty leave it to the presets."""
+    """What a user asks for besides presets and scale; None and empty leave it to the presets."""
 
     peers: bool = True
     holds: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """The rows of all presets, and the entries that they are made of."""
+    """The rows of all presets, and the entries behind them."""
 
     presets: tuple[Preset, ...]
     rows: tuple[LineupRow, ...]
@@ -121,15 +121,15 @@ class Lineup:
 
     @property
     def races(self) -> dict[tuple[int, int], list[Entry]]:
-        """Entries that one launch can run, by pipeline and tensor-parallel ranks."""
+        """The entries of each launch, by number of pipeline and tensor-parallel ranks."""
         found: dict[tuple[int, int], list[Entry]] = {}
         for entry in self.entries.values():
             found.setdefault((entry.settings.layout.pp, entry.settings.layout.tp), []).append(entry)
         return found
 
     def to_json(self) -> str:
-        """What is to be run, as text: equal lineups give equal texts, unless a file of costs was
-        edited meanwhile, or other software or another machine is to run them."""
+        """The lineup as text. Equal lineups give equal texts, unless a file of costs, the software
+        or the machine has changed."""
         lineup = {
             "versions": versions(),
             "cores": os.cpu_count(),
@@ -139,7 +139,8 @@ class Lineup:
 
 
 def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
-    """Raises UsageError for what cannot be raced, and when nothing is left."""
+    """The lineup of these presets. Raises UsageError for what cannot be raced, and if nothing is
+    left to race."""
     for bound in asked.holds:
         read_bound(bound, scale.pp)
     rows: list[LineupRow] = []
@@ -159,7 +160,7 @@ def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
             )
     if all(row.system == MEGATRON for row in rows):
         raise UsageError(
-            "no system of these presets is left to hold against megatron-1f1b; choose another "
+            "no system of these presets is left to compare with megatron-1f1b; choose another "
             "--system"
         )
     return Lineup(tuple(presets), tuple(rows), entries)
@@ -197,7 +198,7 @@ def _task_ms(case: Case, scale: Scale, asked: Asked) -> float | None:
         return asked.task_ms or scale.task_ms
     if asked.task_ms is not None:
         raise UsageError(
-            f"--task-ms is about {', '.join(COST_PRESETS)}, and {case.costs} says itself how long "
+            f"--task-ms scales {', '.join(COST_PRESETS)}, and {case.costs} itself says how long "
             "tasks take; leave --task-ms out"
         )
     return None
@@ -221,7 +222,7 @@ def _combinations(
     contest: Contest, case: Case, asked: Asked, varies: bool
 ) -> Iterator[tuple[System, int | None, int | None, Admit]]:
     for system in contest.systems:
-        # Everything is held against Megatron's 1F1B, so that it always runs.
+        # Everything is compared with Megatron's 1F1B, so it always runs.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
         if not is_asked or (system.dispatch is None and not asked.peers):
             continue
@@ -238,15 +239,15 @@ def _combinations(
 
 
 def _fits(system: System, case: Case) -> bool:
-    """Whether a system can run at all: Megatron interleaves over 3 ranks and more on gloo, and
-    torch's schedules know no tensor parallelism here."""
+    """Whether a system can run at all: on gloo Megatron interleaves over 3 or more ranks only, and
+    torch's schedules run without tensor parallelism here."""
     if system.dispatch is Dispatch.MEGATRON and system.chunks > 1:
         return case.pp >= 3
     return system.dispatch is not None or case.tp == 1
 
 
 def _vary(case: Case) -> bool:
-    """Whether microbatches are known to cost differently: only then is there an order to choose.
+    """Whether the known costs of microbatches differ: only then does admission order matter.
 
     Raises UsageError for costs that do not fit the case.
     """
@@ -259,15 +260,15 @@ def _vary(case: Case) -> bool:
 
 
 def cannot_race(name: str, error: UsageError) -> UsageError:
-    """The error of a case or an entry, with what a race offers instead."""
+    """The error for a case or an entry that cannot run, with the flags to change."""
     return UsageError(
         f"{name} cannot race: {error}; or choose others with --system, --profile or --scale"
     )
 
 
 def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
-    """Limit and hold: of `paper`, `limit 4`, `hold 8` and `hold 1.5x`, so many times what 1F1B
-    holds on `pp` ranks. Raises UsageError for another text."""
+    """Parse `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (a multiple of what 1F1B holds on `pp`
+    ranks) into limit and hold. Raises UsageError for any other text."""
     if text == PAPERS:
         return DEFAULT_LIMIT, None
     match = re.fullmatch(r"(limit|hold) (\d{1,6}|(\d{1,3}(?:\.\d{1,3})?)x)", text, re.ASCII)
@@ -278,7 +279,7 @@ def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
         number = int(match[2])
     if match is None or number < 1:
         raise UsageError(
-            f"--hold takes a number from 1 on, a multiple of what 1F1B holds such as 1.5x, or "
+            f"--hold takes a number, at least 1, a multiple of what 1F1B holds such as 1.5x, or "
             f"{PAPERS} for its limit, not '{text.removeprefix('hold ')}'"
         )
     return (number, None) if match[1] == "limit" else (None, number)
@@ -287,7 +288,8 @@ def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
 def _against(
     preset: Preset, case: Case, system: System, limit: int | None, hold: int | None, admit: Admit
 ) -> str | None:
-    """Of jitter: the same system at its first level. Of hints: `bf`, under the same bound."""
+    """What a slowdown is relative to. For jitter, the same system at the first level; for hints,
+    `bf` under the same bound."""
     if preset.measure is not Measure.SLOWDOWN:
         return None
     levels = preset.contests[0].levels

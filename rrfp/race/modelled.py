@@ -1,8 +1,8 @@
-"""What each entry of a race is held against besides other systems: the floor and the load of the
-same steps, and what the simulator makes of them.
+"""The model of each entry of a race: the floor and the load of its steps, and their simulated
+times.
 
-A round's turn and its model meet the same costs and the same jitter. Of torch's schedules the
-simulator knows the tasks and not the order: they have a floor, and no simulated time.
+A turn and its model have the same costs and jitter. The simulator knows the tasks of torch's
+schedules but not their order, so those have a floor and no simulated time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,27 +24,27 @@ from rrfp.trace.records import NS_PER_S
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """An entry's rounds, by round, in seconds."""
+    """An entry's modelled times by round, in seconds."""
 
     floor_s: tuple[float, ...]
-    """No schedule is faster (`rrfp.simulate.bounds.floor`)."""
+    """The lower bound: no schedule is faster (`rrfp.simulate.bounds.floor`)."""
     load_s: tuple[float, ...]
-    """The work of the rank that has most."""
+    """The work of the most loaded rank."""
     simulated_s: tuple[float, ...] | None
-    """None: the simulator does not know this order."""
+    """The simulated times; None if the simulator does not know this order."""
 
     @property
     def times_s(self) -> tuple[float, ...]:
-        """About what the rounds take."""
+        """Roughly what the rounds take."""
         return self.floor_s if self.simulated_s is None else self.simulated_s
 
 
 def model_entries(
     entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
 ) -> dict[str, Modelled]:
-    """The models of all entries, by name; those that `kept_in` has are read from there.
+    """The models of all entries, by name; `kept_in` caches them.
 
-    `finished` is called once for each entry.
+    `finished` is called once per entry.
     """
     found = _read(kept_in)
     groups: dict[object, list[Entry]] = {}
@@ -53,7 +53,7 @@ def model_entries(
             finished()
             continue
         settings = entry.settings
-        # What these share is drawn once.
+        # What these share is drawn only once.
         key = (
             settings.run.pace,
             settings.run.jitter,
@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Modelled]:
 
 
 def _model(entries: Sequence[Entry]) -> list[Modelled]:
-    """The models of entries that meet the same in every round."""
+    """The models of entries that have the same conditions in every round."""
     costs = _costs(entries[0])
     jitter = parse_jitter(entries[0].settings.run.jitter)
     seed, steps = entries[0].settings.run.seed, entries[0].settings.num_steps
@@ -107,7 +107,7 @@ def _costs(entry: Entry) -> Costs:
 
 
 def check_model(entry: Entry) -> None:
-    """Raise UsageError when an entry's costs or jitter do not fit its ranks."""
+    """Raise UsageError if an entry's costs or jitter do not fit its ranks."""
     settings = entry.settings
     setting = _setting(entry, _costs(entry), parse_jitter(settings.run.jitter))
     assert settings.run.pace is not None

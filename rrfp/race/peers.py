@@ -1,6 +1,6 @@
-"""The schedules of torch.distributed.pipelining that ours are held against, and what each takes.
+"""The schedules of torch.distributed.pipelining that ours are compared with, and what each needs.
 
-This file imports no torch: who plans a comparison refuses what cannot run before any rank starts.
+Imports no torch: the command line refuses what cannot run before it starts any rank.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from rrfp.train.settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of torch's schedules, and the layout on which it is driven."""
+    """One of torch's schedules, and the layout that it runs on here."""
 
     schedule: str
     """Its class in torch.distributed.pipelining."""
     chunks: int
-    """Model chunks a pipeline rank."""
+    """Model chunks per pipeline rank."""
     placement: Placement
     splits: bool
-    """Whether its backward leaves the weight gradients to tasks of their own, always."""
+    """Whether it always splits weight gradients off the backward."""
 
     def shape(self, num_ranks: int, num_microbatches: int) -> Shape:
         """The tasks of one of its steps."""
@@ -35,14 +35,14 @@ PEERS = {
     "interleaved-zb": Peer("ScheduleInterleavedZeroBubble", 2, Placement.LOOP, splits=True),
     "zbv": Peer("ScheduleZBVZeroBubble", 2, Placement.V, splits=True),
 }
-"""By the name that a peer has here."""
+"""The peers by the names that they have here."""
 
 
 def check_peer(name: str, settings: TrainSettings) -> None:
-    """Raise UsageError when the peer of that name cannot train with these settings."""
+    """Raise UsageError if the peer of that name cannot train with these settings."""
     if name not in PEERS:
         raise UsageError(
-            f"'{name}' is not a schedule of torch.distributed.pipelining that is driven here "
+            f"'{name}' is not a schedule of torch.distributed.pipelining that can run here "
             f"({', '.join(PEERS)})"
         )
     peer = PEERS[name]
@@ -52,7 +52,7 @@ def check_peer(name: str, settings: TrainSettings) -> None:
     )
     _require(
         (settings.layout.chunks, settings.layout.placement) == (peer.chunks, peer.placement),
-        f"torch's {name} is driven on {peer.chunks} chunk(s) a rank in a {peer.placement}, not "
+        f"torch's {name} runs on {peer.chunks} chunk(s) per rank in a {peer.placement}, not "
         f"{settings.layout.chunks} in a {settings.layout.placement}; give --chunks {peer.chunks} "
         f"--placement {peer.placement}",
     )
@@ -69,7 +69,7 @@ def _check_microbatches(name: str, settings: TrainSettings) -> None:
     if name == "1f1b":
         _require(
             number >= num_ranks,
-            f"torch's 1f1b takes at least one microbatch a rank, {num_ranks}, not {number}; "
+            f"torch's 1f1b needs at least one microbatch per rank, {num_ranks}, not {number}; "
             "change --microbatches",
         )
     elif PEERS[name].placement is Placement.LOOP:

@@ -32,22 +32,22 @@ from rrfp.race.systems import (
 from rrfp.schedule.admission import Admit
 
 PAPERS = "paper"
-"""The bound that is the paper's limit on D."""
+"""The bound that stands for the paper's limit on D."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large a race is."""
+    """The size of a race."""
 
     pp: int
     microbatches: int
     steps: int
     task_ms: float
-    """What F, B and W of a pipeline rank take on average."""
+    """The mean time of a pipeline rank's F, B and W."""
     groups: tuple[tuple[int, int], ...]
-    """Pipeline and tensor-parallel ranks where tensor parallelism is compared."""
+    """Pipeline and tensor-parallel ranks of comparisons with tensor parallelism."""
     pps: tuple[int, ...]
-    """Of scaling, as the microbatches below."""
+    """Pipeline ranks of the scaling preset; the microbatches below are for it too."""
     microbatch_counts: tuple[int, ...]
 
 
@@ -59,43 +59,43 @@ SCALES = {
         32, 128, 10, 20.0, ((16, 1), (16, 2), (16, 4)), (8, 16, 32, 64), (64, 128, 256)
     ),
 }
-"""`tiny` is for tests: its tasks are too short to say anything of speed."""
+"""`tiny` is for tests: its tasks are too short to say anything about speed."""
 
 
 class Measure(StrEnum):
-    """What a preset's table and chart are about."""
+    """What a preset's table and chart show."""
 
     SPEED = "speed"
-    """How many times as fast as Megatron's 1F1B."""
+    """Speedup over Megatron's 1F1B."""
     TIME = "time"
-    """Compute, blocking, coordination."""
+    """Parts of the step: compute, blocking, coordination."""
     SLOWDOWN = "slowdown"
-    """Against the same system without jitter, or against `bf`."""
+    """Slowdown relative to the same system without jitter, or to `bf`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Systems that meet the same: every system under every bound, in every case."""
+    """Systems under equal conditions: every system under every bound, in every case."""
 
     systems: tuple[System, ...]
     profiles: tuple[str, ...]
     levels: tuple[str, ...] = ("",)
-    """Jitter that is put on top of each profile."""
+    """Jitter added to each profile."""
     bounds: tuple[str, ...] = (PAPERS,)
-    """Of systems that follow readiness: `paper`, `limit 4`, `hold 8`, or `hold 1.5x`, that many
-    times what 1F1B holds."""
+    """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (a multiple
+    of what 1F1B holds)."""
     admits: tuple[Admit, ...] = (Admit.GIVEN,)
-    """Of systems that follow readiness; the pyramid only where costs vary."""
+    """Admission orders of readiness-first systems; the pyramid only if costs vary."""
     sizes: tuple[tuple[int, int, int], ...]
     """Pipeline ranks, tensor-parallel ranks and microbatches."""
     seeds: tuple[int, ...] = ()
-    """None: the one asked for."""
+    """None: the one that the user asks for."""
     most_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A question, and the contests that answer it."""
+    """A question and the contests that answer it."""
 
     name: str
     question: str
@@ -122,7 +122,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
         case "rq1":
             return Preset(
                 name,
-                "End to end: who is how fast, and what does it hold?",
+                "End to end: how fast is each system, and how much does it hold?",
                 Measure.SPEED,
                 (
                     Contest(

@@ -1,5 +1,5 @@
-"""One system of a race on one rank: its schedule, on a model that it shares with others, at the
-pace of the round."""
+"""One system of a race on one rank: its schedule, on a model shared with others, paced for each
+round."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -38,12 +38,12 @@ from rrfp.train.settings import TrainSettings
 from rrfp.train.training import run_schedule
 
 _PATIENCE_S = 120.0
-"""What a turn may take beyond some multiple of its modelled work."""
+"""How much longer a turn may take than some multiple of its modelled work."""
 _PATIENCE_FACTOR = 4
 
 
 class _AtOnce:
-    """The pace of a step that is not stretched."""
+    """The pace of a step that is not paced: it adds no time."""
 
     def task(self, task: Task) -> AbstractContextManager[None]:
         return nullcontext()
@@ -53,12 +53,12 @@ class _AtOnce:
 
 
 class _RoundPace:
-    """The pace of the round at hand, whatever number the schedule itself gives to the step."""
+    """The pace of the current round, whatever number the schedule itself gives the step."""
 
     def __init__(self, pacer: StepPacer) -> None:
         self.pacer = pacer
         self.round: int | None = None
-        """None: the step takes what it takes."""
+        """The round; None: the step is not paced."""
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
         return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
@@ -75,7 +75,7 @@ class _Waits:
             self._records.append(record)
 
     def take_ns(self) -> tuple[int, int]:
-        """Time in coordination, and in all other waits, since this was last asked."""
+        """Time in coordination, and in all other waits, since the last call."""
         records, self._records = self._records, []
         coordination_ns = blocking_ns = 0
         for record in records:
@@ -111,7 +111,7 @@ class RacedSystem:
         )
         assert pacer is not None
         self._pace = _RoundPace(pacer)
-        # The leader of a group decides ahead, by how long its tasks took so far.
+        # The leader of a group decides ahead, based on how long its tasks took so far.
         self._learns_times = settings.layout.tp > 1 and settings.policy.dispatch == Dispatch.READY
         self._schedule: NativeSchedule | ForwardBackward | TorchSchedule
         if entry.peer is not None:
@@ -129,14 +129,14 @@ class RacedSystem:
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches, in the order in which they are admitted."""
+        """The round's microbatches, in admission order."""
         order = self._pace.pacer.order(number)
         return [self._batches.batch(number, microbatch) for microbatch in order]
 
     def warm_up(self, number: int) -> None:
-        """Run the round's step once, so that links are open and no system finds colder caches than
-        another; but for the first time, only as many microbatches as there are ranks, where the
-        schedule is not built for their number. What learns from it runs at the round's pace."""
+        """Run the round's step once, so that links are open and all systems find equally warm
+        caches. After the first time, only as many microbatches as there are ranks, unless the
+        schedule is built for their number. A schedule that learns task times runs paced."""
         batches = self.batches(number)
         if self._learns_times:
             self.step(batches, number)
@@ -148,8 +148,8 @@ class RacedSystem:
         self.forget()
 
     def step(self, batches: Sequence[Batch], number: int | None = None) -> None:
-        """A step, at the pace of a round if one is given; its gradients are added to what is
-        there."""
+        """Run a step, paced for round `number` if given; its gradients are added to those
+        present."""
         self._pace.round = number
         with chunks_of(self.settings):
             if isinstance(self._schedule, TorchSchedule):
@@ -158,8 +158,8 @@ class RacedSystem:
             run_schedule(self._schedule, self.settings, self._model, batches)
 
     def most_s(self, number: int) -> float:
-        """More than a round's turn takes if it is not stuck: its whole work and its messages one
-        after another, some times over, for jitter adds to it."""
+        """More than a round's turn takes unless it is stuck: a multiple of all its work and
+        messages one after another, because jitter adds to them."""
         settings = self.settings
         met = conditions(
             self._costs,
@@ -172,7 +172,7 @@ class RacedSystem:
         )
         times, shape = met.times, met.shape
         rows = (*times.forward, *times.input_gradient, *times.weight_gradient)
-        # Both ways on every link; what a message takes follows from link and microbatch alone.
+        # Both directions of every link; a message's time depends only on link and microbatch.
         messages_ns = sum(
             met.links(rank, other, Task(0, Kind.F, microbatch))
             for rank in range(shape.num_ranks)
@@ -187,14 +187,14 @@ class RacedSystem:
         return gradients(self._model.chunks, self.settings, self.layout)
 
     def forget(self) -> None:
-        """Empty the gradients and what was recorded."""
+        """Clear the gradients and what was recorded."""
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self._model.optimizer.zero_grad()
         self._waits.take_ns()
 
     def figures(self, offset_ns: int) -> torch.Tensor:
-        """What the last step came to on this rank, as `rrfp.race.rank` reads it."""
+        """The figures of the last step on this rank, as `rrfp.race.rank` reads them."""
         summary = self._schedule.last_step
         assert summary is not None
         tally = self._pace.pacer.tally
@@ -210,28 +210,28 @@ class RacedSystem:
                 tally.num_tasks,
                 tally.num_over,
             ],
-            # It holds nanoseconds exactly for the first hundred days after a host's start.
+            # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
             dtype=torch.float64,
         )
 
     def rest(self) -> None:
-        """Let go of what would disturb others."""
+        """Release what would disturb other systems."""
         if isinstance(self._schedule, ForwardBackward | TorchSchedule):
             self._schedule.close()
 
 
 def _check_costs(pace: str, sha256: str | None) -> None:
-    """Raise UsageError when the costs here are not those of the host that planned the race."""
+    """Raise UsageError if the costs here differ from those of the host that prepared the race."""
     file = costs_file(pace)
     if file is not None and sha256_of(file) != sha256:
         raise UsageError(
-            f"the costs {pace} on {socket.gethostname()} are not those that the race was planned "
-            "with; leave them as they are, the same on all hosts"
+            f"the costs {pace} on {socket.gethostname()} are not those that the race was prepared "
+            "with; use the same file, unchanged, on all hosts"
         )
 
 
 def _shape_of(entry: Entry) -> Shape:
-    """The shape of an entry's step, of the kinds of tasks that it has."""
+    """The shape of an entry's step, with its kinds of task."""
     settings = entry.settings
     shape = settings.shape
     if entry.peer is not None:
@@ -241,7 +241,7 @@ def _shape_of(entry: Entry) -> Shape:
 
 @contextmanager
 def chunks_of(settings: TrainSettings) -> Iterator[None]:
-    """Tell Megatron for a while how many chunks a rank has, which it keeps for all models alike."""
+    """Set, for the block, the number of chunks per rank, which Megatron keeps globally."""
     from megatron.core import parallel_state
 
     size = virtual_pipeline_size(settings)

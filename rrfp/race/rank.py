@@ -1,12 +1,12 @@
-"""What the ranks of a race do: every entry's turns, round by round, in one launch.
+"""The work of a race's ranks: every entry's turns, round by round, in one launch.
 
-All entries train the same small model from the same parameters, which no optimizer changes. Around
-the one step that is timed everything is warm and still: links are open, every code path has run,
-garbage has been collected, and all ranks have met. Links of ours are closed after each turn, so
-that their threads do not disturb the next one.
+All entries train the same small model from the same parameters, which no optimizer changes. Before
+the one timed step everything is warm and quiet: links are open, every code path has run, garbage
+has been collected, and all ranks have synchronised. Our links are closed after each turn, so that
+their threads do not disturb the next one.
 
-In round 0 an entry's gradients are held against the reference: Megatron's 1F1B, on the same data,
-at its own pace.
+In round 0 an entry's gradients are compared with the reference: Megatron's 1F1B, on the same data,
+without a pace.
 """
 
 import gc
@@ -39,12 +39,12 @@ from rrfp.train.settings import TrainSettings
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Take this rank's part in every turn that has not ended yet. Raises what a step raises."""
+    """Run this rank's part of every turn that has not ended yet. Raises what a step raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     files = RaceFiles(run.path)
     leads = layout.rank == 0
     offset_ns = introduce(layout).clock_offset_ns
-    # One rank reads: another host may see a shared file as it was a while ago.
+    # Only one rank reads, because another host may see an outdated version of a shared file.
     told = _state(files) if leads else None
     entries, ended = broadcast_json(told, _decode_state)
     race = _Race(layout, entries, offset_ns)
@@ -66,7 +66,7 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
 
 
 def _state(files: RaceFiles) -> object:
-    """What is to race and what has ended, for all ranks."""
+    """The entries and the turns that have ended, for all ranks."""
     return [[entry.to_json() for entry in files.read_entries()], sorted(files.ended())]
 
 
@@ -91,10 +91,10 @@ class _Race:
         self._models: dict[tuple[int, int, str], ModelChunks] = {}
         self._systems: dict[str, RacedSystem] = {}
         self._references: dict[tuple[int, int], list[Gradients]] = {}
-        """By `_reference_key`, the gradients of all ranks; known to rank 0."""
+        """By `_reference_key`: the gradients of all ranks; known only to rank 0."""
 
     def turn(self, entry: Entry, number: int) -> Turn:
-        """Run an entry's step of a round; every rank calls it, and rank 0 learns all of it."""
+        """Run an entry's step of a round; every rank calls this, and rank 0 gets all figures."""
         system = self._system(entry)
         with _bounded(entry, number, system.most_s(number)):
             system.warm_up(number)
@@ -119,7 +119,7 @@ class _Race:
             layout = replace(
                 self._layout, chunks=settings.layout.chunks, placement=settings.layout.placement
             )
-            # What settings of the same key share; the order and the bounds are no part of it.
+            # Settings with the same key share a model; order and bounds are not part of it.
             data_key = (settings.run.seed, settings.data.microbatches)
             if data_key not in self._data:
                 self._data[data_key] = open_data(settings)
@@ -132,8 +132,8 @@ class _Race:
         return self._systems[entry.name]
 
     def missing_reference(self, entry: Entry) -> Entry | None:
-        """The entry whose gradients of the first round this one's are held against, unless they
-        are known already."""
+        """The entry whose gradients of the first round this one's are compared with; None if they
+        are already known."""
         key = _reference_key(entry.settings)
         if key in self._references:
             return None
@@ -146,7 +146,7 @@ class _Race:
         )
 
     def refer_to(self, reference: Entry) -> None:
-        """Have its gradients of the first round; every rank calls it."""
+        """Compute the reference's gradients of the first round; every rank calls this."""
         system = self._system(reference)
         with _bounded(reference, 0, system.most_s(0)):
             system.warm_up(0)
@@ -156,12 +156,12 @@ class _Race:
             system.forget()
 
     def _compare(self, turn: Turn, system: RacedSystem) -> Turn:
-        """The turn with what its gradients are like."""
+        """The turn, with the comparison of its gradients."""
         settings = system.settings
         found = gather_tensors(system.gradients())
         if self._layout.rank != 0:
             return turn
-        # A parameter may lie on another pipeline rank, but never with another tensor-parallel one.
+        # A parameter may be on another pipeline rank, but never on another tensor-parallel rank.
         own, reference = (
             {
                 f"{name} on tensor-parallel rank {rank % self._layout.tp}": gradient
@@ -178,14 +178,14 @@ class _Race:
 
 
 def _reference_key(settings: TrainSettings) -> tuple[int, int]:
-    """Settings that have this in common add up the same gradients."""
+    """Settings with equal keys have the same gradients."""
     return settings.run.seed, settings.data.microbatches
 
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
-    """What came of a turn, from the `RacedSystem.figures` of all ranks, a row each."""
+    """A turn's outcome, from the `RacedSystem.figures` of all ranks, one row each."""
     start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, held, num_tasks, num_over = table.T
-    # A rank that is done, or has not been called yet, idles as one does that waits inside.
+    # A rank that is done, or was not called yet, is as idle as one that waits inside the step.
     blocking_ns = blocking_ns + (end_ns.max() - end_ns) + (start_ns - start_ns.min())
     return Turn(
         entry.name,
@@ -202,7 +202,7 @@ def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
 
 @contextmanager
 def _stillness() -> Iterator[None]:
-    """Collect no garbage for a while."""
+    """Pause garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -213,7 +213,7 @@ def _stillness() -> Iterator[None]:
 
 @contextmanager
 def _bounded(entry: Entry, number: int, most_s: float) -> Iterator[None]:
-    """End this process when a turn takes longer: what waits inside a library cannot be woken."""
+    """End this process if a turn takes longer: a wait inside a library cannot be interrupted."""
     timer = threading.Timer(most_s, partial(_give_up, entry, number, most_s))
     timer.daemon = True
     timer.start()

@@ -1,7 +1,7 @@
-"""What a race came to: its turns and models as rows.
+"""The results of a race: its turns and models as rows.
 
-Ratios are paired: a round's step of one system over the same round's step of another, which met the
-same costs and jitter, or over that step's floor; then the median over the rounds. Intervals hold 95
+Ratios are paired: a round's step of one system over the same round's step of another, which had the
+same costs and jitter, or over that step's floor; then the median over rounds. Intervals contain 95
 of 100 bootstrap medians (`rrfp.analyze.compare`).
 """
 
@@ -19,52 +19,54 @@ from rrfp.race.modelled import Modelled
 from rrfp.schedule.admission import Admit
 
 MOST_DIFFERENCE = 1e-5
-"""Gradients agree up to this, relative to their norm: sums in another order differ in last bits."""
+"""How far gradients may differ, relative to their norm: the order of sums changes the last bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResultRow:
-    """A system in a case, as it went. What is None is not known: no turn was ended, its
-    gradients are not known to agree, or the simulator has no such order."""
+    """The results of a system in a case. A value is None if it is unknown: no turn has ended, its
+    gradients are not known to agree, or the simulator does not have its order."""
 
     lineup_row: LineupRow
     steps: int
-    """Turns that ended."""
+    """Completed turns."""
     step_time_s: Estimate | None
     ratio_to_megatron: Estimate | None
-    """How many times as fast as Megatron's 1F1B: its time over this one's."""
+    """Speedup over Megatron's 1F1B: its time over this one's."""
     ratio_to_floor: Estimate | None
     ratio_to_load: Estimate | None
     ratio_to_simulated: Estimate | None
     slowdown: Estimate | None
-    """By how much a step takes longer than the one it is held against, as a share of that."""
+    """How much longer a step takes than the one it is compared with, as a share of that one."""
     compute_s: float | None
     blocking_s: float | None
     coordination_s: float | None
     peak_held: float | None
     over_pace: float | None
-    """The share of tasks whose work took longer than their model."""
+    """The share of tasks whose work exceeded their modelled time."""
     gradients_agree: bool | None
     gradients_same: bool | None
-    """To the last bit; of the given order only, for another one adds in another order."""
+    """Whether gradients are equal to the last bit; only for the given admission order, as another
+    one sums in another order."""
     gradient_difference: float | None
     error: str | None
 
     @property
     def label(self) -> str:
-        """The system, the bound on its memory, and the order in which it admits."""
+        """The system, its bound on memory and its admission order."""
         lineup_row = self.lineup_row
         admit = "" if lineup_row.admit is Admit.GIVEN else lineup_row.admit
         return " ".join(filter(None, (lineup_row.system.name, lineup_row.bound, admit)))
 
     @property
     def is_void(self) -> bool:
-        """Whether it did other work than the reference, so that its time says nothing."""
+        """Whether its gradients show that it did other work than the reference, so that its time
+        says nothing."""
         return self.gradients_agree is False
 
     @property
     def ratios(self) -> dict[str, Estimate | None]:
-        """All that is a share of something else, by name."""
+        """All ratios, by name."""
         return {
             "ratio_to_megatron": self.ratio_to_megatron,
             "ratio_to_floor": self.ratio_to_floor,
@@ -106,7 +108,7 @@ class ResultRow:
             "over_pace": self.over_pace,
             "gradients_agree": self.gradients_agree,
             "gradients_same": self.gradients_same,
-            # JSON has no infinity, which it is where the reference is zero.
+            # Infinite if the reference is zero, and JSON has no infinity.
             "gradient_difference": self.gradient_difference
             if self.gradient_difference is not None and math.isfinite(self.gradient_difference)
             else None,
@@ -117,7 +119,7 @@ class ResultRow:
 def results(
     lineup: Lineup, ended: Iterable[Turn | Failure], models: Mapping[str, Modelled]
 ) -> list[ResultRow]:
-    """A row for each of the lineup's."""
+    """One row for each row of the lineup."""
     turns: dict[str, dict[int, Turn]] = {name: {} for name in lineup.entries}
     failures: dict[str, Failure] = {}
     for each in ended:
@@ -126,7 +128,7 @@ def results(
         if isinstance(each, Failure):
             failures[each.entry] = each
         else:
-            # What failed once and then ended has not failed.
+            # A turn that failed once and then ended has not failed.
             failures.pop(each.entry, None)
             turns[each.entry][each.round] = each
     valid = {name for name, of_entry in turns.items() if _agree(of_entry)}
@@ -160,8 +162,8 @@ def _row(
         return _estimate([times[number] / known[number] for number in rounds if number in known])
 
     def times_of(name: str) -> dict[int, float]:
-        """Of an entry; nothing of one whose gradients are not known to agree, or that --system
-        leaves out."""
+        """The times of an entry; empty if its gradients are not known to agree, or if --system
+        leaves it out."""
         if name not in valid:
             return {}
         return {number: turn.step_time_s for number, turn in turns.get(name, {}).items()}

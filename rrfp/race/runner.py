@@ -1,4 +1,4 @@
-"""Runs the races of a lineup, launch by launch, and goes on where it was interrupted."""
+"""Runs the races of a lineup, launch by launch, and resumes interrupted ones."""
 
 import fcntl
 import json
@@ -21,11 +21,11 @@ from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
 RANK_MODULE = "rrfp.race.rank"
-"""What each rank does."""
+"""The module with each rank's work."""
 
 _LAUNCH_S = 15.0
 _BETWEEN_TURNS_S = 1.0
-"""Roughly, on the machine on which this was written."""
+"""Rough time of a launch, on a small machine."""
 
 Launch = Callable[[TrainSettings, RunDir], None]
 """Runs the ranks of a race to their end (`rrfp.train.ranks.launch`)."""
@@ -33,7 +33,7 @@ Launch = Callable[[TrainSettings, RunDir], None]
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts that run the ranks, and which one this is: the flags of `rrfp train`."""
+    """The hosts that run the ranks, and which one this is, by the flags of `rrfp train`."""
 
     nnodes: int = 1
     node_rank: int = 0
@@ -54,7 +54,7 @@ class Hosts:
 
 @dataclass(frozen=True, slots=True)
 class BenchDir:
-    """The directory of a lineup: the lineup, its models, and a directory a race."""
+    """The directory of a lineup: the lineup, its models, and one directory per race."""
 
     path: Path
 
@@ -64,28 +64,29 @@ class BenchDir:
 
     @property
     def models(self) -> Path:
-        """What the simulator makes of the entries (`rrfp.race.modelled`)."""
+        """The models of the entries (`rrfp.race.modelled`)."""
         return self.path / "models.jsonl"
 
     def race(self, pp: int, tp: int) -> RaceFiles:
         return RaceFiles(self.path / f"pp{pp}-tp{tp}")
 
     def ended(self, lineup: Lineup) -> list[Turn | Failure]:
-        """What has come of the lineup so far."""
+        """The lineup's turns and failures so far."""
         return [each for size in lineup.races for each in self.race(*size).read_turns()]
 
     def prepare(self, lineup: Lineup, *, force: bool) -> IO[str]:
-        """Make the directory, or find in it what an earlier run of the same lineup has left.
+        """Make the directory, or resume an earlier run of the same lineup in it.
 
-        `force` removes what another lineup, or this one, has left. Raises UsageError when that is
-        not said, or when something else is there. Nobody else can prepare the directory until what
-        this gives is closed.
+        `force` removes what another lineup, or this one, has left. Raises UsageError if another
+        lineup is there and `force` is not set, or if something else is there. No other process can
+        prepare the directory until the returned file is closed.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; choose a directory with --out")
         if self.path.exists() and any(self.path.iterdir()) and not self.lineup.exists():
             raise UsageError(
-                f"{self.path} holds something else than a race; choose another directory with --out"
+                f"{self.path} holds something other than a race; choose another directory with "
+                "--out"
             )
         text = lineup.to_json()
         try:
@@ -100,9 +101,9 @@ class BenchDir:
             self._lock(file)
             file.seek(0)
             known = file.read()
-            if known and not _is_plan(known):
+            if known and not _is_lineup(known):
                 raise UsageError(
-                    f"{self.lineup} is no lineup of a race; choose another directory with --out"
+                    f"{self.lineup} is not a lineup of a race; choose another directory with --out"
                 )
             if force:
                 self._clear()
@@ -135,7 +136,7 @@ class BenchDir:
         self.models.unlink(missing_ok=True)
 
 
-def _is_plan(text: str) -> bool:
+def _is_lineup(text: str) -> bool:
     try:
         lineup = json.loads(text)
     except (ValueError, RecursionError):
@@ -144,7 +145,7 @@ def _is_plan(text: str) -> bool:
 
 
 def _why_other(path: Path, known: str, text: str) -> str:
-    """Why the race in a directory is not the one that is asked for."""
+    """Why the race in a directory is not the one asked for."""
     was, now = json.loads(known), json.loads(text)
     names = {"versions": "software", "cores": "number of cores"}
     differ = [name for name in names if was.get(name) != now[name]]
@@ -187,12 +188,13 @@ def race(
     *,
     retry: bool = False,
 ) -> None:
-    """Run every turn of the lineup that has not ended yet; with `retry`, those of entries that have
-    failed too.
+    """Run every turn of the lineup that has not ended yet; with `retry`, also those of entries that
+    have failed.
 
-    On a single host an entry that fails is left out, `failed` is told, and the others go on. Raises
-    RrfpError when Megatron's 1F1B fails, without which nothing can be compared, when ranks fail
-    between two turns, and for any failure on several hosts, where the next call leaves it out.
+    On a single host an entry that fails is passed to `failed` and left out, and the others go on.
+    Raises RrfpError if Megatron's 1F1B fails, without which nothing can be compared, if ranks fail
+    between two turns, and for any failure on several hosts, where the next call leaves the entry
+    out.
     """
     for size, entries in lineup.races.items():
         files = bench.race(*size)
@@ -217,7 +219,7 @@ def turns_left(
 def time_left_s(
     lineup: Lineup, bench: BenchDir, models: Mapping[str, Modelled], *, retry: bool = False
 ) -> float:
-    """About how long the turns of `turns_left` take."""
+    """Roughly how long the turns of `turns_left` take."""
     turns = list(turns_left(lineup, bench, retry=retry))
     launches = {(entry.settings.layout.pp, entry.settings.layout.tp) for _, entry in turns}
     return _LAUNCH_S * len(launches) + sum(
@@ -239,7 +241,7 @@ def _left(entries: Sequence[Entry], files: RaceFiles) -> Iterator[tuple[int, Ent
 def _launch(
     entries: Sequence[Entry], files: RaceFiles, hosts: Hosts, launch: Launch
 ) -> Failure | None:
-    """Run the ranks to their end; what an entry failed with, if one did."""
+    """Run the ranks to their end; returns the failure of an entry, if one failed."""
     run = RunDir(files.path)
     if hosts.leads:
         files.path.mkdir(exist_ok=True)
@@ -267,14 +269,14 @@ def _launch(
 
 
 def _of_race(settings: TrainSettings) -> TrainSettings:
-    """What the ranks of all entries have in common: how they are grouped."""
+    """The settings that all entries of a race share: the grouping of ranks."""
     return TrainSettings(
         pp=settings.layout.pp, tp=settings.layout.tp, layers=settings.model.layers, no_trace=True
     )
 
 
 def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
-    """Whose turn it was; None when it was nobody's."""
+    """The failure of the entry whose turn it was; None between turns."""
     under_way = files.read_under_way()
     if under_way is None:
         return None
@@ -285,8 +287,8 @@ def _failure_of(error: RrfpError, files: RaceFiles) -> Failure | None:
 
 
 def _with_logs_kept(sentence: str, run: RunDir) -> str:
-    """Put the logs of a failure aside, for the next launch writes its own; the sentence with where
-    they are now."""
+    """Move the logs of a failure aside, because the next launch writes its own; returns the
+    sentence with their new place."""
     if not run.logs.exists():
         return sentence
     kept = run.path / f"logs-failed-{len([*run.path.glob('logs-failed-*')])}"

@@ -1,7 +1,7 @@
-"""The systems that are compared, by the names that rows have.
+"""The systems that are compared, by the names that rows show.
 
-What a name says is all of it but the bound on memory and the admission order, which rows name
-beside it.
+A name covers everything except the bound on memory and the admission order, which rows show
+separately.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 
 TORCH = "torch"
-"""The dispatch of rows that torch.distributed.pipelining runs."""
+"""The dispatch shown for rows that torch.distributed.pipelining runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Who decides, by which hint, on which chunks."""
+    """What decides, by which hint, on which chunks."""
 
     name: str
     hint: str
@@ -26,7 +26,7 @@ class System:
     chunks: int = 1
     placement: Placement = Placement.LOOP
     peer: str | None = None
-    """The schedule of torch.distributed.pipelining; `hint` is then the one of the same tasks."""
+    """The schedule of torch.distributed.pipelining; `hint` is then one with the same tasks."""
 
     @property
     def is_ours(self) -> bool:
@@ -35,7 +35,7 @@ class System:
 
     @property
     def told_dispatch(self) -> str:
-        """The dispatch as rows name it."""
+        """The dispatch as rows show it."""
         return TORCH if self.dispatch is None else self.dispatch
 
 
@@ -44,13 +44,13 @@ def _v(name: str, hint: str) -> System:
 
 
 def _torch(peer: str, hint: str) -> System:
-    """One of torch's schedules, whose tasks `hint` has too."""
+    """One of torch's schedules; `hint` is one with the same tasks."""
     layout = PEERS[peer]
     return System(f"torch-{peer}", hint, None, layout.chunks, layout.placement, peer)
 
 
 MEGATRON = System("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
-"""What all are held against."""
+"""The system that all others are compared with."""
 MEGATRON_INTERLEAVED = System("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
 TORCH_1F1B = _torch("1f1b", "1f1b")
 TORCH_INTERLEAVED = _torch("interleaved", "interleaved")
@@ -95,7 +95,7 @@ SYSTEMS = {
 
 
 def system_named(name: str) -> System:
-    """The system of that name; UsageError, with the list, for a name that is none."""
+    """The system of that name; raises UsageError, with the list of names, if there is none."""
     if name not in SYSTEMS:
         raise UsageError(f"'{name}' is not a system of the race ({', '.join(SYSTEMS)})")
     return SYSTEMS[name]

@@ -1,10 +1,10 @@
 """A schedule of torch.distributed.pipelining, run unchanged on Megatron's model chunks.
 
-torch decides the order, moves the tensors and calls the backward. Ours are the stages' work, which
-is Megatron's `forward_step`, the pace, and the records. Where a schedule splits the backward, the
-weight gradients are deferred as under our own hints, by the builder that torch's stages take for
-it: torch's own split, by a walk through the autograd graph, computes every weight gradient twice
-and gives Megatron's layers a second whole backward in W. Gradients are added up as they come, in
+torch decides the order, moves the tensors and calls the backward. We supply the stages' work, which
+is Megatron's `forward_step`, the pace, and the records. If a schedule splits the backward, weight
+gradients are deferred as under our own hints, through the hook that torch's stages have for this.
+torch's own split, by traversing the autograd graph, would compute every weight gradient twice and
+give Megatron's layers a second whole backward in W. Gradients are accumulated as they come, in
 Megatron's fp32 buffers, and reduced at the end of the step.
 """
 
@@ -40,7 +40,7 @@ from rrfp.train.ranks.parallel import Layout
 
 
 class TorchSchedule:
-    """Runs one rank's steps by the peer of a name; keeps what the last step came to."""
+    """Runs one rank's steps with a named peer; keeps the figures of the last step."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class TorchSchedule:
         pace: Pace | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`model` has the chunks that `PEERS[name]` asks for (`check_peer`)."""
+        """`model` must have the chunks that `PEERS[name]` needs (`check_peer`)."""
         self._name = name
         self._model = model
         self._layout = layout
@@ -61,15 +61,15 @@ class TorchSchedule:
         self._delayed_sends = DelayedSends()
         self._built: _Built | None = None
         self.last_step: StepSummary | None = None
-        """What the last step came to on this rank."""
+        """The figures of the last step on this rank."""
 
     def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
-        """Run one step on every rank of the pipeline, and give what the loss function gave, in
-        microbatch order (nothing but on the last stage). The gradients are left in the parameters'
-        `main_grad`, added to what is there.
+        """Run one step; every rank of the pipeline calls this. Returns what the loss function
+        returned, in microbatch order (empty except on the last stage). Gradients are added to the
+        parameters' `main_grad`.
 
-        A first step, or one of another number of microbatches or another shape, also introduces the
-        ranks to each other. Raises UsageError when the microbatches differ in shape.
+        The first step, and one with another number or shape of microbatches, also connects the
+        ranks. Raises UsageError if the microbatches differ in shape.
         """
         built = self._build(batches)
         config = self._model.config
@@ -95,11 +95,11 @@ class TorchSchedule:
         return built.stages[-1].losses()
 
     def close(self) -> None:
-        """Wait until all that was sent has left; a later step goes on."""
+        """Wait until all messages have left. Later steps still work."""
         self._delayed_sends.close()
 
     def _build(self, batches: Sequence[Batch]) -> "_Built":
-        """What runs microbatches like these: that of the last step, if they are like its own."""
+        """The schedule for microbatches like these, reused from the last step if it fits."""
         shapes = {tuple(batch["tokens"].shape) for batch in batches}
         if len(shapes) > 1:
             raise UsageError(
@@ -113,7 +113,7 @@ class TorchSchedule:
 
 
 class _Built:
-    """torch's schedule of so many microbatches of a shape, with this rank's stages."""
+    """torch's schedule for a number and shape of microbatches, with this rank's stages."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class _Built:
             for chunk, stage in zip(model.chunks, layout.stages, strict=True)
         ]
         kind = getattr(pipelining, peer.schedule)
-        # A loss comes from its stage whole: divided by the number of microbatches, as Megatron has
-        # it, so that torch has nothing to divide and nothing to compute.
+        # The last stage returns a final loss, divided by the number of microbatches as Megatron
+        # does, so that torch has nothing to divide or compute.
         self.schedule = kind(
             self.stages if issubclass(kind, schedules.PipelineScheduleMulti) else self.stages[0],
             num_microbatches,
@@ -147,7 +147,7 @@ class _Built:
 
 
 def _empty_message(config: Any, batch_shape: tuple[int, ...]) -> torch.Tensor:
-    """What Megatron's stages exchange for a microbatch: (length, micro_batch_size, hidden)."""
+    """The message of Megatron's stages for a microbatch: (length, micro_batch_size, hidden)."""
     micro_batch_size, length = batch_shape
     if config.sequence_parallel:
         length //= config.tensor_model_parallel_size
@@ -159,7 +159,7 @@ def _empty_message(config: Any, batch_shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class _Stage(pipelining.PipelineStage):
-    """A stage as torch's schedules take it, its tasks paced and recorded."""
+    """A stage for torch's schedules, with paced and recorded tasks."""
 
     def __init__(
         self, chunk: Any, model: ModelChunks, stage: int, shape: Shape, message: torch.Tensor
@@ -183,7 +183,7 @@ class _Stage(pipelining.PipelineStage):
         self._delayed_sends: DelayedSends
 
     def begin(self, batches: Sequence[Batch], tally: "_Tally", delayed_sends: DelayedSends) -> None:
-        """Take up a step."""
+        """Prepare for a step."""
         self._module.begin(batches)
         if self.dw_builder is not None:
             sums = gradient_sum(GradOrder.ARRIVAL, (), len(batches))
@@ -192,10 +192,10 @@ class _Stage(pipelining.PipelineStage):
         self._delayed_sends = delayed_sends
 
     def losses(self) -> list[Any]:
-        """What the loss function gave in this step, in microbatch order."""
+        """What the loss function returned in this step, in microbatch order."""
         return [reduced for _, reduced in sorted(self._module.reduced.items())]
 
-    # What torch's schedules call for a task, and for its message to another rank.
+    # Called by torch's schedules for a task, and for its message to another rank.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         task = Task(self.stage_index, Kind.F, fwd_chunk_id)
@@ -221,13 +221,13 @@ class _Stage(pipelining.PipelineStage):
 
     @contextmanager
     def _deferring(self, microbatch: int) -> Iterator[None]:
-        """Around a task whose weight gradients are left to another one, where they are."""
+        """Wrap a task; defers its weight gradients if the schedule splits them off."""
         self._deferring_microbatch = microbatch
         with nullcontext() if self._deferred is None else self._deferred.task(microbatch):
             yield
 
     def _weight_gradient(self) -> Callable[[], None]:
-        """What computes the weight gradients that the backward at hand has left out."""
+        """A function that computes the weight gradients deferred by the current backward."""
         assert self._deferred is not None
         return partial(self._deferred.run, self._deferring_microbatch)
 
@@ -239,7 +239,7 @@ class _Stage(pipelining.PipelineStage):
 
 
 class _ChunkModule(torch.nn.Module):
-    """A model chunk as torch's stages call it: with the activation, and the microbatch's number."""
+    """A model chunk as torch's stages call it: with the activation and the microbatch's number."""
 
     def __init__(self, chunk: Any, model: ModelChunks, *, is_last: bool) -> None:
         super().__init__()
@@ -248,14 +248,14 @@ class _ChunkModule(torch.nn.Module):
         self._is_last = is_last
         self._batches: Sequence[Batch] = ()
         self.reduced: dict[int, Any] = {}
-        """By microbatch, what the loss function gave (empty but on the last stage)."""
+        """By microbatch: what the loss function returned (empty except on the last stage)."""
 
     def begin(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
         self.reduced = {}
 
     def forward(self, *inputs: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
-        """The activation for the next stage, or the loss, by which the backward begins."""
+        """The activation for the next stage, or the loss that the backward starts from."""
         index, config = int(microbatch), self._model.config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         reduced: list[Any] = []
@@ -301,7 +301,7 @@ class _Tally:
 
     @property
     def peak_held(self) -> float:
-        """Most activations held so far, in microbatches of the whole rank."""
+        """The most activations held so far, in microbatches of the whole rank."""
         return self._counts.peak_held / self._shape.num_chunks
 
     def message_ns(self, receiver: Task) -> int:
@@ -310,7 +310,7 @@ class _Tally:
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
-        """Around the work of a task."""
+        """Wrap the work of a task."""
         start_ns = self._clock()
         with nullcontext() if self._pace is None else self._pace.task(task):
             yield
@@ -324,20 +324,20 @@ class _Tally:
 
     @contextmanager
     def wait(self, cause: Cause) -> Iterator[None]:
-        """Around a wait."""
+        """Wrap a wait."""
         start_ns = self._clock()
         yield
         self._record(WaitRecord(start_ns, self._clock(), self._step, cause))
 
     def transfer(self) -> AbstractContextManager[None]:
-        """Around a wait for transfers."""
+        """Wrap a wait for transfers."""
         return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
 
 
 @contextmanager
 def _transfers(tally: _Tally, delayed_sends: DelayedSends) -> Iterator[None]:
-    """Where torch's schedules start transfers and wait for them, by one function each: put off
-    what is late, and record the waits."""
+    """Replace the two functions by which torch's schedules start transfers and wait for them:
+    delays sends that are held back, and records waits."""
     start, finish = schedules._batch_p2p, schedules._wait_batch_p2p
 
     def recorded(work: list[Any]) -> None:

@@ -177,9 +177,9 @@ class Books:
                 self.lacks[number] == self._num_owed_here(number) for number in left
             ),
             "a task that is ready and not in its heap": all(
-                self._keys[number] * self.num_tasks + number
-                in each.heap_of_lane[number // self.num_microbatches]
+                self._keys[number] * self.num_tasks + number in entries
                 for each in self.ready_sets
+                for entries in [set().union(*each.heap_of_lane)]
                 for number in left
                 if self.is_ready(number, each.mask)
             ),

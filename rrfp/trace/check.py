@@ -57,7 +57,7 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
     elif num_found > num_written:
         yield f"unmatched: {num_found - num_written} events more than the run recorded"
     if contents.open_slices:
-        yield _tell("open: {} without an end", "slices", contents.open_slices)
+        yield _finding("open: {} without an end", "slices", contents.open_slices)
     if contents.num_stray_ends:
         yield f"unmatched: {contents.num_stray_ends} ends of slices that never began"
 
@@ -65,11 +65,11 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
 def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
     missing = sorted(expected_ranks(recording.settings) - ranks)
     if missing:
-        yield _tell("missing: {} of the run left no records", "ranks", missing)
+        yield _finding("missing: {} of the run left no records", "ranks", missing)
     counts = Counter(records.info.rank for records in recording.ranks)
     twice = [rank for rank, count in counts.items() if count > 1]
     if twice:
-        yield _tell("unmatched: {} in the trace more than once", "ranks", twice)
+        yield _finding("unmatched: {} in the trace more than once", "ranks", twice)
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
@@ -104,7 +104,7 @@ def _check_losses(recording: Recording) -> Iterator[str]:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
             parts = [f"{loss.num_lost} in {step_name(loss.step)}" for loss in records.losses]
-            told = _tell("{}", "records", parts, num_lost)
+            told = _finding("{}", "records", parts, num_lost)
             yield f"lost: {told} that rank {records.info.rank} had no room for"
 
 
@@ -117,7 +117,7 @@ def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[st
         ranks = [rank for rank in torn_ranks if (step, rank) not in known]
         if not ranks:
             continue
-        told = _tell("{}", "ranks", ranks)
+        told = _finding("{}", "ranks", ranks)
         if step == last_step:
             yield f"incomplete: the run ended in {step_name(step)}, which {told} did not finish"
         else:
@@ -179,7 +179,7 @@ def _check_messages(
         ("unmatched: {} without an arrow from send to receive to task", arrows),
     ):
         if told_of:
-            yield _tell(pattern, "messages", told_of)
+            yield _finding(pattern, "messages", told_of)
     have_lost = {records.info.rank for records in recording.ranks if records.losses}
     yield from _check_gaps(key for key in sends if key.source not in have_lost)
     yield from _check_inputs(recording, receives, skipped)
@@ -196,7 +196,7 @@ def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
             # A damaged number may be huge, so look only for the first few missing ones.
             missing = (f"number {number}" for number in count() if number not in found)
             examples = list(islice(missing, min(num_missing, _NUM_EXAMPLES + 1)))
-            told = _tell("lost: {}", "messages", examples, num_missing)
+            told = _finding("lost: {}", "messages", examples, num_missing)
             yield f"{told} of the link from rank {source} to {destination}"
 
 
@@ -219,7 +219,7 @@ def _check_inputs(
             and key_of(task) not in inputs
         ]
     if unfed:
-        yield _tell("unmatched: {} ran on an input never received", "tasks", unfed)
+        yield _finding("unmatched: {} ran on an input never received", "tasks", unfed)
 
 
 def _check_times(records: RankRecords) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _check_times(records: RankRecords) -> Iterator[str]:
         if hasattr(record, "end_ns") and record.end_ns < record.start_ns
     ]
     if backward:
-        told = _tell("negative duration: {}", "events", backward)
+        told = _finding("negative duration: {}", "events", backward)
         yield f"{told} on rank {records.info.rank}"
 
 
@@ -242,16 +242,16 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
         if later.start_ns < earlier.end_ns:
             overlapping.append(f"{_name(earlier)} and {_name(later)}")
     if overlapping:
-        yield _tell("overlapping: {}", "pairs of tasks", overlapping) + f" on rank {rank}"
+        yield _finding("overlapping: {}", "pairs of tasks", overlapping) + f" on rank {rank}"
 
     counts = Counter(key_of(task) for task in records.tasks)
     twice = [_name(key) for key, count in counts.items() if count > 1]
     if twice:
-        yield _tell("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
+        yield _finding("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
 
     missing = [_name(key) for key in _missing_tasks(counts, set(torn))]
     if missing:
-        yield _tell("lost: {}", "tasks", missing) + f" on rank {rank}"
+        yield _finding("lost: {}", "tasks", missing) + f" on rank {rank}"
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
@@ -273,7 +273,7 @@ def _name(task: TaskRecord | TaskKey) -> str:
     return f"{task.kind}{task.microbatch} of {step_name(task.step)}, stage {task.stage}"
 
 
-def _tell(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
+def _finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
     """Fill in "3 tasks" and append the first few `items`. `num_items` is given where an item stands
     for several."""
     num_items = len(items) if num_items is None else num_items

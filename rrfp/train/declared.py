@@ -25,7 +25,7 @@ _METADATA = "declared"
 class Must:
     """A constraint on a setting's value."""
 
-    told: str
+    wording: str
     """The constraint in words, after "it must be"."""
     holds: Callable[[Any], bool]
 
@@ -64,8 +64,8 @@ class Declared:
         return self.flag.replace("_", "-")
 
     @property
-    def told(self) -> str:
-        """Its help, with the default where the text itself does not tell it."""
+    def help_text(self) -> str:
+        """Its help, with the default unless the text itself states it."""
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
@@ -104,7 +104,7 @@ class Declared:
     def check(self, value: Any) -> None:
         """Raise UsageError if a value is out of the setting's range."""
         if value is not None and self.must is not None and not self.must.holds(value):
-            raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.told}")
+            raise UsageError(f"--{self.spelled} is {value}; it must be {self.must.wording}")
 
 
 def setting(
@@ -124,16 +124,16 @@ def declared_in(group: str, of: type) -> Iterator[Declared]:
     """The settings of a group, in the order of its fields."""
     hints = typing.get_type_hints(of)
     for each in fields(of):
-        told: _Told = each.metadata[_METADATA]
+        metadata: _Metadata = each.metadata[_METADATA]
         yield Declared(
-            told.flag or each.name,
+            metadata.flag or each.name,
             group,
             each.name,
             _without_none(hints[each.name]),
             each.default,
-            told.help,
-            told.must,
-            told.metavar,
+            metadata.help,
+            metadata.must,
+            metadata.metavar,
         )
 
 

@@ -73,7 +73,7 @@ class Evaluation:
         loss = (sums[0] / sums[1]).item()
         if not math.isfinite(loss):
             raise RrfpError(
-                f"the held-out loss is {loss:g}, and no further step can fix it; try a smaller --lr"
+                f"the held-out loss is {loss:g}, which further steps cannot fix; try a smaller --lr"
             )
         return loss
 

@@ -217,8 +217,8 @@ class RunSettings:
     )
     pace: str | None = setting(
         None,
-        "Hold tasks and messages to modelled times: language, multimodal or uniform costs, or those "
-        "of a CSV or TOML file or of a run [none].",
+        "Hold tasks and messages to language, multimodal or uniform costs, or to those of a CSV or "
+        "TOML file or of a run [none].",
     )
     jitter: str = setting(
         "none", "none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."

@@ -103,8 +103,8 @@ class TrainSettings:
 
     @classmethod
     def from_toml(cls, path: Path, **flags: Any) -> Self:
-        """Read a TOML file with the names of flags, at top level or in tables by group; `flags` take
-        precedence.
+        """Read a TOML file with the names of flags, at top level or in tables by group; `flags`
+        take precedence.
 
         Relative paths in the file are relative to the current directory, as on the command line.
         Raises UsageError for a file that cannot be read, an unknown name or a wrong type.

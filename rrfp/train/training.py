@@ -126,8 +126,8 @@ class Trainer:
         self._finish_phase(Phase.OPTIMIZER, start_ns, step)
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise RrfpError(
-                f"step {step} has a loss of {loss:g} and a gradient norm of {grad_norm:g}, which no "
-                "further step can fix; try a smaller --lr"
+                f"step {step} has a loss of {loss:g} and a gradient norm of {grad_norm:g}, which "
+                "further steps cannot fix; try a smaller --lr"
             )
         return StepResult(loss, float(grad_norm), int(tokens))
 

@@ -1,1 +1,1 @@
-"""`rrfp verify`: what is done to the order of tasks does not change what is learned."""
+"""`rrfp verify`: shows that the order of tasks does not change what a model learns."""

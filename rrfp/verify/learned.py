@@ -1,5 +1,5 @@
-"""What the ranks of a layout are told to train, and what each learned: the files between them and
-the launcher."""
+"""The files between the launcher and the ranks of a layout: what to train, and what each rank
+learned."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Learned:
     parameters_sha256: str
 
     def difference(self, other: "Learned") -> str | None:
-        """What of `other` is not the same to the last bit, in a few words; None if all is."""
+        """The first difference to `other`, in a few words; None if equal to the last bit."""
         for name, ours, theirs in (
             ("loss", self.losses, other.losses),
             ("gradient norm", self.grad_norms, other.grad_norms),

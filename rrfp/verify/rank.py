@@ -1,4 +1,4 @@
-"""What a rank does for `rrfp verify`: it trains every variant, from the same start each time."""
+"""The work of a rank of `rrfp verify`: train every variant, from the same start each time."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ _MAX_DELAY_S = 1e-3
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train every variant on this rank, from the start each time, and write what it learned."""
+    """Train every variant on this rank, from the same start, and write what it learned."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = variants_file(run).read_text(encoding="utf-8").splitlines()
     with learned_file(run, layout.rank).open("w", encoding="utf-8") as file:
@@ -55,7 +55,7 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
 
 
 def parameters_sha256(chunks: Sequence[Any]) -> str:
-    """The digest of all parameters of a rank's model chunks, bit for bit."""
+    """A digest of all bits of all parameters of a rank's model chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():

@@ -1,13 +1,13 @@
-"""The proof of `rrfp verify`: what is done to the order does not change what is learned.
+"""The check of `rrfp verify`: the order of tasks does not change what a model learns.
 
-Each layout is one launch. Its ranks train a small model again and again from the same start: by the
-reference, then under every hint that goes with the layout and every rule of agreement, with random
-delays before each task and each message, so that no two runs have the same timing. Losses, gradient
-norms and the final parameters must equal the reference's on every rank, to the last bit.
+Each layout is one launch. Its ranks train a small model again and again from the same start: with
+the reference, then under every hint that the layout supports and every rule of agreement. Random
+delays before each task and each message give every run its own timing. Losses, gradient norms and
+final parameters must equal the reference's on every rank, to the last bit.
 
 The reference is Megatron's own schedule; for the V, which Megatron lacks, it is `zb-v` as a fixed
-order. Megatron draws dropout by its own order of execution, so with dropout on ours are compared
-among themselves, the first of them being the reference.
+order. Megatron draws dropout in its own order of execution, so with dropout our runs are compared
+among themselves, with the first one as the reference.
 """
 
 import random
@@ -24,20 +24,20 @@ from rrfp.verify.learned import Learned, read_learned, variants_file
 from rrfp.verify.variants import LAYOUTS, RANDOM, SMALL, Variant
 
 RANK_MODULE = "rrfp.verify.rank"
-"""What each rank does."""
+"""The module with each rank's work."""
 
 _SEED = 1234
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A variant held against its reference."""
+    """The comparison of a variant with its reference."""
 
     layout: str
     variant: Variant
     reference: Variant
     difference: str | None
-    """None: the same to the last bit on every rank."""
+    """None: equal to the last bit on every rank."""
 
 
 def verify(
@@ -50,12 +50,12 @@ def verify(
 ) -> list[Verdict]:
     """Train every variant on the layout in one launch of its ranks, in `directory`, and compare.
 
-    `launch` runs the ranks to their end (`rrfp.train.ranks.launch`). Raises RrfpError when a rank
+    `launch` runs the ranks to their end (`rrfp.train.ranks.launch`). Raises RrfpError if a rank
     fails.
     """
     base = TrainSettings(**SMALL, **LAYOUTS[layout], steps=steps, seed=_SEED)
     random_order = OrderFile(RANDOM, format_order(_random_order(base.shape)))
-    # A variant's own hint, if it has one, goes before the random one.
+    # A variant's own hint, if it has one, overrides the random one.
     chosen = [base.changed(**{"hint": random_order, **variant.settings}) for variant in variants]
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)

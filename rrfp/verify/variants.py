@@ -21,10 +21,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "vlm-pp4": {"model": "vlm", "pp": 4},
     "vlm-pp2-c2-v": {"model": "vlm", "pp": 2, "chunks": 2, "placement": Placement.V},
 }
-"""The layouts by name: what each sets of `TrainSettings`."""
+"""By name of a layout: the `TrainSettings` that it sets."""
 
 RANDOM = "random"
-"""The hint that puts each rank's tasks, the weight gradients among them, in a random order."""
+"""The hint that puts each rank's tasks, weight gradients included, in a random order."""
 
 CHOICES = (*HINTS, RANDOM)
 """What `--hint` takes."""
@@ -42,16 +42,16 @@ _DROPOUT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One run of a layout: how it is dispatched, and whether with dropout."""
+    """One run of a layout: its policy, and whether it has dropout."""
 
     hint: str
     """A hint's name, or `RANDOM`."""
     dispatch: Dispatch
     agreement: AgreementRule | None
-    """None where no ranks share a collective inside a task."""
+    """None if no ranks share a collective inside a task."""
     dropout: float = 0.0
     bound: str = ""
-    """`limit 1`, `hold 2`: the bound on memory, if it is not the default."""
+    """The bound on memory unless it is the default: `limit 1`, `hold 2`."""
 
     @property
     def name(self) -> str:
@@ -59,7 +59,7 @@ class Variant:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it sets of `TrainSettings`, but for a random hint."""
+        """The `TrainSettings` that it sets, except a random hint."""
         chosen: dict[str, Any] = {"dispatch": self.dispatch, "dropout": self.dropout}
         if self.hint != RANDOM:
             chosen["hint"] = self.hint
@@ -77,7 +77,7 @@ def variants_of(
     """Every valid combination of hint and agreement on a layout, without and with dropout; the
     first is the reference. `full` adds binding orders and tight bounds on memory.
 
-    Raises UsageError for a layout or hint that there is not.
+    Raises UsageError for an unknown layout or hint.
     """
     if layout not in LAYOUTS:
         raise UsageError(f"'{layout}' is not a layout ({', '.join(LAYOUTS)})")
@@ -96,7 +96,7 @@ def variants_of(
         for variant in ours
         if variant.dispatch is Dispatch.READY and not variant.bound
     ]
-    # A single one has none to be compared with.
+    # A single variant has nothing to be compared with.
     return [reference, *ours, *(with_dropout if len(with_dropout) > 1 else ())]
 
 

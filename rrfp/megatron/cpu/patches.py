@@ -1,21 +1,21 @@
 """Makes Megatron-Core 0.16.1 run on the CPU, its own schedules and optimizers included.
 
-Megatron-Core names CUDA in about thirty places of its training path. They are of five kinds, and
-each kind is met in one way, by the *chosen* device and never by what the machine has:
+Megatron-Core refers to CUDA in about thirty places of its training path. They are of six kinds, and
+each kind is patched in one way, by the *chosen* device and never by what the machine has:
 
 1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
    ``device="cuda"``: the modules in `_MODULES` get, under the name ``torch``, a copy of torch's
-   namespace in which ``cuda`` is torch's own CPU counterpart and the functions that create tensors
-   take "cuda" for "cpu". torch itself is not touched, and nothing is looked up through a wrapper.
+   namespace in which ``cuda`` is torch's own CPU counterpart and functions that create tensors take
+   "cuda" to mean "cpu". torch itself is not changed, and no lookup goes through a wrapper.
 2. Type checks by name (``tensor.type() == 'torch.cuda.FloatTensor'``) and ``tensor.cuda()``: the
    functions in `_FUNCTIONS` get the CPU's names instead, in their constants and attribute names.
 3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
-4. Megatron's wrapper of torch's norms refuses sequence parallelism: here it gives torch's norm with
-   its weights tagged for Megatron's gradient finalisation.
-5. The exchange of tokens between experts looks for Transformer Engine's matrix product by a name
-   that is not there without it, and has its split sizes from a copy off the GPU.
-6. The loss reduces over the tensor-parallel group three times a microbatch, also where that is one
-   rank: on a GPU this costs a launch, with gloo a thread's waking up. There it is left out.
+4. Megatron's wrapper of torch's norms refuses sequence parallelism: here it returns torch's norm
+   with its weights tagged for Megatron's gradient finalisation.
+5. The exchange of tokens between experts looks up Transformer Engine's matrix product by a name
+   that does not exist without it, and copies its split sizes off the GPU.
+6. The loss is reduced over the tensor-parallel group three times per microbatch, even in a group of
+   one rank. On a GPU that costs a launch, but with gloo it wakes up a thread, so it is skipped.
 
 `prepare_cpu` must run before any other part of this package imports megatron.
 """
@@ -35,7 +35,7 @@ import torch
 _CORE = "megatron.core"
 
 _IMPORTS = ("datasets.indexed_dataset", "models.gpt.gpt_layer_specs", "optimizer")
-"""What the rest of this package imports, besides `_MODULES`."""
+"""Modules that the rest of this package imports, besides `_MODULES`."""
 
 _MODULES = (
     "distributed.distributed_data_parallel",
@@ -61,7 +61,7 @@ _MODULES = (
     "transformer.utils",
     "utils",
 )
-"""Where ``torch.cuda`` or ``device="cuda"`` is met, under megatron.core."""
+"""Modules of megatron.core that use ``torch.cuda`` or ``device="cuda"``."""
 
 _FUNCTIONS = (
     "models.common.language_module.language_module:"
@@ -71,7 +71,7 @@ _FUNCTIONS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
 )
-"""Where a CUDA tensor is asked for by the name of its type, or made by ``tensor.cuda()``."""
+"""Functions that check for a CUDA tensor by the name of its type, or call ``tensor.cuda()``."""
 
 _CPU_NAMES = {
     "torch.cuda.FloatTensor": "torch.FloatTensor",
@@ -86,7 +86,7 @@ _prepared = False
 
 
 def prepare_cpu() -> None:
-    """Import Megatron-Core and fit it to the CPU. Calling it again does nothing."""
+    """Import Megatron-Core and patch it for the CPU. Further calls do nothing."""
     global _prepared
     if not _prepared:
         with _without_import_warnings():
@@ -104,8 +104,8 @@ def prepare_cpu() -> None:
 
 @contextlib.contextmanager
 def _without_import_warnings() -> Iterator[None]:
-    # Megatron tells at import that Transformer Engine and Apex are missing, and uses deprecated
-    # parts of torch; on the CPU neither is news to anybody.
+    # At import Megatron warns that Transformer Engine and Apex are missing, and uses deprecated
+    # parts of torch; on the CPU neither matters.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -116,7 +116,7 @@ def _core(name: str) -> Any:
 
 
 class _CpuStream(torch.cpu.Stream):
-    """Torch's, which records no events."""
+    """torch's CPU stream, which lacks `record_event`."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()
@@ -226,7 +226,7 @@ def _install_norm() -> None:
         _cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object
     ) -> torch.nn.Module:
         norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
-        parameter: Any  # Megatron keeps its tags as attributes that torch's type does not declare.
+        parameter: Any  # Megatron sets its tags as attributes that torch's type does not declare
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm

@@ -1,7 +1,7 @@
-"""The pace of a step under Megatron's own schedule, whose transfers lie on the compute path.
+"""The pace of a step under Megatron's own schedule, whose transfers block the compute path.
 
-Megatron's `_communicate` does not say which microbatches it exchanges. In each direction a rank
-sends, and receives, in the sequence in which its order has the tasks; so the calls are counted.
+Megatron's `_communicate` does not say which microbatches it exchanges. But in each direction a rank
+sends and receives in the order of its tasks, so the calls are counted.
 """
 
 import time
@@ -24,12 +24,12 @@ class NativePace:
         self._messages = _messages(shape, pp_rank)
 
     def task(self, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
-        """Around a task's work."""
+        """Wrap a task's work."""
         return self._pace.task(Task(stage, kind, microbatch))
 
     def transfer(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `_communicate`, which both ends leave when the modelled time has passed since
-        it was done; of messages that pass at once, the longest."""
+        """Wrap Megatron's `_communicate` so that both ends return only when the modelled time has
+        passed since the exchange; for concurrent messages, the longest time."""
 
         def paced(*args: Any, **kwargs: Any) -> Any:
             result = communicate(*args, **kwargs)
@@ -37,7 +37,7 @@ class NativePace:
             exchanged = [
                 next(messages)
                 for name, messages in self._messages.items()
-                # Tensors that are sent, and whether one is received.
+                # Arguments are tensors to send, or whether to receive one.
                 if kwargs[name] is not None and kwargs[name] is not False
             ]
             sleep_until(now_ns + max(map(self._pace.message_ns, exchanged), default=0))
@@ -47,8 +47,8 @@ class NativePace:
 
 
 def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
-    """The messages, named by the tasks that they are for, by the argument of `_communicate` that
-    asks for them."""
+    """By argument of `_communicate`: the messages that it requests, in order, named by the tasks
+    that consume them."""
     if shape.num_ranks == 1:
         return {}
     name = "1f1b" if shape.num_chunks == 1 else "interleaved"

@@ -1,8 +1,8 @@
 """Megatron-Core's own schedule function, run unchanged and recorded.
 
-For the duration of a call its `forward_step` and `backward_step`, its blocking transfers and its
-gradient finalisation are timed where the schedule looks them up, and put back afterwards. Which
-task a call is follows from its arguments.
+During a call, its `forward_step` and `backward_step`, its blocking transfers and its gradient
+finalisation are replaced by timed versions where the schedule looks them up, and restored
+afterwards. A call's arguments say which task it runs.
 """
 
 from collections import deque
@@ -29,11 +29,11 @@ from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecor
 from rrfp.trace.steps import evaluation_step, step_name
 
 Named = Callable[[str], AbstractContextManager[Any]]
-"""Opens a range of that name in a profile, such as `torch.profiler.record_function`."""
+"""Opens a range of a given name in a profile, as `torch.profiler.record_function` does."""
 
 
 class NativeSchedule:
-    """Called as Megatron's function is, once a step; keeps what the last step came to."""
+    """Called like Megatron's function, once per step; keeps the figures of the last step."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class NativeSchedule:
         name_of_step: Callable[[int], str] = step_name,
         pace: Pace | None = None,
     ) -> None:
-        """`timer` is that of the host unless given; `named` opens a range around each task, each wait
-        and each step, whose name `name_of_step` tells. Records come when their times are known, in
-        the order of the calls; calls that train and evaluations are counted apart
-        (`rrfp.trace.steps`). `pace` gives tasks and transfers of training steps a model's times,
-        where work is the host's."""
+        """`timer` is the host's by default. `named` opens a range around each task, each wait and
+        each step; `name_of_step` names the last. Records come when their times are known, in the
+        order of the calls; training steps and evaluations are numbered separately
+        (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to modelled times,
+        if work runs on the host."""
         self._pp_rank = pp_rank
         self._record = record
         self._timer = timer or HostTimer()
@@ -62,16 +62,16 @@ class NativeSchedule:
         self.step: int | None = None
         """The step of the last call; None before the first one."""
         self.last_step: StepSummary | None = None
-        """What the last step whose times are known came to on this rank."""
+        """The figures on this rank of the last step whose times are known."""
 
     def __call__(self, **arguments: Any) -> list[Any]:
-        """One step by Megatron's own schedule; its arguments and what it gives are Megatron's."""
+        """Run one step by Megatron's own schedule, with Megatron's arguments and return value."""
         data = self.run(_schedule(len(_chunks(arguments["model"]))), **arguments)
         self.settle()
         return data
 
     def run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
-        """One step by one of Megatron's schedule functions; `settle` records it."""
+        """Run one step by one of Megatron's schedule functions; `settle` records it."""
         chunks = _chunks(arguments["model"])
         forward_only = bool(arguments.get("forward_only", False))
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
@@ -93,7 +93,7 @@ class NativeSchedule:
             pace,
         )
         with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
-            # Marks lie inside their ranges: what a range costs while a profiler runs is no work.
+            # Marks are inside their ranges, because the profiler's own cost is not work.
             start = self._timer.mark()
             data = schedule(**arguments)
             end = self._timer.mark()
@@ -102,11 +102,11 @@ class NativeSchedule:
         return data
 
     def close(self) -> None:
-        """Record the steps whose times are still to come."""
+        """Record the remaining steps, waiting for their times."""
         self.settle(wait=True)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Record the steps whose times are known by now, or all of them."""
+        """Record the steps whose times are known; with `wait`, all of them."""
         while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
             for record in records:
                 self._record(record)
@@ -118,7 +118,7 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's function, by its own name: what looks it up may have been replaced by ours."""
+    """Megatron's function by its own name, because its getter may have been replaced by ours."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return schedules.forward_backward_no_pipelining  # type: ignore[no-any-return]
     if num_chunks == 1:
@@ -148,15 +148,15 @@ class _Tally:
         self._pace = pace
         self._num_forwards = [0] * len(chunks)
         self._forwarded: dict[int, tuple[int, int]] = {}
-        """Chunk and microbatch, by the identity of the output that the schedule keeps of them."""
+        """Chunk and microbatch, by the id of their output, which the schedule keeps alive."""
         self._counts = FixedScheduleCounts(releases=Kind.B)
         self._num_waits = 0
         self._marks: list[Any] = []
         self._rows: list[tuple[type[Any], int, int, tuple[Any, ...]]] = []
-        """Of each record its type, the places of its two marks, and its other fields."""
+        """For each record: its type, the indices of its two marks, and its other fields."""
 
     def forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `forward_step`, recorded."""
+        """Wrap Megatron's `forward_step` to record it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             chunk = self._chunks[id(kwargs["model"] if "model" in kwargs else args[2])]
@@ -171,25 +171,25 @@ class _Tally:
         return recorded
 
     def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `backward_step`, recorded."""
+        """Wrap Megatron's `backward_step` to record it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = kwargs["output_tensor"] if "output_tensor" in kwargs else args[1]
             of = self._forwarded.pop(id(output), None)
-            if of is None:  # of no forward of this call: none of its tasks
+            if of is None:  # belongs to no forward of this call, so it is not one of its tasks
                 return function(*args, **kwargs)
             return self._run(Kind.B, *of, partial(function, *args, **kwargs))
 
         return recorded
 
     def communicate(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's `_communicate`, recorded, and the later waits for what it left under way."""
+        """Wrap Megatron's `_communicate` to record it, and later waits for transfers under way."""
         if self._pace is not None:
             function = self._pace.transfer(function)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             *received, under_way = self._transfer(function)(*args, **kwargs)
-            if isinstance(under_way, dict):  # by overlap_p2p_comm; otherwise all is done
+            if isinstance(under_way, dict):  # with overlap_p2p_comm; otherwise all is done
                 under_way = {
                     name: _UnderWay(handle, self._transfer(handle.wait))
                     for name, handle in under_way.items()
@@ -199,7 +199,7 @@ class _Tally:
         return recorded
 
     def _transfer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded as a wait for a transfer."""
+        """Wrap a function to record it as a wait for a transfer."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             cause = self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank)
@@ -208,7 +208,7 @@ class _Tally:
         return recorded
 
     def wait(self, cause: Cause, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded as a wait of that cause."""
+        """Wrap a function to record it as a wait of this cause."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             with self._named(wait_range(cause, self._num_waits, self._step)):
@@ -227,7 +227,7 @@ class _Tally:
         self._marks += (start, end)
 
     def records(self, *, wait: bool) -> list[Any] | None:
-        """What was recorded; None while times are still to come."""
+        """The records; None while some times are unknown."""
         times_ns = self._timer.times_ns(self._marks, wait=wait)
         if times_ns is None:
             return None
@@ -237,7 +237,7 @@ class _Tally:
         ]
 
     def summary(self, records: list[Any]) -> StepSummary:
-        """What the step came to."""
+        """The figures of the step."""
         schedule = records[-1]
         busy_ns = sum(r.end_ns - r.start_ns for r in records if isinstance(r, TaskRecord))
         peak_held = self._counts.peak_held / len(self._chunks)
@@ -256,7 +256,7 @@ class _Tally:
 
 
 class _UnderWay:
-    """The handle of a transfer, with a `wait` of its own."""
+    """The handle of a transfer, with its own `wait`."""
 
     def __init__(self, handle: Any, wait: Callable[..., Any]) -> None:
         self._handle = handle
@@ -271,7 +271,7 @@ def _recorded(config: Any, tally: _Tally) -> Iterator[None]:
     with ExitStack() as restored:
         _replace(restored, schedules, "forward_step", tally.forward)
         _replace(restored, schedules, "backward_step", tally.backward)
-        # Every transfer of every schedule passes through this method, and nothing else does.
+        # All transfers of all schedules go through this method, and nothing else does.
         _replace(restored, P2PCommunicator, "_communicate", tally.communicate)
         if config.finalize_model_grads_func is not None:
             _replace(

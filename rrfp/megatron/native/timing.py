@@ -1,6 +1,6 @@
-"""When work began and ended: on the host where it runs there, on the GPU where that does it.
+"""When work began and ended, on the host or on the GPU, whichever runs it.
 
-On CUDA the host only launches a task; when the GPU ran it is told by events on the current stream.
+On CUDA the host only launches a task; events on the current stream tell when the GPU ran it.
 Nothing here waits for the GPU while a step runs.
 """
 
@@ -15,18 +15,18 @@ _LONGEST_LOOK_NS = 100_000
 
 
 class Timer(Protocol):
-    """Marks where the work has got to, and tells when that was, on the host's clock, later."""
+    """Marks points in the work, and later gives their times on the host's clock."""
 
     def mark(self) -> Any:
-        """Where the work that was given so far ends."""
+        """Mark the end of the work issued so far."""
 
     def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
-        """The times of marks, in the order in which they were made; None where some are still to
-        come, unless it may `wait` for them."""
+        """The times of marks, passed in the order in which they were made. Without `wait`, None if
+        some are not known yet."""
 
 
 class HostTimer:
-    """Work is done when the call that does it returns."""
+    """For work that is done when its call returns."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -39,11 +39,11 @@ class HostTimer:
 
 
 class CudaTimer:
-    """Work is done when the current stream gets there.
+    """For work that is done when the current stream reaches it.
 
-    An event's time is that of a reference event, whose time on the host's clock is known, and the
-    time between the two. The last mark whose time was told becomes the next reference. Before a
-    step, whenever the GPU has nothing to do then, one is made anew, as the two clocks drift.
+    An event's time is that of a reference event, whose time on the host's clock is known, plus the
+    time between the two. The last mark whose time was read becomes the next reference. Before a
+    step, if the GPU is idle, a new reference is made, because the two clocks drift.
     """
 
     def __init__(self, clock: Clock = monotonic) -> None:
@@ -55,8 +55,8 @@ class CudaTimer:
         self._reference_ns = clock()
 
     def look_at_clock(self) -> None:
-        """Compare the clocks, if the stream is idle: an event that passes at once does it. It is
-        given up after a tenth of a millisecond."""
+        """Compare the clocks if the stream is idle, by an event that completes at once. Gives up
+        after a tenth of a millisecond."""
         if not torch.cuda.current_stream().query():
             return
         event = self.mark()
@@ -81,7 +81,7 @@ class CudaTimer:
             for mark in marks
         ]
         if marks:
-            # What lies between two events is told in single precision: the closer, the better.
+            # The time between two events has single precision: the closer they are, the better.
             self._spare += [self._reference, *marks[:-1]]
             self._reference, self._reference_ns = marks[-1], times[-1]
         return times

@@ -1,7 +1,7 @@
-"""A run of somebody's own training script under Megatron's own schedule, recorded.
+"""Records a user's own training script under Megatron's own schedule.
 
-Everything begins at the first step, when Megatron is surely initialised, and ends with the process.
-Whatever fails here, the training goes on.
+Recording begins at the first step, when Megatron is certainly initialised, and ends with the
+process. If anything fails here, training goes on.
 """
 
 import logging
@@ -45,17 +45,17 @@ _log = logging.getLogger(__name__)
 
 
 class NativeTrace:
-    """Stands where Megatron's `get_forward_backward_func` did, and hands out its functions."""
+    """Replaces Megatron's `get_forward_backward_func`, and returns its functions recorded."""
 
     def __init__(self, original: Callable[..., Any], out: Path | None) -> None:
         self._original = original
         self._out = out
         self._rank: _Rank | None = None
         self._has_begun = False
-        at_end.call(self._tell_if_unused)
+        at_end.call(self._warn_if_unused)
 
     def get(self, *args: Any, **kwargs: Any) -> Callable[..., list[Any]]:
-        """As Megatron's `get_forward_backward_func`."""
+        """Like Megatron's `get_forward_backward_func`."""
         return partial(self._run, self._original(*args, **kwargs))
 
     def _run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
@@ -69,7 +69,7 @@ class NativeTrace:
             return schedule(**arguments)
         return self._rank.run(schedule, arguments)
 
-    def _tell_if_unused(self) -> None:
+    def _warn_if_unused(self) -> None:
         if not self._has_begun:
             _log.warning(
                 "trace_native() saw no step and recorded nothing; call it before the script calls "
@@ -78,7 +78,7 @@ class NativeTrace:
 
 
 class _Rank:
-    """This rank's part in the run, from its first step on."""
+    """This rank's part of the run, from its first step on."""
 
     def __init__(self, arguments: dict[str, Any], out: Path | None) -> None:
         model = arguments["model"]
@@ -114,11 +114,11 @@ class _Rank:
         at_end.call(self.close)
 
     def run(self, schedule: Callable[..., list[Any]], arguments: dict[str, Any]) -> list[Any]:
-        """One step."""
+        """Run one step."""
         if self._is_off:
             return schedule(**arguments)
         if isinstance(self._timer, CudaTimer):
-            # Most scripts look at the loss between steps, and leave the GPU idle for a moment.
+            # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
             self._safely(self._timer.look_at_clock)
         data = self._schedule.run(schedule, **arguments)
         self._safely(self._schedule.settle)
@@ -131,7 +131,7 @@ class _Rank:
         self._recorder.flush(step)
 
     def _safely(self, record: Callable[[], object]) -> None:
-        """Do a part of the recording; whatever fails in it, the training goes on."""
+        """Do a part of the recording; if it fails, training goes on."""
         if self._is_off:
             return
         try:
@@ -142,7 +142,7 @@ class _Rank:
                 _log.warning("recording is switched off, the training goes on: %s", error)
 
     def close(self) -> None:
-        """Write what is left; rank 0 makes the trace once every rank has done so."""
+        """Write the remaining records; rank 0 makes the trace once every rank has done so."""
         self._safely(self._schedule.close)
         directory, self._directory = self._directory, None
         try:
@@ -154,14 +154,14 @@ class _Rank:
 
 
 def _info(num_chunks: int) -> RankInfo:
-    """Who this rank is."""
+    """This rank's identity and place."""
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
     return RankInfo(
         rank=dist.get_rank(),
         pp_rank=pp_rank,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        # Ranks that share a sequence run the same tasks, as replicas do.
+        # Ranks that share a sequence run the same tasks, like replicas.
         dp_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         stages=tuple(chunk * num_ranks + pp_rank for chunk in range(num_chunks)),
         host=socket.gethostname(),
@@ -171,7 +171,7 @@ def _info(num_chunks: int) -> RankInfo:
 
 def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
     """The run's directory, which rank 0 makes, and this rank with its clock's offset. All ranks
-    call it. Raises RrfpError when they do not come, or rank 0 cannot make the directory."""
+    call it. Raises RrfpError if a rank does not come, or if rank 0 cannot make the directory."""
     store = default_store()
     rendezvous = Rendezvous(store, "rrfp/native", info.rank, _MEETING_S)
     if info.rank == 0:
@@ -183,13 +183,13 @@ def _meet(info: RankInfo, out: Path | None) -> tuple[RunDir, RankInfo]:
         rendezvous.publish("run", str(made))
     told = rendezvous.wait_text("run", 0)
     if not told:
-        raise RrfpError("rank 0 could not make the directory of the run; see what it says")
+        raise RrfpError("rank 0 could not make the directory of the run; see its own warning")
     info = introduce(store, "rrfp/native", info, dist.get_world_size(), timeout_s=_MEETING_S)
     return RunDir(Path(told)), info
 
 
 def _describe(run: RunDir, settings: dict[str, object], own: RankInfo) -> None:
-    """Write what the run is, once every rank has told who it is."""
+    """Write the run's description, once every rank has introduced itself."""
     store = default_store()
     world_size = dist.get_world_size()
     infos = introduced(store, "rrfp/native", own.rank, world_size, timeout_s=_MEETING_S)
@@ -198,13 +198,13 @@ def _describe(run: RunDir, settings: dict[str, object], own: RankInfo) -> None:
 
 
 def _settings(chunks: list[Any], num_microbatches: int, is_cuda: bool) -> dict[str, object]:
-    """What a replay needs to know, in the words of the settings of `rrfp train`."""
+    """What a replay needs to know, under the names of `rrfp train`'s settings."""
     num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
     in_turn = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
     hint = "1f1b"
     if len(chunks) > 1:
         is_usual = in_turn in (None, num_ranks)
-        # What is no name of ours is read from the order in which the tasks ran.
+        # With an unknown hint name, a replay takes the order in which the tasks ran.
         hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
     return {
         "dispatch": str(Dispatch.MEGATRON),

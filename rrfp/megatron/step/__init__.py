@@ -1,1 +1,1 @@
-"""What a rank computes in one step on a Megatron model, task by task."""
+"""One rank's computation in one step of a Megatron model, task by task."""

@@ -1,8 +1,8 @@
-"""How the gradients of a step's microbatches are added up, whatever order they come in.
+"""Sums the gradients of a step's microbatches, whatever order they come in.
 
-Floating-point addition is not associative, so the order of a sum is part of its result. A sum in
-canonical order is the same to the bit for every order of tasks: while gradients come in microbatch
-order nothing is copied; one that comes early is kept apart until its predecessors are in.
+Floating-point addition is not associative, so the result of a sum depends on its order. A sum in
+canonical order is the same to the bit for every order of tasks. As long as gradients come in
+microbatch order nothing is copied; one that comes early is held back until its predecessors are in.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,32 +19,32 @@ Gradient = tuple[torch.nn.Parameter, torch.Tensor]
 class GradientSum(Protocol):
     """The sum over one step's microbatches of the gradients of some parameters of a model chunk.
 
-    It lives in `main_grad` where Megatron's DistributedDataParallel keeps one (its hook empties
-    `.grad` into it), in `.grad` elsewhere. Each microbatch is added once, by one of two ways.
+    It is in `main_grad` if Megatron's DistributedDataParallel keeps one (its hook empties `.grad`
+    into it), otherwise in `.grad`. Each microbatch is added once, by `adding` or by `add`.
     """
 
     def completes(self, microbatch: int) -> bool:
-        """Whether this microbatch, added now, is the last to change the sum: what a hook inside
-        its backward sees is then final."""
+        """Whether this microbatch, added now, is the last to change the sum, so that hooks inside
+        its backward see the final one."""
 
     def adding(self, microbatch: int) -> AbstractContextManager[None]:
-        """Run inside what adds this microbatch's gradients to the parameters: a backward."""
+        """Wrap the backward that adds this microbatch's gradients to the parameters."""
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
-        """Add this microbatch's gradients, each of which may be computed as it is drawn."""
+        """Add this microbatch's gradients; the iterable may compute each one on demand."""
 
 
 def gradient_sum(
     order: GradOrder, parameters: Iterable[torch.nn.Parameter], num_microbatches: int
 ) -> GradientSum:
-    """The sum of these parameters' gradients in the order that was chosen."""
+    """The sum of these parameters' gradients, in the chosen order."""
     if order is GradOrder.CANONICAL:
         return CanonicalGradients(parameters, num_microbatches)
     return ArrivalGradients(num_microbatches)
 
 
 def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Add as autograd and the hook of Megatron's DistributedDataParallel do, to the bit."""
+    """Add exactly as autograd and the hook of Megatron's DistributedDataParallel do."""
     if hasattr(parameter, "main_grad"):
         parameter.main_grad.add_(gradient)
     elif parameter.grad is None:
@@ -54,7 +54,7 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 class ArrivalGradients:
-    """The sum in the order in which the gradients come."""
+    """The sum in order of arrival."""
 
     def __init__(self, num_microbatches: int) -> None:
         self._num_missing = num_microbatches
@@ -74,8 +74,8 @@ class ArrivalGradients:
 
 
 class CanonicalGradients:
-    """The sum in microbatch order. A backward that comes early costs a copy of all the parameters'
-    gradients until its predecessors are in; gradients in hand are kept as they are."""
+    """The sum in microbatch order. A backward that comes early costs a copy of all gradients until
+    its predecessors are in; gradients passed to `add` are kept without a copy."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], num_microbatches: int) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -123,9 +123,10 @@ class CanonicalGradients:
 
 
 def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Put nothing in the place of the sum so far; the sum comes back.
+    """Replace the sum so far by an empty one, and return it.
 
-    Of `main_grad` only the storage changes: fused kernels remember the tensor from the forward.
+    Of `main_grad` only the storage changes, because fused kernels hold on to the tensor from the
+    forward on.
     """
     total: torch.Tensor | None
     if hasattr(parameter, "main_grad"):
@@ -138,7 +139,7 @@ def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def _put_back(parameter: torch.nn.Parameter, total: torch.Tensor | None) -> torch.Tensor | None:
-    """Put the sum back in its place; what was added meanwhile comes back."""
+    """Restore the sum, and return what was added meanwhile."""
     apart: torch.Tensor | None
     if hasattr(parameter, "main_grad"):
         apart = parameter.main_grad.data

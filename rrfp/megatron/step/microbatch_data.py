@@ -1,22 +1,22 @@
-"""What `forward_step_func` draws its data from, task by task, whatever the order of the tasks.
+"""The data that `forward_step_func` draws, task by task, whatever the order of the tasks.
 
-Megatron hands the training loop's own object to one microbatch after the other, of several chunks
-by turns, under the loop's own random states. The data are the same here:
+Megatron passes the training loop's own object to one microbatch after the other, alternating
+between chunks, under the loop's own random states. We give every microbatch the same data:
 
-- With one chunk whose microbatches keep their order, the object itself is handed on, whatever it
-  is, and everything outside of the model runs under the loop's random states, as natively.
-- Elsewhere (several chunks, an order that takes microbatches otherwise, an admission order) an
-  iterator is handed on as a view of the microbatch's own items. They are drawn under the loop's
-  random states. What else the forward draws at random belongs to its task.
-- Out of order, items are drawn in the order in which they come, and put aside until their
-  microbatch runs. Between chunks, items are drawn in Megatron's order as soon as it matters: when
-  drawing has moved the loop's random states, or two chunks share an iterator.
-- With several chunks whose microbatches keep their order, an object that is no iterator is handed
-  on itself, and must leave the loop's random states alone.
+- With one chunk whose microbatches keep their order, the object itself is passed on, whatever it
+  is, and everything outside the model runs under the loop's random states, as in Megatron.
+- Otherwise (several chunks, an order that reorders microbatches, an admission order) an iterator is
+  passed on as a view of the microbatch's own items, which are drawn under the loop's random states.
+  All else that the forward draws at random belongs to its task.
+- Out of order, items are still drawn in sequence, and kept until their microbatch runs. Between
+  chunks, items are drawn in Megatron's order as soon as it matters: when drawing has advanced the
+  loop's random states, or when two chunks share an iterator.
+- With several chunks whose microbatches keep their order, an object that is not an iterator is
+  passed on itself, and must not advance the loop's random states.
 
-Which chunks draw at all, and how many items a microbatch takes, shows only as they run; until then
-all are assumed to be alike. Where that proves wrong, the step ends with a sentence, for it would
-train on other data than under Megatron's own schedule.
+Which chunks draw at all, and how many items a microbatch takes, is known only once they run; until
+then all are assumed to be alike. If that proves wrong, the step fails, because it would train on
+other data than under Megatron's own schedule.
 """
 
 import random
@@ -37,29 +37,30 @@ if TYPE_CHECKING:
 
 
 class MismatchedDataError(UsageError, RuntimeError):
-    """Data iterators that do not go with the model chunks. Megatron raises a RuntimeError."""
+    """Data iterators that do not match the model chunks. Megatron raises a RuntimeError here."""
 
 
 @dataclass(slots=True)
 class DataHabits:
-    """What the steps so far have shown of a training loop's data."""
+    """What the steps so far have shown about a training loop's data."""
 
     order_matters: bool = False
-    """Between the chunks of a rank: what one of them draws depends on what others drew before."""
+    """Whether the order between a rank's chunks matters: what one draws depends on earlier draws of
+    others."""
     silent_chunks: set[int] = field(default_factory=set)
-    """Those that are given an iterator and do not draw from it."""
+    """The chunks that have an iterator and do not draw from it."""
     num_items: int = 1
-    """How many a microbatch takes."""
+    """How many items a microbatch takes."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What has been drawn for one microbatch of a chunk."""
+    """The items drawn for one microbatch of a chunk."""
 
     items: deque[Any] = field(default_factory=deque)
     num_taken: int = 0
     is_ahead: bool = False
-    """Drawn before the microbatch asked, and not asked for yet."""
+    """Items drawn ahead that the microbatch has not taken yet."""
 
 
 class StepData:
@@ -75,19 +76,18 @@ class StepData:
         group_size: int,
     ) -> None:
         """`given` has the loop's object for each chunk, or None. `keeps_order` says that every
-        chunk takes its microbatches in the order in which they come; where it does not, all of
-        them must be iterators. Megatron runs the chunks by turns, `group_size` microbatches of
-        each.
+        chunk runs its microbatches in sequence; otherwise all objects must be iterators. Megatron
+        alternates between chunks, `group_size` microbatches of each.
         """
         self._given = given
         self._habits = habits
         self._keeps_order = keeps_order
         self._has_several = len(given) > 1
         self._slots: list[list[_Slot]] = [[] for _ in given]
-        """By chunk, of the microbatches up to the last one drawn, by their numbers as they come."""
+        """By chunk, then by number in the sequence of items, up to the last one drawn."""
         self._places = _places(num_microbatches, len(given), group_size)
         self._last_moved = -1
-        """The latest place, in Megatron's order, whose draw moved the caller's states."""
+        """The latest place in Megatron's order whose draw advanced the caller's states."""
         self._silent: set[tuple[int, int]] = set()
         """The microbatches of each chunk that have run and drew nothing."""
         self._is_shared = bool(shared(given))
@@ -101,8 +101,7 @@ class StepData:
         return self._given[chunk]
 
     def first(self, chunk: int, num_microbatches: int) -> list[Any]:
-        """The items of a chunk before any is used, one a microbatch, in the order in which they
-        come."""
+        """The items of a chunk before any is used, one per microbatch, in sequence."""
         self._habits.num_items = 1
         for number in range(num_microbatches):
             self._draw_up_to(chunk, number)
@@ -110,8 +109,8 @@ class StepData:
 
     @contextmanager
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
-        """What `forward_step_func` is to draw from for the microbatch that comes at that number;
-        its forward runs inside, and draws at random from `streams`."""
+        """The object that `forward_step_func` draws from for microbatch `number` of the sequence.
+        Its forward runs inside the block, and takes random numbers from `streams`."""
         given = self._given[chunk]
         if self._keeps_order and not self._has_several:
             with streams.inside_calls_of(model):
@@ -120,7 +119,7 @@ class StepData:
                 except StopIteration:
                     _raise_ended(number)
         elif given is None or isinstance(given, Sequence):
-            # A sequence's items are there already: drawing them moves nothing.
+            # A sequence's items already exist: drawing them does not advance random states.
             with streams.inside():
                 yield given
         elif is_iterator(given):
@@ -134,9 +133,9 @@ class StepData:
             if CallersStates() != before:
                 raise UsageError(
                     f"the forward of chunk {chunk} draws from the training loop's random states, "
-                    f"and its data, a {type(given).__name__}, have no __next__ by which they could "
-                    "be drawn in Megatron's order; pass an iterator, or draw from generators of "
-                    "their own, one a chunk"
+                    f"and its data, a {type(given).__name__}, have no __next__ to draw them in "
+                    "Megatron's order; pass an iterator, or draw from separate generators, one per "
+                    "chunk"
                 )
 
     def take(self, chunk: int, number: int) -> Any:
@@ -154,7 +153,7 @@ class StepData:
         return slot.items.popleft()
 
     def _settle(self, chunk: int, number: int) -> None:
-        """See what the microbatch, which has run, tells about the others."""
+        """Learn from a microbatch that has run what to assume about the others."""
         slots = self._slots[chunk]
         if number >= len(slots):
             self._silent.add((chunk, number))
@@ -171,7 +170,8 @@ class StepData:
         self._habits.num_items = slot.num_taken
 
     def _draw_up_to(self, chunk: int, number: int) -> None:
-        """Draw what Megatron would have drawn by now, and the first item of this microbatch."""
+        """Draw everything that Megatron would have drawn by now, and this microbatch's first
+        item."""
         self._habits.silent_chunks.discard(chunk)
         while number >= len(self._slots[chunk]):
             each = self._next_in_order() if self._must_order else chunk
@@ -187,7 +187,7 @@ class StepData:
                     continue
                 if each == chunk or slots[-1].items:
                     _raise_ended(this[1])
-                # It may be a stand-in for data, of a chunk that never draws.
+                # It may be a placeholder, for a chunk that never draws.
                 slots.pop()
                 self._habits.silent_chunks.add(each)
                 break
@@ -204,7 +204,7 @@ class StepData:
         return min(due)[1]
 
     def _draw(self, chunk: int, number: int) -> bool:
-        """Draw an item for a microbatch; False: there is no more."""
+        """Draw an item for a microbatch; False if there are no more."""
         with self._watched(chunk, number):
             try:
                 item = next(self._given[chunk])
@@ -214,9 +214,9 @@ class StepData:
         return True
 
     def _check_may_draw_on(self, chunk: int, number: int) -> None:
-        """Whether another item for this microbatch is what Megatron would draw now."""
+        """Raise UsageError unless Megatron too would draw another item for this microbatch now."""
         own = self._places[chunk, number]
-        # Those drawn ahead were assumed to need as many as others did.
+        # Microbatches drawn ahead were assumed to need as many items as others.
         is_more = self._slots[chunk][number].num_taken >= self._habits.num_items
         chunks = range(len(self._slots)) if self._must_order else (chunk,)
         for each in chunks:
@@ -224,13 +224,14 @@ class StepData:
                 if (slot.is_ahead and is_more) or self._places[each, other] > own:
                     raise UsageError(
                         "forward_step_func asked for another item for microbatch "
-                        f"{number}, when others had been given theirs; put all that a microbatch "
+                        f"{number}, after others had been given theirs; put all that a microbatch "
                         "needs into one item, or take microbatches in order, as hint bf does"
                     )
 
     @contextmanager
     def _watched(self, chunk: int, number: int) -> Iterator[None]:
-        """Draw inside; of several chunks, see whether that moves the caller's random states."""
+        """Wrap a draw; with several chunks, watch whether it advances the caller's random
+        states."""
         if not self._has_several:
             yield
             return
@@ -242,8 +243,8 @@ class StepData:
         if place < self._last_moved:
             raise UsageError(
                 f"the data of chunk {chunk} are drawn from the training loop's own random states, "
-                "and not in Megatron's order, for another chunk drew first; draw them from "
-                "generators of their own, one a chunk"
+                "and not in Megatron's order, because another chunk drew first; draw them from "
+                "separate generators, one per chunk"
             )
         self._last_moved = place
         self._habits.order_matters = True
@@ -267,7 +268,7 @@ class _View:
 
 
 class CallersStates:
-    """The random states that a training loop may draw its data from, as they were at a time."""
+    """A snapshot of the random states that a training loop may draw its data from."""
 
     def __init__(self) -> None:
         self._torchs = [torch.get_rng_state()]
@@ -289,7 +290,7 @@ class CallersStates:
 
 
 def shared(given: Sequence[Any]) -> list[Any]:
-    """The objects that several chunks draw from."""
+    """The objects that more than one chunk draws from."""
     drawn_from = [each for each in given if each is not None and not isinstance(each, Sequence)]
     counts = Counter(map(id, drawn_from))
     return [each for each in drawn_from if counts[id(each)] > 1]
@@ -302,8 +303,8 @@ def is_iterator(given: Any) -> bool:
 
 def _raise_ended(number: int) -> NoReturn:
     raise UsageError(
-        f"the data iterator ended after {number} microbatches of this step; give it as many items "
-        "as the step takes"
+        f"the data iterator ended after {number} microbatches of this step; give it an item for "
+        "each microbatch"
     ) from None
 
 

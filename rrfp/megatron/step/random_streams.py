@@ -1,17 +1,17 @@
 """Random states by task, so that dropout does not depend on the order in which tasks run.
 
-Every forward has **streams** of its own for torch's default generators and for the named states of
-Megatron's tracker, seeded by the step, the stage and the microbatch. They are in force while the
-model runs. Data are always drawn under the **caller's** random states, which then move as under
-Megatron's own schedule; `rrfp.megatron.step.microbatch_data` says what else sees those.
+Every forward has its own **streams** for torch's default generators and for the named states of
+Megatron's tracker, seeded by the step, the stage and the microbatch. They are active while the
+model runs. Data are always drawn under the **caller's** random states, which thus advance as under
+Megatron's own schedule; `rrfp.megatron.step.microbatch_data` says what else uses those.
 
-A step's seeds come from the tracker's named states, which belong to the model alone; each moves on
-by one draw a training step, so that a checkpoint that saves them resumes with the same masks. The
-default generators take theirs from the state `data-parallel-rng`, which Megatron seeds as it seeds
-them, and which is alike on the ranks of a tensor-parallel group: the generators themselves may
-differ there, where one rank loads the data for all. A loop that never seeded the tracker has only
-the generators: a seed is then a digest of the generator's state, which moves on by one draw after a
-step in which a task drew from it.
+A step's seeds come from the tracker's named states, which belong to the model alone. Each advances
+by one draw per training step, so a checkpoint that saves them resumes with the same masks. Streams
+of the default generators are seeded from the state `data-parallel-rng`, which Megatron seeds like
+those generators, and which is equal on all ranks of a tensor-parallel group. The generators
+themselves may differ there, if one rank loads the data for all. If a loop never seeded the tracker,
+a seed is a digest of the generator's state, which advances by one draw after a step in which a task
+drew from it.
 """
 
 import hashlib
@@ -35,8 +35,8 @@ class RandomStreams:
     """The random streams of one rank's tasks."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the model's. Raises UsageError for a tracker of Transformer Engine or for
-        CUDA graphs, whose states are generators that a captured graph holds on to."""
+        """`device` is the model's. Raises UsageError for trackers of Transformer Engine and of CUDA
+        graphs, whose states are generators that a captured graph refers to."""
         if is_graph_safe_cuda_rng_tracker(get_cuda_rng_tracker()):
             raise UsageError(
                 f"the random states of {type(get_cuda_rng_tracker()).__name__} cannot be set for "
@@ -54,8 +54,8 @@ class RandomStreams:
         self._watches_draws = False
 
     def start_step(self, *, advances: bool = True) -> None:
-        """Choose this step's seeds. An evaluation advances no state, so that training does not
-        depend on it."""
+        """Choose this step's seeds. An evaluation does not advance any state, so that training does
+        not depend on it."""
         self._named_seeds = {}
         states = {}
         for name, state in _named_states().items():
@@ -73,13 +73,13 @@ class RandomStreams:
         self._to_advance.clear()
 
     def finish_step(self) -> None:
-        """Move on the default generators that only their own states seed."""
+        """Advance the default generators whose streams are seeded by their own states."""
         for name in self._to_advance:
             _draw(self._defaults[name])
 
     @contextmanager
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
-        """The streams of a task; the caller's states are in force until the task puts them in."""
+        """The streams of a task; the caller's states stay active until the task switches."""
         named = {}
         for name, seed in self._named_seeds.items():
             self._scratch.manual_seed(_task_seed(seed, name, stage, microbatch))
@@ -96,7 +96,7 @@ class RandomStreams:
 
 
 class TaskStreams:
-    """The random streams of one task: in force inside, put aside outside."""
+    """The random streams of one task, which it can switch in and out."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class TaskStreams:
         named: Mapping[str, torch.Tensor],
     ) -> None:
         self._generators = generators
-        # Of whichever is not in force, the task's or the caller's.
+        # The states that are not active: the task's or the caller's.
         self._defaults = dict(defaults)
         self._named = dict(named)
         self._is_in_force = False
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Draw from the task's streams, which go on where they were left."""
+        """Draw from the task's streams, which continue where they were left."""
         with self._switched(is_in_force=True):
             yield
 
@@ -124,7 +124,7 @@ class TaskStreams:
 
     @contextmanager
     def inside_calls_of(self, model: Any) -> Iterator[None]:
-        """Draw from the task's streams whenever the model is called, whole or by what it wraps."""
+        """Draw from the task's streams whenever the model, or a module it wraps, is called."""
         calls: list[ExitStack] = []
 
         def enter(*_: object) -> None:
@@ -136,7 +136,7 @@ class TaskStreams:
 
         with ExitStack() as hooks:
             while isinstance(model, torch.nn.Module):
-                # First in and last out, so that a user's own hooks draw as the model does.
+                # Outermost, so that a user's own hooks draw from the same streams as the model.
                 for handle in (
                     model.register_forward_pre_hook(enter, prepend=True),
                     model.register_forward_hook(leave, always_call=True),
@@ -150,7 +150,7 @@ class TaskStreams:
                     leave()
 
     def moved_from(self, defaults: Mapping[str, torch.Tensor]) -> set[str]:
-        """The default streams that are not in these states any more; asked outside."""
+        """The default streams that are no longer in these states; call while they are inactive."""
         return {name for name, state in defaults.items() if not state.equal(self._defaults[name])}
 
     @contextmanager
@@ -181,7 +181,7 @@ def _named_states() -> dict[str, torch.Tensor]:
 
 
 def _set_named_states(states: dict[str, torch.Tensor]) -> None:
-    # A tracker that is given states, even none, takes itself for initialized.
+    # A tracker that is given states, even an empty dict, considers itself initialised.
     if states:
         get_cuda_rng_tracker().set_states(states)
 
@@ -196,7 +196,7 @@ def _digest(generator: torch.Generator) -> int:
 
 
 def _task_seed(seed: int, name: str, stage: int, microbatch: int) -> int:
-    # By name, for Megatron starts several states from one seed.
+    # Includes the name, because Megatron starts several states from one seed.
     return _hashed(f"{seed} {name} {stage} {microbatch}".encode())
 
 

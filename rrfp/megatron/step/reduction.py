@@ -1,9 +1,10 @@
 """When the data-parallel reduction of a step's gradients starts, chunk by chunk.
 
-Replicas must start their reductions in one order, though each of them runs its tasks in its own.
-The order is that of the chunks from the largest down, in which backwards end; a chunk's reduction
-starts once its gradients are complete and the larger chunks' have started. Where replicas run their
-backwards alike, Megatron's hooks may start it inside a chunk's last backward, bucket by bucket.
+All replicas must start their reductions in the same order, though each runs its tasks in its own.
+That order is from the largest chunk down, in which backwards end. A chunk's reduction starts once
+its gradients are complete and the larger chunks' reductions have started. If replicas run their
+backwards in the same order, Megatron's hooks may start it inside a chunk's last backward, bucket by
+bucket.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +25,17 @@ class Reduction:
         follows_hooks: bool,
         starts_early: bool,
     ) -> None:
-        """`follows_hooks` says that replicas run their backwards alike, so that Megatron's hooks
-        may start reductions; without `starts_early` all of them wait for `finish`. Every replica
-        must choose the same."""
+        """`follows_hooks` says that replicas run their backwards in the same order, so that
+        Megatron's hooks may start reductions. Without `starts_early` all reductions wait for
+        `finish`. Every replica must choose the same."""
         self._models = models
         no_sync = config.no_sync_func or nullcontext
         self._no_sync: Sequence[Callable[[], AbstractContextManager[Any]]] = (
             no_sync if isinstance(no_sync, list) else [no_sync]
         )
         self._grad_sync = each(config.grad_sync_func, len(models))
-        # As Megatron has it (schedules.py): a function of the user's goes before the hooks, but
-        # for the first rank of a pipeline of one chunk a rank, whose backward ends last.
+        # As in Megatron's schedules.py: a user's function takes precedence over the hooks, except
+        # on the first rank of a pipeline with one chunk per rank, whose backward ends last.
         self._follows_hooks = (
             follows_hooks
             and starts_early
@@ -48,26 +49,26 @@ class Reduction:
         self._hold()
 
     def around_last_backward(self, chunk: int) -> AbstractContextManager[None]:
-        """Run inside the backward that completes a chunk's gradients: Megatron's hooks may start
-        the reduction there."""
+        """Wrap the backward that completes a chunk's gradients: Megatron's hooks may start the
+        reduction there."""
         if not self._follows_hooks:
             return nullcontext()
         self._started.add(chunk)
         return self._released()
 
     def complete(self, chunk: int) -> None:
-        """All gradients of the chunk are in."""
+        """All gradients of the chunk are complete."""
         self._complete.add(chunk)
         if self._starts_early:
             self._start_due()
 
     def finish(self) -> None:
-        """Start what has not started, after the step's last task."""
+        """Start all reductions that have not started, after the step's last task."""
         self._start_due()
         self._held.close()
 
     def abandon(self) -> None:
-        """Hold nothing back any more, and start nothing."""
+        """Stop holding reductions back, without starting any."""
         self._held.close()
 
     def _start_due(self) -> None:
@@ -82,7 +83,7 @@ class Reduction:
             with self._released():
                 self._grad_sync[chunk](model.parameters())
         elif _reduces_early(model):
-            # As its hooks do; its own `start_grad_sync` would forget about the flag.
+            # As Megatron's hooks do; `start_grad_sync` itself would ignore the flag.
             for buckets in model.bucket_groups + model.expert_parallel_bucket_groups:
                 buckets.start_grad_sync(force_all_reduce=model.force_all_reduce)
 
@@ -100,7 +101,7 @@ class Reduction:
 
 
 def each(function: Any, num_chunks: int) -> list[Any] | None:
-    """A chunk's function for each chunk, of what Megatron takes bare or in a list."""
+    """The function for each chunk; Megatron takes it bare or in a list."""
     if function is None or isinstance(function, list):
         return function
     return [function] * num_chunks

@@ -1,9 +1,8 @@
 """A rank's part of one step on a Megatron model: what F, B and W do on each of its chunks.
 
-Megatron's own `forward_step` and `backward_step` do the work, so that loss scaling, gradient
-scaling and deallocation are theirs; around them stands what running out of order needs: data and
-random streams of its own for every microbatch, weight gradients kept apart, and gradients and
-losses in microbatch order.
+Megatron's own `forward_step` and `backward_step` do the work, loss scaling, gradient scaling and
+deallocation included. This adds what running out of order needs: separate data and random streams
+for every microbatch, separate weight gradients, and gradients and losses in microbatch order.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +34,12 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepArguments:
-    """What Megatron's training loop passes to its schedule, as far as the tasks need it."""
+    """The arguments of Megatron's training loop to its schedule that tasks need."""
 
     forward_step_func: Callable[..., Any]
     data: StepData
     order: Sequence[int]
-    """The number of the item, as the data have them, that each microbatch is."""
+    """By microbatch: the number of its item in the data's own order."""
     num_microbatches: int
     forward_only: bool
     collect_non_loss_data: bool
@@ -64,7 +63,7 @@ class RankStep:
         follows_hooks: bool,
     ) -> None:
         """`shape` and `rank` say which stages the chunks are. `follows_hooks` says that replicas
-        run their backwards alike (`Reduction`)."""
+        run their backwards in the same order (`Reduction`)."""
         self._shape = shape
         self._arguments = arguments
         self._streams = streams
@@ -75,7 +74,7 @@ class RankStep:
             for chunk, model in enumerate(models)
         ]
         self.num_tokens = torch.zeros([], dtype=torch.int, device=streams.device)
-        """What the loss function counted; 0 but on the last stage."""
+        """Tokens that the loss function counted; 0 except on the last stage."""
         self._streams.start_step(advances=is_training)
         self._reduction = None
         if is_training:
@@ -85,7 +84,7 @@ class RankStep:
                 config,
                 is_first_rank=rank == 0,
                 follows_hooks=follows_hooks,
-                # Deferred embedding gradients come after the last task.
+                # Deferred embedding gradients are computed after the last task.
                 starts_early=not config.defer_embedding_wgrad_compute,
             )
 
@@ -118,18 +117,18 @@ class RankStep:
         return outputs
 
     def forward_data(self) -> list[Any]:
-        """What the loss function gave, in microbatch order (empty but on the last stage)."""
+        """What the loss function returned, in microbatch order (empty except on the last stage)."""
         by_microbatch = sorted(self._chunks[-1].reduced.items())
         return [item for _, items in by_microbatch for item in items]
 
     def abandon(self) -> None:
-        """Leave what the step has entered, when a task has failed."""
+        """Leave the contexts that the step has entered, after a task has failed."""
         if self._reduction is not None:
             self._reduction.abandon()
 
     def finish(self) -> None:
-        """Start the gradient reductions that no task has started, and leave the losses for the
-        log where Megatron looks for them."""
+        """Start the remaining gradient reductions, and put the losses for the log where Megatron
+        looks for them."""
         self._tracked.finish()
         self._streams.finish_step()
         if self._reduction is not None:
@@ -153,7 +152,7 @@ class ChunkStep:
         self.model = model
         self._config = config
         self._arguments = arguments
-        # Megatron passes it where a rank has several chunks, and checks it against the model's.
+        # Megatron passes it if a rank has several chunks, and checks it against the model's.
         self._vp_stage = chunk if shape.num_chunks > 1 else None
         stage = shape.stage_of(rank, chunk)
         self._is_first_stage = stage == 0
@@ -169,15 +168,15 @@ class ChunkStep:
             if shape.splits_backward
             else None
         )
-        # What a forward keeps for its backward: its input and output tensors.
+        # What a forward keeps for its backward: input and output tensors.
         self._kept: dict[int, tuple[list[torch.Tensor | None], list[torch.Tensor]]] = {}
         self._num_left = dict.fromkeys(shape.kinds, shape.num_microbatches)
         self.reduced: dict[int, list[Any]] = {}
-        """By microbatch, what the loss function gave (empty but on the last stage)."""
+        """By microbatch: what the loss function returned (empty except on the last stage)."""
 
     def forward(self, microbatch: int, inputs: Tensors, data: Any) -> tuple[Tensors, torch.Tensor]:
-        """The outputs for the next stage, and the number of tokens that the loss counted. `data`
-        is what the forward step draws from."""
+        """Returns the outputs for the next stage, and the number of tokens that the loss counted.
+        The forward step draws from `data`."""
         arguments, config = self._arguments, self._config
         input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
         for tensor in input_tensors:
@@ -208,7 +207,7 @@ class ChunkStep:
             sent: Tensors = ()
         else:
             if config.deallocate_pipeline_outputs:
-                # It empties the tensor in place, which the base of a view would not notice.
+                # It empties the tensor in place, which would not affect the base of a view.
                 outputs[0] = make_viewless_tensor(
                     outputs[0], requires_grad=outputs[0].requires_grad, keep_graph=True
                 )
@@ -220,17 +219,17 @@ class ChunkStep:
         return sent, num_tokens
 
     def is_completed_by_backward(self, microbatch: int) -> bool:
-        """Whether this backward, run now, is the last to change the chunk's gradients."""
+        """Whether this backward, if run now, is the last to change the chunk's gradients."""
         return self._deferred is None and self._gradients.completes(microbatch)
 
     def backward(self, microbatch: int, gradients: Tensors) -> Tensors:
-        """The gradients for the stage before; those of the parameters are added up here, but for
-        the ones that W computes."""
+        """Returns the gradients for the stage before, and adds those of the parameters, except the
+        ones that W computes."""
         self._num_left[Kind.B] -= 1
         input_tensors, outputs = self._kept.pop(microbatch)
         with self._deferring(microbatch), self._gradients.adding(microbatch):
             if gradients and gradients[0] is None:
-                # The next stage did not use this output. Megatron would read None as the loss's.
+                # The next stage did not use this output. Megatron would take None for the loss's.
                 input_gradients = [None] * len(input_tensors)
             else:
                 input_gradients = backward_step(
@@ -243,7 +242,7 @@ class ChunkStep:
         return () if self._is_first_stage else tuple(input_gradients)
 
     def weight_gradient(self, microbatch: int) -> None:
-        """Add up the gradients that the microbatch's B left out."""
+        """Add the gradients that the microbatch's B left out."""
         assert self._deferred is not None
         self._num_left[Kind.W] -= 1
         self._deferred.run(microbatch)
@@ -257,11 +256,11 @@ class ChunkStep:
 
 
 def _gather_parameters(models: Sequence[Any], config: Any) -> None:
-    """Start the gathering of the parameters that the distributed optimizer has spread, in one order
-    on every replica. Megatron starts it somewhat ahead of each chunk's first forward; which that
-    is cannot be known here."""
+    """Start gathering the parameters that the distributed optimizer has sharded, in the same order
+    on every replica. Megatron starts it shortly before each chunk's first forward, but here that
+    time is not known in advance."""
     functions = each(config.param_sync_func, len(models))
-    # As Megatron has it: with one chunk the first forward starts it.
+    # As in Megatron: with one chunk the first forward starts it.
     if functions is not None and len(models) > 1:
         for function, model in zip(functions, models, strict=True):
             function(model.parameters())

@@ -1,10 +1,10 @@
-"""What a model's forward leaves behind besides its output, and what becomes of it out of order.
+"""State that a model's forward leaves behind besides its output, when tasks run out of order.
 
-- Losses for the log (of experts' balance, of multi-token prediction, of sparse attention) are added
-  up over the microbatches by Megatron: here in microbatch order, the same to the bit.
-- The tokens that a router counts for its experts' biases are whole numbers, whose sum is exact
-  in any order (up to 2**24 of them), and the largest attention logit is a maximum.
-- What a later microbatch reads from an earlier one is refused.
+- Losses for the log (experts' balance, multi-token prediction, sparse attention), which Megatron
+  sums over microbatches, are summed in microbatch order here, the same to the bit.
+- The token counts of a router for its experts' biases are whole numbers, whose sum is exact in any
+  order (up to 2**24), and the largest attention logit is a maximum. Neither needs anything.
+- Models in which a later microbatch reads state of an earlier one are refused.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,19 +25,19 @@ _TRACKERS: tuple[tuple[Any, str], ...] = (
     (MTPLossLoggingHelper, "tracker"),
     (DSAIndexerLossLoggingHelper, "tracker"),
 )
-"""Where Megatron adds losses up: dicts with a vector of `values` by layer, and the process groups
-to reduce it in. The first holds one such dict a loss, by name."""
+"""Where Megatron sums losses: dicts with a vector of `values` by layer, and the process groups to
+reduce it in. The first holds one such dict per loss, by name."""
 
 
 class TrackedLosses:
-    """The losses that one step's tasks on this rank leave for the log."""
+    """The losses for the log from one step's tasks on this rank."""
 
     def __init__(self) -> None:
         self._apart: list[tuple[int, list[dict[str, Any]]]] = []
 
     @contextmanager
     def task(self, microbatch: int) -> Iterator[None]:
-        """Run this microbatch's forward inside, and its backward, which may run forwards again."""
+        """Wrap this microbatch's forward, and its backward, which may recompute forwards."""
         totals = [getattr(owner, name) for owner, name in _TRACKERS]
         apart: list[dict[str, Any]] = [{} for _ in _TRACKERS]
         _install(apart)
@@ -49,7 +49,7 @@ class TrackedLosses:
             self._apart.append((microbatch, apart))
 
     def finish(self) -> None:
-        """Add what the step's tasks left to Megatron's trackers, in microbatch order."""
+        """Add the step's losses to Megatron's trackers, in microbatch order."""
         for _, apart in sorted(self._apart, key=lambda left: left[0]):
             for (owner, name), tracker in zip(_TRACKERS, apart, strict=True):
                 _add(getattr(owner, name), tracker)
@@ -72,9 +72,9 @@ def _add(total: dict[str, Any], apart: dict[str, Any]) -> None:
 
 
 def refuse_stateful(chunks: Iterable[torch.nn.Module], config: Any) -> None:
-    """Raise UsageError, before the first task, for a model in which one microbatch's forward reads
-    what another's has left: its result would follow the order of the tasks."""
-    # A plain ModelParallelConfig has neither.
+    """Raise UsageError, before the first task, for a model in which a microbatch's forward reads
+    state from another's, because the result would depend on the order of tasks."""
+    # A plain ModelParallelConfig has neither attribute.
     recipe = getattr(config, "fp8_recipe", None) if getattr(config, "fp8", None) else None
     if recipe in ("delayed", "custom"):
         raise UsageError(
@@ -99,4 +99,4 @@ _STATEFUL = {
     ),
     "router_replay": ("the routes that it records", "switch moe_enable_routing_replay off"),
 }
-"""What a module that carries such an attribute cannot do, and the way out."""
+"""By attribute of a module: what depends on the order of tasks, and what to do about it."""

@@ -1,12 +1,13 @@
-"""Weight gradients as tasks of their own: a backward gives input gradients, and these come later.
+"""Weight gradients as separate tasks: a backward computes input gradients, and these come later.
 
-Inside a task, a function of ours takes the place of the one in which Megatron's parallel linear
-layers compute. Its backward gives the gradients of the input and the bias, and stores what the
-weight's product needs. The weight is no input of it to autograd, so that the hooks of
-DistributedDataParallel do not fire. Layers of Transformer Engine store their products themselves,
-in a queue a layer; ours empties it after each backward, so that microbatches keep apart.
+Inside a task, our own autograd function replaces the one of Megatron's parallel linear layers. Its
+backward computes the gradients of the input and the bias, and stores the operands of the weight's
+product. Autograd does not see the weight as an input, so the hooks of DistributedDataParallel do
+not fire. Layers of Transformer Engine store their products themselves, in a queue per layer; we
+empty it after each backward, to keep microbatches separate.
 
-What is not such a layer's own weight (embeddings, norms, biases, routers) stays with the backward.
+Parameters other than the weights of such layers (embeddings, norms, biases, routers) stay with the
+backward.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,14 +22,14 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from rrfp.megatron.step.gradients import Gradient, GradientSum, add_gradient
 
 _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
-"""The name under which Megatron's linear layers look their function up, in `layers`."""
+"""The name in `layers` under which Megatron's linear layers look up their function."""
 
 
 def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters of a model chunk whose gradients can come after the backward, in its order.
+    """The parameters of a model chunk whose gradients can come after the backward, in model order.
 
-    Left out are weights that an embedding shares, frozen ones, those whose gradients Megatron
-    defers itself (`defer_embedding_wgrad_compute`), and those of Megatron-FSDP.
+    Excludes weights shared with an embedding, frozen ones, those whose gradients Megatron itself
+    defers (`defer_embedding_wgrad_compute`), and those of Megatron-FSDP.
     """
     owners: dict[torch.nn.Parameter, list[torch.nn.Module]] = {}
     for module in chunk.modules():
@@ -45,9 +46,9 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
     if _has_store(module):
-        # Transformer Engine tags what its `backward_dw` computes.
+        # Transformer Engine tags weights whose gradients its `backward_dw` computes.
         return getattr(parameter, "skip_backward_post_hook", False)
-    # An output layer that shares the embedding's weight on its own stage has none itself.
+    # An output layer that shares the embedding's weight on the same stage has no weight itself.
     return (
         isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
         and parameter is module.weight
@@ -64,7 +65,7 @@ class DeferredWeightGradients:
     """The weight gradients of one model chunk in one step, by microbatch."""
 
     def __init__(self, chunk: torch.nn.Module, gradients: GradientSum) -> None:
-        """`gradients` sums those of `deferrable_weights(chunk)`."""
+        """`gradients` sums the gradients of `deferrable_weights(chunk)`."""
         self._gradients = gradients
         self._weights = frozenset(deferrable_weights(chunk))
         self._queued: list[Any] = [
@@ -74,7 +75,7 @@ class DeferredWeightGradients:
 
     @contextmanager
     def task(self, microbatch: int) -> Iterator[None]:
-        """Run this microbatch's forward inside, and its backward, which may run forwards again."""
+        """Wrap this microbatch's forward, and its backward, which may recompute forwards."""
         products = self._products.setdefault(microbatch, [])
         native = getattr(layers, _FUNCTION)
         setattr(layers, _FUNCTION, _Deferring(native, self._weights, products))
@@ -91,8 +92,9 @@ class DeferredWeightGradients:
     def run(self, microbatch: int) -> None:
         """Compute this microbatch's weight gradients and add them.
 
-        Under sequence parallelism this gathers inputs again: a collective. DistributedDataParallel
-        is not told that the gradients are there; who reduces them must know.
+        Under sequence parallelism this gathers inputs again, in a collective.
+        DistributedDataParallel is not notified of the gradients; the caller must start their
+        reduction.
         """
         products = self._products.pop(microbatch)
         with torch.no_grad():
@@ -103,28 +105,28 @@ class DeferredWeightGradients:
                         add_gradient(parameter, gradient)
             else:
                 self._gradients.add(microbatch, gradients)
-        # The contexts of a graph hold this list. Where a layer of Transformer Engine has stored an
-        # input with its graph, that is a circle, and Python's collector does not see into graphs.
+        # The contexts of a graph hold this list. If a layer of Transformer Engine has stored an
+        # input with its graph, that is a cycle, which Python's collector cannot see.
         products.clear()
 
 
 class _Product(Protocol):
-    """Weight gradients that are still to be computed."""
+    """Weight gradients that have yet to be computed."""
 
     @property
     def weights(self) -> Sequence[torch.nn.Parameter]: ...
 
     @property
     def adds_in_place(self) -> bool:
-        """Whether a fused kernel adds it to `main_grad`."""
+        """Whether a fused kernel adds them to `main_grad`."""
 
     def gradients(self) -> Iterator[Gradient]:
-        """Compute them; what is added in place is not given."""
+        """Compute them; yields those that are not added in place."""
 
 
 def _gradients(products: Iterable[_Product]) -> Iterator[Gradient]:
-    """One gradient a parameter, each computed as it is drawn: those of a parameter that is used
-    several times are added up first, as autograd does."""
+    """One gradient per parameter, computed on demand. Gradients of a parameter that is used several
+    times are summed first, as in autograd."""
     by_weights: dict[tuple[torch.nn.Parameter, ...], list[_Product]] = {}
     for product in products:
         by_weights.setdefault(tuple(product.weights), []).append(product)
@@ -139,7 +141,7 @@ def _gradients(products: Iterable[_Product]) -> Iterator[Gradient]:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One use of a linear layer, as Megatron calls its function."""
+    """One use of a linear layer: the arguments of Megatron's function."""
 
     weight: torch.nn.Parameter
     fuses_accumulation: bool
@@ -148,7 +150,7 @@ class _Linear:
     tp_group: Any
 
     def whole(self, input_: torch.Tensor) -> torch.Tensor:
-        """The input of all the ranks that share the sequence, valid until the next call."""
+        """The input of all ranks that share the sequence, valid until the next call."""
         if not self.sequence_parallel:
             return input_
         shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
@@ -192,7 +194,7 @@ class _LinearProduct:
 
 @dataclass(frozen=True, slots=True)
 class _QueuedProducts:
-    """What one layer of Transformer Engine stored in one backward."""
+    """The products that one layer of Transformer Engine stored in one backward."""
 
     module: Any
     items: list[Any]
@@ -210,14 +212,14 @@ class _QueuedProducts:
         return getattr(self.module, "fuse_wgrad_accumulation", False)
 
     def gradients(self) -> Iterator[Gradient]:
-        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel;
-        # the sum and the word that it is complete are ours.
+        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel; we
+        # sum gradients and report their completion ourselves.
         module, queue = self.module, self.module.wgrad_store.context
         hooks, module.wgrad_accumulation_and_reduce_hooks = (
             module.wgrad_accumulation_and_reduce_hooks,
             [],
         )
-        # With `main_grad`, what a fused backward leaves in `.grad` only stands for it.
+        # With `main_grad`, a fused backward leaves only a placeholder in `.grad`.
         kept = [None if hasattr(weight, "main_grad") else weight.grad for weight in self.weights]
         for weight in self.weights:
             weight.grad = None
@@ -238,7 +240,7 @@ class _QueuedProducts:
 
 @dataclass(frozen=True, slots=True)
 class _Deferring:
-    """Stands for Megatron's function in one task."""
+    """Replaces Megatron's function in one task."""
 
     native: Any
     weights: frozenset[torch.nn.Parameter]
@@ -271,7 +273,7 @@ class _Deferring:
         linear = _Linear(
             weight, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group
         )
-        # Without an input to differentiate, autograd would leave the backward out.
+        # Without an input that requires a gradient, autograd would skip the backward.
         anchor = None if input_.requires_grad else input_.new_empty(0).requires_grad_()
         output: torch.Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
             input_, anchor, bias, linear, self.products
@@ -306,8 +308,8 @@ class _InputGradient(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None]:
         (input_,) = ctx.saved_tensors
         linear: _Linear = ctx.linear
-        # The product needs their values only. The input has its graph, and so has the gradient that
-        # Megatron's cross entropy gives, which it has saved; they would live on until W.
+        # The product needs only their values. The input has a graph, and so has the gradient from
+        # Megatron's cross entropy, which saves it; both graphs would stay alive until W.
         ctx.products.append(_LinearProduct(linear, input_.detach(), output_gradient.detach()))
         gradient = output_gradient.matmul(linear.weight)
         if linear.reduces_input_gradient:

@@ -79,8 +79,8 @@ class ByteCorpus:
 class IndexedCorpus:
     """A Megatron .bin/.idx pair, memory-mapped by Megatron-Core's own reader.
 
-    A document is one or several sequences, as the index says. Opening a pair reads every token once,
-    to find the vocabulary.
+    A document is one or several sequences, as the index says. Opening a pair reads every token
+    once, to find the vocabulary.
     """
 
     def __init__(self, prefix: Path) -> None:

@@ -91,7 +91,8 @@ class PictureFolder:
                 image = _in_colours(ImageOps.exif_transpose(opened))
             except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
-                    f"{line.place}: the image {line.image} is damaged ({error}); repair or remove it"
+                    f"{line.place}: the image {line.image} is damaged ({error}); replace or remove "
+                    "it"
                 ) from None
         scale = min(1.0, self._image_size / max(image.size))
         # At least one patch, even of a very long and thin image.

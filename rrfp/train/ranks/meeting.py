@@ -38,8 +38,8 @@ _DIGITS = 12
 
 @contextmanager
 def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str]]:
-    """Wait until all hosts of the run are there, check that their settings agree, and keep the store
-    open. Yields the variables that tell this host's ranks where the store is.
+    """Wait until all hosts of the run are there, check that their settings agree, and keep the
+    store open. Yields the variables that tell this host's ranks where the store is.
 
     If the block succeeds, the hosts wait for each other to finish, for a while. Raises RrfpError
     naming a host that did not come in time, and UsageError if the endpoint is not an address of
@@ -96,9 +96,9 @@ class _Meeting:
             store.set(_parting_key(self._settings.run.node_rank), "")
 
     def await_parting(self, store: Store) -> None:
-        """Wait until all have left, for a while. Host 0 keeps the store until then, because ranks of
-        other hosts may still be in their last step. The others wait for the store to close, or they
-        might mistake it for that of the next meeting (a race launches ranks several times)."""
+        """Wait until all have left, for a while. Host 0 keeps the store until then, because ranks
+        of other hosts may still be in their last step. The others wait for the store to close, or
+        they might mistake it for that of the next meeting (a race launches ranks several times)."""
         deadline_s = time.monotonic() + _PARTING_S
         others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
         is_host_0 = self._settings.run.node_rank == 0
