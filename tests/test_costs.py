@@ -397,7 +397,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | 
 def test_a_pipe_is_not_waited_for(tmp_path: Path, drawn: str, name: str) -> None:
     path = tmp_path / name
     os.mkfifo(path)
-    with pytest.raises(UsageError, match=f"cannot read the costs {path}: it is no regular file"):
+    with pytest.raises(UsageError, match=f"cannot read the costs {path}: it is not a regular file"):
         resolve_costs(f"{drawn}{path}")
 
 

@@ -7,8 +7,9 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from rrfp.analyze import cache, parquet, structural
+from rrfp.analyze import cache, parquet
 from rrfp.analyze import frames as module
+from rrfp.analyze import structural_steps as structural
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.cache import CachedTrace, load_frames
 from rrfp.analyze.deviations import deviations
@@ -106,7 +107,7 @@ def test_a_second_look_reads_no_trace(trace: Path, monkeypatch: pytest.MonkeyPat
     first = load_frames(trace)
     shares = CachedTrace(trace).structural()
     monkeypatch.setattr(perfetto_reader, "TraceReader", None)
-    monkeypatch.setattr("rrfp.analyze.structural.structural_of", None)
+    monkeypatch.setattr("rrfp.analyze.structural_steps.structural_of", None)
     _assert_same(load_frames(trace), first)
     assert CachedTrace(trace).structural() == shares
 

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles
 from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.structural import structural_of
+from rrfp.analyze.structural_steps import structural_of
 from rrfp.errors import UsageError
 from rrfp.interchange.files import import_run
 from rrfp.megatron.native import trace as native_trace

@@ -63,7 +63,7 @@ class CachedTrace:
             shares, why = json.loads(path.read_bytes())
             return shares, why
         # The simulator is slow to import, and a trace needs it once.
-        from rrfp.analyze.structural import structural_of
+        from rrfp.analyze.structural_steps import structural_of
 
         try:
             frames = choose(self.frames(), steps)

@@ -199,7 +199,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
 
 def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
     texts = {**flags, **own}
-    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches a step")):
+    for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
             raise UsageError(f"--{name} is missing; say how many {what}, as in --{name} 8")
     values = {name: SETTINGS[name](name, text) for name, text in texts.items()}

@@ -332,19 +332,20 @@ class ForwardBackward:
         )
         if links.pipeline is None:
             assert opening is not None
-            if self._recorded is None:
-                self._recorded, links.record = links, self._record
+            record = self._record if self._recorded is None else links.record
             links.pipeline = Pipeline(
                 self._settings,
                 place,
                 shape,
-                links.record,
+                record,
                 default_store(),
                 opening,
                 device,
                 num_credits=num_credits,
                 delays=self._delays,
             )
+            if self._recorded is None:
+                self._recorded, links.record = links, record
         else:
             links.pipeline.grant(num_credits)
         return links.pipeline

@@ -49,7 +49,7 @@ def megatrons_own(asker: str) -> Callable[..., Any]:
             next_step = f"switch that patch off, or leave out {asker}"
         raise UsageError(f"{described(foreign)} {does} Megatron's {_NAME} in {where}; {next_step}")
     if ours is not None:
-        first = "trace_native()" if home_of(ours).endswith(".native_trace") else "install()"
+        first = "trace_native()" if home_of(ours) == "rrfp.megatron.native.trace" else "install()"
         raise UsageError(
             f"{first} has replaced Megatron's schedule in this process already; call either "
             "install() or trace_native(), and only once"

@@ -23,7 +23,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import weights_ns
 from rrfp.simulate.costs.table import PRESETS as COST_PRESETS
 from rrfp.trace.description import versions
-from rrfp.train.groups import ModelKind
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 _PRESET_MS = 20.0

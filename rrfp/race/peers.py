@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.train.groups import ModelKind
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 

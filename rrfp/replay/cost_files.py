@@ -71,7 +71,9 @@ def _recorded_trace(text: str) -> Path | None:
     # A pipe might never get a writer, and reading it would hang.
     mode = _mode(path)
     if mode and not (S_ISREG(mode) or S_ISDIR(mode)):
-        raise UsageError(f"cannot read the costs {path}: it is not a regular file; choose another one")
+        raise UsageError(
+            f"cannot read the costs {path}: it is not a regular file; choose another one"
+        )
     is_recorded = text.startswith(DRAWN) or path.suffix == ".pftrace" or S_ISDIR(mode)
     # An empty path would mean the working directory.
     if not rest or not is_recorded:

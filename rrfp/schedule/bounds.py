@@ -85,10 +85,10 @@ class Bounds:
             return True
         if self.drains:
             return number == self.next_to_drain()
-        chunk = number // self._num_microbatches
-        return chunk >= min(self.first_open_chunk, self._num_chunks)
+        lane = number // self._num_microbatches
+        return lane >= self.first_open_chunk
 
     @property
     def cause(self) -> Cause:
-        """The cause of a wait while forwards are withheld."""
+        """The cause of a wait for what is withheld."""
         return Cause.LIMIT if self.hold is None else Cause.HOLD

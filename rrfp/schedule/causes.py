@@ -13,7 +13,7 @@ class Cause(StrEnum):
     BACKWARD_INPUT = "backward_input"
     """Nothing is ready; the hint's best unfinished task waits for a gradient."""
     LIMIT = "limit"
-    """A forward was here and the limit on D withheld it."""
+    """A task was here and the limit on D withheld it."""
     HOLD = "hold"
     """A forward was here and the bound on held activations withheld it."""
     COORDINATION = "coordination"

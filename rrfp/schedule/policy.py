@@ -61,13 +61,14 @@ class Policy:
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; keep the "
                 "hold, which is exact, or the limit"
             )
-        for name, bound in (("limit", self.limit), ("hold", self.hold)):
-            if bound is not None and (type(bound) not in (int, Fraction) or bound < 1):
-                raise UsageError(f"the {name} is {bound!r}; it must be a whole number, at least 1")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
+            raise UsageError(f"the limit is {self.limit!r}; it must be a whole number, at least 1")
+        if self.hold is not None and (type(self.hold) not in (int, Fraction) or self.hold < 1):
+            raise UsageError(f"the hold is {self.hold!r}; it must be a whole number, at least 1")
         if self.w is WeightGradients.RANKED and not self.hint.ranks_weight_gradients:
             raise UsageError(
-                f"--w ranked needs an order that ranks the weight gradients and {self.hint.name} "
-                "ranks none; leave --w out or choose an order such as zb-h1"
+                f"--w ranked needs an order that places the weight gradients, and {self.hint.name} "
+                "does not; leave --w out or choose an order such as zb-h1"
             )
         if self.dispatch is not Dispatch.READY:
             if self.agreement is not AgreementRule.INTERSECTION:
@@ -99,8 +100,14 @@ class Policy:
         return cls(hint, None, dispatch, limit, hold, w, agreement)
 
     def hold_slots(self, num_chunks: int) -> int | None:
-        """The hold in slots of one chunk and one microbatch, as the dispatcher counts it."""
-        return None if self.hold is None else int(self.hold * num_chunks)
+        """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
+        ValueError for a fraction that is no whole number of slots."""
+        if self.hold is None:
+            return None
+        slots = Fraction(self.hold) * num_chunks
+        if slots.denominator > 1:
+            raise ValueError(f"a hold of {self.hold} on {num_chunks} chunks is {slots} slots")
+        return int(slots)
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
         """How many messages of a step a link must be able to hold at once, so that a full link
@@ -127,7 +134,9 @@ class Policy:
             "hint": self.hint.name,
             "dispatch": str(self.dispatch),
             "limit": self.limit,
-            "hold": None if self.hold is None else int(self.hold),
+            "hold": self.hold
+            if self.hold is None or isinstance(self.hold, int)
+            else float(self.hold),
             "w": str(self.w),
             "agreement": str(self.agreement),
         }

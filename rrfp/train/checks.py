@@ -9,8 +9,8 @@ from rrfp.megatron.settings import GradOrder
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
-from rrfp.train.groups import (
-    NUM_EXPERTS_A_TOKEN,
+from rrfp.train.setting_groups import (
+    NUM_EXPERTS_PER_TOKEN,
     DataSettings,
     LayoutSettings,
     ModelKind,
@@ -21,9 +21,6 @@ from rrfp.train.settings import DECLARED, TrainSettings
 
 _DEVICES = ("cpu",)
 
-_MAX_MICROBATCHES = 2**16
-"""Far more than any pipeline can use; each costs every rank some memory."""
-
 _MAX_PORT = 2**16 - 1
 
 _MAX_RANKS_PER_CORE = 16
@@ -33,17 +30,14 @@ _PLAIN_DATA = DataSettings()
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Raise UsageError if these settings cannot run. Hint and data are checked elsewhere."""
+    """Raise UsageError if these settings cannot run. Whether the hint fits the shape, and the
+    data are there, is checked elsewhere."""
     for flag, value in settings.by_flag().items():
         DECLARED[flag].check(value)
-    _require(
-        settings.data.microbatches <= _MAX_MICROBATCHES,
-        f"--microbatches is {settings.data.microbatches}; it must be at most {_MAX_MICROBATCHES}",
-    )
     _check_device(settings.run.device)
     for is_so, sentence in _TOGETHER:
         _require(not is_so(settings), sentence.format(settings))
-    _ = settings.effective_policy
+    settings.check_policy()
     _check_layout(settings.layout, settings.model)
     _check_hosts(settings.layout.world_size, settings.run)
 
@@ -188,9 +182,9 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--model vlm has dense layers; leave --experts and --ep out",
     ),
     (
-        lambda s: s.model.num_experts is not None and s.model.num_experts < NUM_EXPERTS_A_TOKEN,
+        lambda s: s.model.num_experts is not None and s.model.num_experts < NUM_EXPERTS_PER_TOKEN,
         "--experts is {0.model.num_experts}; every token takes "
-        f"{NUM_EXPERTS_A_TOKEN}, so there must be at least as many",
+        f"{NUM_EXPERTS_PER_TOKEN}, so there must be at least as many",
     ),
     (
         lambda s: (

@@ -1,6 +1,7 @@
 """How a setting is declared: once, for the command line, for TOML files and for validation."""
 
 import math
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from rrfp.errors import UsageError
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.hints.hint import Hint
 
-_MOST_OF_A_FLOAT = 10**308
 """About the largest float."""
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
@@ -69,7 +69,7 @@ class Declared:
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """Convert a value given as text; any other value is returned as it is.
+        """Convert a hint, a path or a choice given as text; any other value is returned as it is.
 
         Raises UsageError for a text that is not one of the choices, and for an unknown hint.
         """
@@ -79,7 +79,7 @@ class Declared:
             return resolve_hint(value)
         if self.kind is Path:
             return Path(value)
-        if isinstance(self.kind, type) and issubclass(self.kind, StrEnum):
+        if _is_choice(self.kind):
             if value not in list(self.kind):
                 raise UsageError(
                     f"--{self.spelled} is '{value}'; it must be one of {', '.join(self.kind)}"
@@ -93,7 +93,7 @@ class Declared:
         if wanted is Path and isinstance(value, str):
             return Path(value)
         if wanted is float and type(value) is int:
-            return float(value) if abs(value) < _MOST_OF_A_FLOAT else math.inf
+            return float(value) if abs(value) < sys.float_info.max else math.inf
         if type(value) is not wanted:
             raise UsageError(
                 f"{path} sets {self.spelled} to {value!r}; it takes "

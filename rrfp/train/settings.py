@@ -17,7 +17,7 @@ from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.train.declared import Declared, declared_in
-from rrfp.train.groups import (
+from rrfp.train.setting_groups import (
     DataSettings,
     LayoutSettings,
     ModelKind,
@@ -87,6 +87,10 @@ class TrainSettings:
         return Policy.with_usual_limit(
             self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement
         )
+
+    def check_policy(self) -> None:
+        """Raise UsageError for parts of the policy that do not go together."""
+        _ = self.effective_policy
 
     @property
     def num_steps(self) -> int:

@@ -16,7 +16,7 @@ from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import figure, page
-from rrfp.analyze.structural import structural_shares
+from rrfp.analyze.structural_steps import structural_shares
 from rrfp.errors import UsageError
 from rrfp.trace.whole_file import open_whole
 

@@ -44,7 +44,7 @@ from rrfp.analyze.report.tables import (
     whatif_table,
 )
 from rrfp.analyze.settings import run_settings
-from rrfp.analyze.structural import structural_shares
+from rrfp.analyze.structural_steps import structural_shares
 from rrfp.analyze.units import tell
 from rrfp.errors import RrfpError
 from rrfp.trace.check import check_contents

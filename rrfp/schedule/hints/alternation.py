@@ -10,8 +10,8 @@ from rrfp.schedule.tasks import Kind
 
 @dataclass(frozen=True, slots=True)
 class Alternation:
-    """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk,
-    backwards the largest; within a chunk the smallest microbatch is best."""
+    """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk
+    (the largest if `deep`), backwards the largest; within a chunk the smallest microbatch wins."""
 
     name: str
     first: Kind

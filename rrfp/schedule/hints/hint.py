@@ -1,8 +1,8 @@
 """What a hint is: a non-binding ranking of ready tasks (paper section 5).
 
 A dispatcher asks its hint for two things: `keys` rank tasks among each other, and `rounds` say
-which kinds go first. To add a hint, write a class that has both, and add a line to
-`rrfp.schedule.hints.table`.
+which kinds go first. To add a hint, write a class with the members of `Hint`, and add a line to
+`HINTS` in `rrfp.schedule.hints.table`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from rrfp.schedule.tasks import Kind
 
 Tier = tuple[Kind, ...]
 """Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
-before it may run."""
-
+before it may run (`Dispatcher._best`)."""
 
 W_FILLS_IDLE_TIME: Tier = (Kind.W,)
-"""The last tier of a round: weight gradients run when nothing else may."""
+"""The last tier of a round: here it is decided that weight gradients fill idle time. They run when
+nothing else may, and alone while a rank drains."""
 
 
 class WeightGradients(StrEnum):

@@ -1,4 +1,4 @@
-"""Every named hint. A new one takes a line here."""
+"""Every named hint. A new one takes a line in `HINTS`."""
 
 from rrfp.errors import UsageError
 from rrfp.schedule.hints.alternation import ALTERNATIONS

@@ -4,7 +4,7 @@ from rrfp.train.data.batches import Data
 from rrfp.train.data.image_batches import ImageData
 from rrfp.train.data.sources import open_documents
 from rrfp.train.data.text_batches import TextData
-from rrfp.train.groups import ModelKind
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 

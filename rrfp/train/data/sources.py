@@ -5,7 +5,7 @@ from rrfp.train.data.corpus import count_samples, document_lengths
 from rrfp.train.data.documents import Documents
 from rrfp.train.data.picture_folder import PictureFolder
 from rrfp.train.data.scenes import Scenes
-from rrfp.train.groups import ModelKind
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 

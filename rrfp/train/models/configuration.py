@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rrfp.train.groups import NUM_EXPERTS_A_TOKEN, Dtype, ModelKind, Recompute
 from rrfp.train.ranks.parallel import virtual_pipeline_size
+from rrfp.train.setting_groups import NUM_EXPERTS_PER_TOKEN, Dtype, ModelKind, Recompute
 from rrfp.train.settings import TrainSettings
 
 _AUX_LOSS_COEFFICIENT = 1e-2
@@ -40,7 +40,7 @@ def transformer_config(settings: TrainSettings) -> Any:
         recompute_num_layers=1 if recomputes_layers else None,
         num_moe_experts=settings.model.num_experts,
         moe_ffn_hidden_size=4 * settings.model.hidden if has_experts else None,
-        moe_router_topk=NUM_EXPERTS_A_TOKEN,
+        moe_router_topk=NUM_EXPERTS_PER_TOKEN,
         moe_aux_loss_coeff=_AUX_LOSS_COEFFICIENT,
         # Megatron divides experts among tensor-parallel ranks only if they have no biases.
         add_bias_linear=not has_experts,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rrfp.train.data.batches import Batch
-from rrfp.train.groups import ModelKind
 from rrfp.train.models.parameters import finish_chunk
 from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 _VOCAB_MULTIPLE = 64

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rrfp.train.groups import ModelKind
 from rrfp.train.models.configuration import transformer_config
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import TrainSettings
 
 _CLIP_NORM = 1.0

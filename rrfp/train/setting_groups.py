@@ -19,7 +19,10 @@ from rrfp.train.declared import AT_LEAST_1, Must, setting
 
 _MAX_SEED = 2**32 - 1
 
-NUM_EXPERTS_A_TOKEN = 2
+_MAX_MICROBATCHES = 2**16
+"""Far more than any pipeline can use; each costs a rank some memory for its tasks."""
+
+NUM_EXPERTS_PER_TOKEN = 2
 """Experts of a layer that each token passes through: Megatron's default."""
 
 _NUM_EXPERTS = 4
@@ -152,7 +155,8 @@ class ModelSettings:
     heads: int = setting(4, "Attention heads, a multiple of --tp", must=AT_LEAST_1)
     experts: int | None = setting(
         None,
-        "Experts per layer, of which a token takes 2 [moe: 4; else dense layers].",
+        f"Experts per layer, of which a token takes {NUM_EXPERTS_PER_TOKEN} [moe: {_NUM_EXPERTS}; "
+        "else dense layers].",
         must=AT_LEAST_1,
     )
     tie_embeddings: bool = setting(False, "Use the embedding's weight for the output too.")
@@ -186,7 +190,14 @@ class DataSettings:
         "[scenes drawn at run time].",
         flag="data",
     )
-    microbatches: int = setting(8, "Microbatches per step and replica", must=AT_LEAST_1)
+    microbatches: int = setting(
+        8,
+        "Microbatches per step and replica",
+        must=Must(
+            f"at least 1 and at most {_MAX_MICROBATCHES}",
+            lambda value: 1 <= value <= _MAX_MICROBATCHES,
+        ),
+    )
     micro_batch_size: int = setting(1, "Sequences per microbatch", must=AT_LEAST_1)
     seq_length: int = setting(256, "Tokens per sequence", must=AT_LEAST_1)
     variable_lengths: bool = setting(
@@ -228,7 +239,7 @@ class RunSettings:
         "Steps between evaluations on held-out images [after the last step only].",
         must=AT_LEAST_1,
     )
-    device: str = setting("cpu", "cpu, the only device of this version.")
+    device: str = setting("cpu", "cpu, the only device in this version.")
     out: Path | None = setting(
         None, "The run's directory; none means runs/<time>-<hint>, linked as runs/latest."
     )
