@@ -54,9 +54,8 @@ class DestinationLink(Link):
         self._num_announced += number
         return bare(Header(Purpose.CREDIT, self._last_step, number=number))
 
-    def _written(self, outbound: Outbound, now_ns: int) -> list[Output]:
-        # Only messages are recorded.
-        return []
+    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
+        raise AssertionError("a destination sends no message")
 
     def _peer_left(self) -> list[Output]:
         return [Left(self.peer)]

@@ -58,7 +58,7 @@ class LinkDriver(Generic[L]):
         self._clock = clock
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._write_lock = Lock()
-        """Taken before `_lock`."""
+        """Taken before `_lock`, or within it where that does not wait."""
         self._lock = Lock()
         # Guarded by the lock, as the link is.
         self._is_woken = False
@@ -180,13 +180,16 @@ class LinkDriver(Generic[L]):
                 buffers = link.next_write(self._clock())
             if not buffers:
                 return
+            now = buffers[:_MAX_BUFFERS_PER_WRITE]
             try:
-                num_bytes = self._connection.sendmsg(buffers[:_MAX_BUFFERS_PER_WRITE])
+                num_bytes = self._connection.sendmsg(now)
+                is_full = num_bytes < sum(buffer.nbytes for buffer in now)
             except BlockingIOError:
-                num_bytes = 0
-                self._set_full(True)
+                num_bytes, is_full = 0, True
             except (BrokenPipeError, ConnectionResetError):
-                num_bytes = -1
+                num_bytes, is_full = -1, False
+            if is_full:
+                self._set_full(True)
             with self._lock:
                 outputs = (
                     link.write_failed() if num_bytes < 0 else link.wrote(num_bytes, self._clock())
@@ -227,48 +230,51 @@ class SourceDriver(LinkDriver[SourceLink]):
         now_ns = self._clock()
         with self._lock:
             outputs = self._link.send(message, now_ns)
-        self._go_on(outputs, now_ns)
+            buffers = self._begin_at_once(now_ns)
+        self._go_on(outputs, buffers)
 
     def announce(self, purpose: Purpose, step: int, task: Task, position: int) -> None:
         """Send a report or a decision: it needs no credit and overtakes messages."""
+        now_ns = self._clock()
         with self._lock:
             outputs = self._link.announce(purpose, step, task, position)
-        self._go_on(outputs, self._clock())
+            buffers = self._begin_at_once(now_ns)
+        self._go_on(outputs, buffers)
 
-    def _go_on(self, outputs: list[Output], now_ns: int) -> None:
-        """Write what was queued, or leave it to the thread."""
-        if outputs:
-            self._tell(outputs)
-        if self._write_lock.acquire(blocking=False):
-            try:
-                if self._writes_at_once(now_ns):
-                    return
-            finally:
-                self._write_lock.release()
-        with self._lock:
-            self._wake()
-
-    def _writes_at_once(self, now_ns: int) -> bool:
-        """Write what is queued without waiting for anything, and tell whether that leaves nothing
-        to the thread; the caller holds the lock for writing."""
+    def _begin_at_once(self, now_ns: int) -> list[memoryview]:
+        """What whoever has queued something may write by itself, with `_write_lock` taken for it;
+        else the thread is woken. The caller holds the lock."""
         link = self._link
-        with self._lock:
-            if not link.may_write_at_once:
-                return False
+        if link.may_write_at_once and self._write_lock.acquire(blocking=False):
             buffers = link.next_write(now_ns)
-            if not buffers:
-                return link.waits_for_peer
-        try:
-            num_bytes = self._connection.sendmsg(buffers[:_MAX_BUFFERS_PER_WRITE])
-        except OSError:
-            # Full, or broken: the thread will meet it again, and act on it.
-            num_bytes = 0
-        with self._lock:
-            outputs = link.wrote(num_bytes, self._clock())
-            is_done = link.waits_for_peer
+            if buffers:
+                return buffers
+            self._write_lock.release()
+            if link.waits_for_peer:
+                return buffers
+        self._wake()
+        return []
+
+    def _go_on(self, outputs: list[Output], buffers: list[memoryview]) -> None:
+        """Write what the socket takes without waiting, and leave the rest to the thread."""
         if outputs:
             self._tell(outputs)
-        return is_done
+        if not buffers:
+            return
+        try:
+            try:
+                num_bytes = self._connection.sendmsg(buffers[:_MAX_BUFFERS_PER_WRITE])
+            except OSError:
+                # Full, or broken: the thread will meet it again, and act on it.
+                num_bytes = 0
+            with self._lock:
+                outputs = self._link.wrote(num_bytes, self._clock())
+                if not self._link.waits_for_peer:
+                    self._wake()
+            if outputs:
+                self._tell(outputs)
+        finally:
+            self._write_lock.release()
 
 
 class DestinationDriver(LinkDriver[DestinationLink]):

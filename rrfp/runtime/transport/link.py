@@ -135,8 +135,8 @@ class Link(ABC):
         """Act on a frame that is neither a heartbeat nor a farewell."""
 
     @abstractmethod
-    def _written(self, outbound: Outbound, now_ns: int) -> list[Output]:
-        """A frame of this end's own was written whole."""
+    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
+        """A message was written whole."""
 
     @abstractmethod
     def _peer_left(self) -> list[Output]:
@@ -185,13 +185,15 @@ class Link(ABC):
             self._end_if_late(now_ns)
         if not self._may_write:
             return []
-        if self._outbound is None:
-            self._outbound = self._choose(now_ns)
-            if self._outbound is None:
+        outbound = self._outbound
+        if outbound is None:
+            outbound = self._next_outbound(now_ns) or self._own_outbound(now_ns)
+            if outbound is None:
                 return []
+            self._outbound = outbound
         self._is_writing = True
         self._tried_ns = now_ns
-        return self._outbound.buffers
+        return outbound.buffers
 
     def wrote(self, num_bytes: int, now_ns: int) -> list[Output]:
         """So many bytes of `next_write` are out; 0: the peer takes none now."""
@@ -206,8 +208,9 @@ class Link(ABC):
             _drop_written(outbound.buffers, num_bytes)
             if not outbound.buffers:
                 self._outbound = None
-                outputs = self._written(outbound, now_ns)
-                if outbound.header.purpose is Purpose.FAREWELL and self.state is State.DRAINING:
+                if outbound.message is not None:
+                    outputs = self._sent(outbound, outbound.message, now_ns)
+                elif outbound.header.purpose is Purpose.FAREWELL and self.state is not State.OVER:
                     self._move_to(State.LINGERING)
         if self._has_peer_left:
             outputs += self._answer_farewell()
@@ -220,11 +223,8 @@ class Link(ABC):
         self._may_write = False
         return self._answer_farewell()
 
-    def _choose(self, now_ns: int) -> Outbound | None:
-        """The next frame to write, if there is any."""
-        outbound = self._next_outbound(now_ns)
-        if outbound is not None:
-            return outbound
+    def _own_outbound(self, now_ns: int) -> Outbound | None:
+        """What an end that has nothing else to write has to say for itself."""
         if self.state is State.DRAINING and self._num_queued() == 0:
             return bare(Header(Purpose.FAREWELL))
         if now_ns - self._last_write_ns >= self._options.heartbeat_ns:

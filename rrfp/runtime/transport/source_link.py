@@ -121,10 +121,7 @@ class SourceLink(Link):
         ]
         return Outbound(buffers, header, message, start_ns)
 
-    def _written(self, outbound: Outbound, now_ns: int) -> list[Output]:
-        message = outbound.message
-        if message is None:
-            return []
+    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
         self._free_ns = now_ns
         if not self._options.keeps_records:
             return []
