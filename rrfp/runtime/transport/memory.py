@@ -1,9 +1,9 @@
 """A transport in memory, in virtual time, between ranks of one process: for tests of what uses one.
 
-It runs the same protocol as the sockets do (`link.py`) and has no thread and no clock: time goes on
-and bytes move when a test says so, one end of one link at a time. What is left open, by how much
-bytes are late and which of several ends moves first, a seed decides, the same way each time. So
-messages of one link keep their order and those of different links do not.
+It runs the protocol that the sockets run (`link.py`) and has no thread and no clock: time passes and
+bytes move only when a test says so, one end of one link at a time. A seed decides what the test
+leaves open: how late bytes are, and which of several ends moves first. So messages keep their order
+on one link and not between links, and a run is the same each time.
 """
 
 import random
@@ -305,7 +305,9 @@ class MemoryTransport:
     def consumed(self, peer: int, step: int) -> None:
         """Give the link peer -> here one credit back."""
         if peer not in self._sources:
-            raise UsageError(f"rank {self._rank} does not receive from rank {peer}")
+            raise UsageError(
+                f"rank {self._rank} does not receive from rank {peer}; it was not made with that link"
+            )
         link, end = self._sources[peer]
         link.consumed(step)
         end.wake_ns = self._network.now_ns
@@ -333,7 +335,9 @@ class MemoryTransport:
 
     def _destination(self, peer: int) -> tuple[SourceLink, _End]:
         if peer not in self._destinations:
-            raise UsageError(f"rank {self._rank} does not send to rank {peer}")
+            raise UsageError(
+                f"rank {self._rank} does not send to rank {peer}; it was not made with that link"
+            )
         return self._destinations[peer]
 
     def _go_on(self, end: _End, outputs: list[Output]) -> None:
