@@ -110,9 +110,9 @@ class Dispatcher:
             None if order is None else OrderProgress(list(map(shape.index_of, order.rows[rank])))
         )
         rounds = hint.rounds(policy.w)
-        self._top_of_round = _by_place(rounds.top)
+        self._top_of_round = _by_place(rounds.tiers())
         self._tiers = self._top_of_round
-        self._tiers_after = [_by_place(rounds.after.get(kind, rounds.top)) for kind in _KINDS]
+        self._tiers_after = [_by_place(rounds.tiers(kind)) for kind in _KINDS]
         self._waiting: tuple[Cause, int] | None = None
         self._first_unfinished = 0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.hint import W_FILLS_IDLE_TIME, Rounds, WeightGradients
+from rrfp.schedule.hints.hint import Rounds, WeightGradients
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task, format_task, parse_task
 
@@ -69,7 +69,7 @@ def order_rounds(w: WeightGradients) -> Rounds:
     may."""
     if w is WeightGradients.RANKED:
         return Rounds(((Kind.F, Kind.B, Kind.W),), {})
-    return Rounds(((Kind.F, Kind.B), W_FILLS_IDLE_TIME), {})
+    return Rounds(((Kind.F, Kind.B),), {})
 
 
 def _peak(row: tuple[Task, ...], ends: Kind) -> int:

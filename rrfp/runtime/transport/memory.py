@@ -1,6 +1,6 @@
 """A transport in memory, in virtual time, between ranks of one process: for tests of what uses one.
 
-It runs the protocol that the sockets run (`link.py`) and has no thread and no clock: time passes and
+It runs the protocol that the sockets run (`link.py`), with no thread and no clock: time passes and
 bytes move only when a test says so, one end of one link at a time. A seed decides what the test
 leaves open: how late bytes are, and which of several ends moves first. So messages keep their order
 on one link and not between links, and a run is the same each time.
@@ -306,7 +306,8 @@ class MemoryTransport:
         """Give the link peer -> here one credit back."""
         if peer not in self._sources:
             raise UsageError(
-                f"rank {self._rank} does not receive from rank {peer}; it was not made with that link"
+                f"rank {self._rank} does not receive from rank {peer}; it was not made with that"
+                " link"
             )
         link, end = self._sources[peer]
         link.consumed(step)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from rrfp.schedule.hints.hint import W_FILLS_IDLE_TIME, Rounds, WeightGradients
+from rrfp.schedule.hints.hint import Rounds, WeightGradients
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 
@@ -48,10 +48,10 @@ class Alternation:
 
     def rounds(self, w: WeightGradients) -> Rounds:
         first, second = (self.first,), (self.second,)
-        top = (first, second, W_FILLS_IDLE_TIME)
+        top = (first, second)
         if not self.in_rounds:
             return Rounds(top, {})
-        return Rounds(top, {self.first: (second, first, W_FILLS_IDLE_TIME)})
+        return Rounds(top, {self.first: (second, first)})
 
 
 BF = Alternation("bf", Kind.B, in_rounds=True)

@@ -17,10 +17,6 @@ Tier = tuple[Kind, ...]
 """Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
 before it may run (`Dispatcher._best`)."""
 
-W_FILLS_IDLE_TIME: Tier = (Kind.W,)
-"""The last tier of a round: here it is decided that weight gradients fill idle time. They run when
-nothing else may, and alone while a rank drains."""
-
 
 class WeightGradients(StrEnum):
     """When an order used as a hint runs the weight gradients that it splits off the backward."""
@@ -39,6 +35,16 @@ class Rounds:
     """At the start of the step and of each round, and after a wait."""
     after: Mapping[Kind, tuple[Tier, ...]]
     """After a task of this kind; a kind that is not listed starts a new round."""
+
+    def tiers(self, ran: Kind | None = None) -> tuple[Tier, ...]:
+        """The tiers to try after a task of that kind, or, with None, at the top of a round.
+
+        Here it is decided that weight gradients fill idle time: unless the hint ranks them among
+        other tasks, they are the last tier, and run when nothing else may.
+        """
+        tiers = self.top if ran is None else self.after.get(ran, self.top)
+        ranks_weight_gradients = any(Kind.W in tier for tier in tiers)
+        return tiers if ranks_weight_gradients else (*tiers, (Kind.W,))
 
 
 class Hint(Protocol):
