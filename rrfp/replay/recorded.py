@@ -1,17 +1,16 @@
 """What a recording tells of its run: the pipeline's shape, what steered it, and who ran together.
 
 The shape is that of the records themselves (`recorded_layout`); what steered the run stands in its
-settings (`recorded_policy`).
+description (`recorded_policy`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.recorded_layout import RecordedLayout
 from rrfp.replay.recorded_policy import RecordedSettings, policy_of
 from rrfp.replay.step_records import StepRecords
-from rrfp.schedule.hints.hint import Hint, kinds_of
 from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Recording
@@ -59,10 +58,6 @@ class RecordedRun:
         if dispatch is Dispatch.FIXED:
             return None if own.limit == DEFAULT_LIMIT else own.limit, None
         return own.limit or DEFAULT_LIMIT, None
-
-    def with_hint(self, hint: Hint) -> Shape:
-        """The run's shape, its backward split as the hint says."""
-        return replace(self.shape, kinds=kinds_of(hint))
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
