@@ -1,27 +1,32 @@
-# Everything runs from .venv/, which `make setup` builds from requirements.lock.
+# Everything runs from .venv/, which `make setup` builds from a lock file.
 
-VENV := .venv
+# `make test PYTHON=python3.12` takes that Python, in an environment of its own: .venv-3.12/.
+PYTHON :=
+VERSION := $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
+VENV := .venv$(if $(PYTHON),-$(VERSION))
 STAMP := $(VENV)/set-up
 # Present while a set-up runs: one that was interrupted, or failed, is begun anew.
 UNFINISHED := $(VENV)/unfinished
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
+LOCKS := requirements-3.11.lock requirements-3.12.lock
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(STAMP)  ## Build .venv/ with locked dependencies; does nothing when up to date
 
-$(STAMP): requirements.lock pyproject.toml
-	@python=$$(for candidate in python3.11 python3 python3.12 python3.13 python3.14; do \
+$(STAMP): $(LOCKS) pyproject.toml
+	@python=$$(for candidate in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
 	    $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	        && command -v $$candidate && break; \
 	done); \
 	if [ -z "$$python" ]; then \
-	    echo "make setup: no Python 3.11 or newer is on the PATH; install python3.11." >&2; exit 1; \
+	    echo "make setup: $(or $(PYTHON),the PATH) has no Python 3.11 or newer;" \
+	        "install python3.11, or name one: make PYTHON=/usr/bin/python3.12" >&2; exit 1; \
 	fi; \
 	echo "Setting up $(VENV)/ with $$python; the first time takes a few minutes." >&2; \
 	rm -f $@; \
@@ -31,7 +36,8 @@ $(STAMP): requirements.lock pyproject.toml
 	            "package (Debian and Ubuntu: python3-venv)." >&2; exit 1; }; \
 	fi; \
 	touch $(UNFINISHED)
-	@$(PIP) install -r requirements.lock
+	@$(PIP) install -r $$($(VENV)/bin/python -c 'import sys; \
+	    print("requirements-3.11.lock" if sys.version_info < (3, 12) else "requirements-3.12.lock")')
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@ && rm $(UNFINISHED)
 
@@ -67,14 +73,15 @@ pictures: setup  ## Draw the README's picture anew, from two paced runs
 screenshots: setup  ## Take the pictures in docs/images anew; needs chromium
 	$(VENV)/bin/python -m docs.screenshots
 
-lock:  ## Resolve requirements.lock again from pyproject.toml
-	python3.11 -m venv --clear $(LOCK_VENV)
+lock:  ## Resolve PYTHON's lock file again from pyproject.toml
+	$(or $(PYTHON),python3.11) -m venv --clear $(LOCK_VENV)
 	$(LOCK_VENV)/bin/pip install -qq setuptools --upgrade ".[test,report,ui,docs]"
-	{ grep '^#' requirements.lock; $(LOCK_VENV)/bin/pip freeze --all \
-	    | grep -vE '^(pip==|rrfp @)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; } > requirements.new
-	mv requirements.new requirements.lock
+	lock=requirements-$(or $(VERSION),3.11).lock; \
+	{ grep '^#' $$lock; $(LOCK_VENV)/bin/pip freeze --all \
+	    | grep -vE '^(pip==|rrfp @|nvidia-|cuda-|triton==)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; \
+	} > requirements.new && mv requirements.new $$lock
 	rm -rf $(LOCK_VENV)
 
 clean:  ## Remove .venv/ and every cache; runs/ stays
-	rm -rf $(VENV) build *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find rrfp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

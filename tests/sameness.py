@@ -19,6 +19,7 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.data.batches import Batch
 from rrfp.train.settings import TrainSettings
 from tests import loops, multimodal
+from tests.balance_losses import balance_losses, forget_balance_losses
 from tests.loops import FirstRankKnows, megatron_lm_step, run_on_items
 from tests.rigs import Outcome, Rig, backwards_in_reverse, native, ours, three_value_step
 from tests.training import train_variant
@@ -250,19 +251,14 @@ def logged(
     layout: Any, settings: Settings, schedules: Sequence[Settings]
 ) -> list[tuple[Outcome, list[float]]]:
     """A step, with the auxiliary losses that it leaves to log."""
-    from megatron.core.transformer.moe.moe_utils import (
-        clear_aux_losses_tracker,
-        get_moe_layer_wise_logging_tracker,
-    )
-
     rig = Rig(settings, layout)
     found = []
     own = [ours(**chosen) for chosen in schedules]
     for schedule in [native(), *own]:
-        clear_aux_losses_tracker()
+        forget_balance_losses()
         outcome = rig.run(schedule)
-        losses = get_moe_layer_wise_logging_tracker().values()
-        found.append((outcome, [value for loss in losses for value in loss["values"].tolist()]))
+        losses = balance_losses().values()
+        found.append((outcome, [value for values, _ in losses for value in values.tolist()]))
     for schedule in own:
         schedule.close()
     assert any(found[0][1]) == ("experts" in settings)

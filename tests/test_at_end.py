@@ -6,18 +6,27 @@ import sys
 import pytest
 
 SCRIPT = """
-import sys, threading, time
+import queue, sys, threading
 from rrfp.runtime.at_end import at_end
 
+told, done = queue.Queue(), queue.Queue()
+
+def work():
+    for what in iter(told.get, None):
+        print(what, threading.main_thread().is_alive())
+        done.put(what)
+
+# Other threads still run. From Python 3.12 on none can be started any more.
+threading.Thread(target=work).start()
+
 def tell(what):
-    # Other threads still run, and new ones can be started.
-    thread = threading.Thread(target=print, args=(what, threading.main_thread().is_alive()))
-    thread.start()
-    thread.join()
+    told.put(what)
+    done.get(timeout=30)
 
 def fail():
     raise RuntimeError("not this one")
 
+at_end.call(lambda: told.put(None))
 at_end.call(lambda: tell("first"))
 at_end.call(fail)
 at_end.call(lambda: tell("last"))

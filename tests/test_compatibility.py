@@ -52,26 +52,17 @@ def written_in(module: ModuleType, function: Any) -> FunctionType:
     )
 
 
-def backward_step(
-    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
-) -> None:
-    """As later ones have it."""
+def without_config(input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> None:
+    pass
 
 
 def needs_more(
-    input_tensor: Any,
-    output_tensor: Any,
-    output_tensor_grad: Any,
-    model_type: Any,
-    config: Any,
-    x: Any,
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any, x: Any
 ) -> None:
     pass
 
 
-def turned(
-    output_tensor: Any, input_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
-) -> None:
+def turned(output_tensor: Any, input_tensor: Any, output_tensor_grad: Any, config: Any) -> None:
     pass
 
 
@@ -80,18 +71,37 @@ def takes_any(*args: Any, **kwargs: Any) -> None:
 
 
 STEP = "pipeline_parallel.schedules.backward_step"
+RELEASES = "a released megatron-core from 0.16.1 to 0.19.2"
+
+
+def in_newest_form(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, config: Any
+) -> None:
+    pass
+
+
+def in_oldest_form(
+    input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+) -> None:
+    pass
+
+
+@pytest.mark.parametrize("form", [in_newest_form, in_oldest_form])
+def test_either_form_is_known(form: Any, schedules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "backward_step", written_in(schedules, form))
+    check_for_drop_in(SPLITS, installs=True)
 
 
 @pytest.mark.parametrize("ask", [install, get_forward_backward_func])
 @pytest.mark.parametrize(
     ("function", "differs"),
     [
-        (backward_step, "has no parameter model_type"),
+        (without_config, "has no parameter config"),
         (needs_more, "has a parameter x"),
         (
             turned,
             "takes its parameters in the order output_tensor, input_tensor, output_tensor_grad, "
-            "model_type, config",
+            "config",
         ),
     ],
 )
@@ -109,13 +119,12 @@ def test_another_signature_is_refused(
         ask()
     assert str(told.value) == (
         f"Megatron-Core {core.__version__} in {core.__path__[0]} is not one that rrfp knows: "
-        f"{STEP} {differs}; use the released megatron-core 0.16.1"
+        f"{STEP} {differs}; use {RELEASES}"
     )
     assert schedules.get_forward_backward_func is own
 
 
 TRACKERS = [
-    ("transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
     ("transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     ("transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
 ]
@@ -137,6 +146,21 @@ def test_another_tracker_is_refused(
         install()
 
 
+def test_one_tracker_of_experts_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either: the module came when the dict went."""
+    older = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    newer = "transformer.moe.moe_logging"
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, f"megatron.core.{newer}", None)
+        patched.setattr(older, "_MOE_LAYER_WISE_LOGGING_TRACKER", {}, raising=False)
+        check_for_drop_in(SPLITS)
+    check_for_drop_in.cache_clear()
+    monkeypatch.setitem(sys.modules, f"megatron.core.{newer}", None)
+    monkeypatch.delattr(older, "_MOE_LAYER_WISE_LOGGING_TRACKER", raising=False)
+    with pytest.raises(UsageError, match=rf"knows: the module {newer} is missing; use"):
+        install()
+
+
 def test_a_module_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "transformer.experimental_attention_variant.dsa"
     monkeypatch.setitem(sys.modules, f"megatron.core.{module}", None)
@@ -145,7 +169,9 @@ def test_a_module_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_loop_may_ask_for_more(schedules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def newer(pp_size: Any = None, vp_size: Any = None, schedule_pg_collection: Any = None) -> None:
+    def newer(
+        pp_size: Any = None, vp_size: Any = None, schedule_pg_collection: Any = None, x: Any = None
+    ) -> None:
         pass
 
     newer.__name__ = "get_forward_backward_func"
@@ -153,7 +179,7 @@ def test_a_loop_may_ask_for_more(schedules: Any, monkeypatch: pytest.MonkeyPatch
     later = written_in(schedules, newer)
     for place in (schedules, sys.modules["megatron.core.pipeline_parallel"]):
         monkeypatch.setattr(place, "get_forward_backward_func", later)
-    with pytest.raises(UsageError, match=r"has a parameter schedule_pg_collection; use"):
+    with pytest.raises(UsageError, match=r"has a parameter x; use"):
         install()
     # Who calls ours passes what ours takes.
     check_for_drop_in(DispatchSettings())
@@ -182,13 +208,13 @@ def test_the_linear_function_counts_where_the_backward_is_split(
 def test_who_has_changed_what_is_called_is_named(
     schedules: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedules, "backward_step", backward_step)
-    line = backward_step.__code__.co_firstlineno
+    monkeypatch.setattr(schedules, "backward_step", without_config)
+    line = without_config.__code__.co_firstlineno
     with pytest.raises(UsageError) as told:
         install()
     assert str(told.value) == (
-        f"tests.test_compatibility.backward_step ({__file__}:{line}) has replaced "
-        f"megatron.core.{STEP} and has no parameter model_type; switch that patch off"
+        f"tests.test_compatibility.without_config ({__file__}:{line}) has replaced "
+        f"megatron.core.{STEP} and has no parameter config; switch that patch off"
     )
 
 
@@ -237,19 +263,19 @@ def test_a_patch_that_passes_everything_on_is_fine(
     [
         (
             ModuleNotFoundError("No module named 'megatron'", name="megatron"),
-            "Megatron-Core is not installed here; install the released megatron-core 0.16.1",
+            f"Megatron-Core is not installed here; install {RELEASES}",
         ),
         (
             ModuleNotFoundError("No module named 'triton'", name="triton"),
             "cannot be imported here: megatron.core.pipeline_parallel.schedules raises "
-            "ModuleNotFoundError (No module named 'triton'); use the released megatron-core "
-            "0.16.1, or install what is missing",
+            f"ModuleNotFoundError (No module named 'triton'); use {RELEASES}, "
+            "or install what is missing",
         ),
         (
             AttributeError("module 'torch' has no attribute 'x'"),
             "cannot be imported here: megatron.core.pipeline_parallel.schedules raises "
-            "AttributeError (module 'torch' has no attribute 'x'); use the released megatron-core "
-            "0.16.1, or install what is missing",
+            f"AttributeError (module 'torch' has no attribute 'x'); use {RELEASES}, "
+            "or install what is missing",
         ),
     ],
 )
@@ -270,7 +296,7 @@ FAKE = {
     "pipeline_parallel/__init__.py": "from .schedules import get_forward_backward_func",
     "pipeline_parallel/schedules.py": """
 def get_forward_backward_func(pp_size=None, vp_size=None): pass
-def backward_step(input_tensor, output_tensor, output_tensor_grad, config): pass
+def backward_step(input_tensor, output_tensor, output_tensor_grad): pass
 """,
 }
 SCRIPT = """
@@ -301,9 +327,9 @@ def test_nothing_of_ours_is_imported_before_the_look(tmp_path: Path) -> None:
     assert told[0] == told[1]
     start = f"Megatron-Core 9.9 in {tmp_path}/megatron/core is not one that rrfp knows: "
     assert all(line.startswith(start) for line in told)
-    assert f"{STEP} has no parameter model_type, " in told[0]
+    assert f"{STEP} has no parameter config, " in told[0]
     assert "pipeline_parallel.schedules.forward_step is missing" in told[2]
-    assert all(line.endswith("; use the released megatron-core 0.16.1") for line in told)
+    assert all(line.endswith(f"; use {RELEASES}") for line in told)
     assert " more; use" in told[0]
 
 
@@ -314,10 +340,11 @@ def test_this_one_is_known() -> None:
 
 def names_in(*tables: Needs) -> set[str]:
     return {
-        f"{module}.{compatibility._Need.of(entry).name}"
+        f"{home}.{compatibility._Need.of(form).name}"
         for needs in tables
         for module, entries in needs.items()
         for entry in entries
+        for home, form in compatibility.forms(module, entry)
     }
 
 
@@ -375,20 +402,6 @@ def test_the_tables_have_all_that_is_used(root: str, tables: tuple[Needs, ...]) 
         for path in used
         if path not in known and not any(name.startswith(f"{path}.") for name in known)
     } == set()
-
-
-def test_the_tables_have_the_trackers() -> None:
-    from rrfp.megatron.step.tracked_state import _TRACKERS
-
-    # A module is known by its name, a class by its own and its module's.
-    paths = {
-        f"{getattr(owner, '__module__', '')}.{owner.__name__}.{name}".lstrip(".")
-        for owner, name in _TRACKERS
-    }
-    assert paths == {f"megatron.core.{module}.{path}" for module, path in TRACKERS}
-    assert {path.removeprefix("megatron.core.") for path in paths} <= names_in(
-        compatibility.DROP_IN
-    )
 
 
 def test_ours_takes_what_megatrons_takes() -> None:

@@ -23,6 +23,7 @@ class Row(NamedTuple):
     number: str
     item: str
     verdict: str
+    releases: str
     tests: str
 
 
@@ -38,6 +39,13 @@ def test_rows_are_numbered_and_judged() -> None:
     assert {row.verdict for row in ROWS} == set(re.findall(r"^- \*\*(\w+)\*\*:", PAGE, re.M))
     # What is in a table is a row: none is left out for the way it is written.
     assert len(ROWS) == len(re.findall(r"^\|(?! \| item|---)", PAGE, re.M)) > 50
+
+
+def test_rows_say_which_releases_have_them() -> None:
+    releases = re.findall(r"0\.\d+\.\d+", PAGE[: PAGE.index("## What is trained")])
+    assert releases == ["0.16.1", "0.17.1", "0.18.2", "0.19.2"]
+    minors = {release.rpartition(".")[0] for release in releases}
+    assert {row.releases for row in ROWS} <= {"all", *(f"from {minor}" for minor in minors)}
 
 
 class Named(NamedTuple):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.train.data.batches import Batch
+from tests.balance_losses import balance_losses, forget_balance_losses
 from tests.ranks import run_ranks
 from tests.rigs import (
     MICROBATCHES,
@@ -216,7 +217,6 @@ def experts(layout: Any, schedule: Any, *, per_token: bool = False) -> list[Any]
     """Experts whose balance costs two losses, scaled with the loss, and moves biases: what is
     logged, the biases, and the gradients."""
     from megatron.core import transformer
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
     configured = partial(
         transformer.TransformerConfig,
@@ -228,11 +228,9 @@ def experts(layout: Any, schedule: Any, *, per_token: bool = False) -> list[Any]
     with patch.object(transformer, "TransformerConfig", configured):
         rig = Rig({**PP2, "experts": 4}, layout)
     rig.gpt.config.grad_scale_func = lambda loss: loss * 1024
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_balance_losses()
     outcomes = [rig.run(schedule, three_value_step) for _ in range(2)]
-    logged = {
-        name: loss["values"].tolist() for name, loss in get_moe_layer_wise_logging_tracker().items()
-    }
+    logged = {name: values.tolist() for name, (values, _) in balance_losses().items()}
     biases = [
         module.expert_bias.tolist()
         for module in rig.gpt.chunks[0].modules()
@@ -266,9 +264,14 @@ def several_tokens_ahead(layout: Any, schedule: Any) -> list[Any]:
         rig = Rig(PP2, layout)
         rig.gpt.config.grad_scale_func = lambda loss: loss * 1024
         outcome = rig.run(schedule, three_value_step)
-    values = MTPLossLoggingHelper.tracker.get("values")
-    assert (values is not None) == (layout.pp_rank == 1)
-    return [None if values is None else values.tolist(), outcome]
+    # One vector, or several from 0.19 on.
+    logged = {
+        name: values.tolist()
+        for name, values in MTPLossLoggingHelper.tracker.items()
+        if name.endswith("values")
+    }
+    assert bool(logged) == (layout.pp_rank == 1)
+    return [logged, outcome]
 
 
 def deferred_embedding(layout: Any, schedules: list[Callable[..., Any]]) -> list[Any]:

@@ -29,9 +29,15 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
         ("cpu_offloading", "in the reverse order of the forwards"),
         ("fine_grained_activation_offloading", "follows the schedule's order"),
         ("overlap_moe_expert_parallel_comm", "pairs tasks by a schedule"),
+        ("moe_paged_stash", "in pages by the schedule's order"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "beside the schedule's tasks"),
     ):
-        with patch.object(config, name, True):
+        # Older releases lack some of them.
+        with patch.object(config, name, True, create=True):
             refused(rig, f"{name} cannot run readiness-first: .*{reason}")
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        with patch.object(config, name, 2, create=True):
+            refused(rig, f"{name} 2 cannot run readiness-first: ranks gather each other's weights")
     for kind in ("local", "transformer_engine"):
         with patch.object(config, "cuda_graph_impl", kind):
             refused(rig, f"cuda_graph_impl {kind} cannot run readiness-first: graphs are captured")
@@ -47,6 +53,7 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
     router = gpt.decoder.layers[0].mlp.router
     for attribute, advice in (
         ("global_tokens_per_expert", "choose aux_loss or seq_aux_loss"),
+        ("qb_beta_accum", "choose aux_loss or seq_aux_loss"),
         ("router_replay", "switch moe_enable_routing_replay off"),
     ):
         with patch.object(router, attribute, torch.zeros(4), create=True):

@@ -179,6 +179,7 @@ def test_the_sizes_of_an_exchange_are_what_torch_takes() -> None:
     stream.record_event().synchronize()
 
 
+@pytest.mark.filterwarnings("ignore:full scope is deprecated")
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_norms_say_whether_their_gradients_are_summed_over_the_group(
@@ -191,7 +192,6 @@ def test_norms_say_whether_their_gradients_are_summed_over_the_group(
         normalization=normalization,
         sequence_parallel=sequence_parallel,
         tensor_model_parallel_size=2,
-        cuda_graph_scope=[],
     )
     norm = torch_norm.WrappedTorchNorm(config, 8)
     assert type(norm).__name__ == normalization

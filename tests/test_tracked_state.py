@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.balance_losses import balance_losses, forget_balance_losses
 from tests.one_chunk import MICROBATCHES, TIMEOUT_S, Chunk, in_groups, some_order
 from tests.ranks import run_ranks
 
@@ -24,21 +25,15 @@ def test_the_losses_of_experts(recompute: str) -> None:
 
 
 def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
-    from megatron.core.transformer.moe.moe_utils import (
-        clear_aux_losses_tracker,
-        get_moe_layer_wise_logging_tracker,
-    )
-
     from rrfp.megatron.step.tracked_state import TrackedLosses
 
     chunk = Chunk(layout, settings)
 
     def losses() -> torch.Tensor:
-        (name,) = get_moe_layer_wise_logging_tracker()
+        (name,) = balance_losses()
         assert name == "load_balancing_loss"
-        tracker = get_moe_layer_wise_logging_tracker()[name]
-        assert tracker["reduce_group"] is not None
-        values: torch.Tensor = tracker["values"]
+        values, reduce_group = balance_losses()[name]
+        assert reduce_group is not None
         return values.clone()
 
     chunk.gradients_in_order()
@@ -46,7 +41,8 @@ def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
     assert bool((expected > 0).all())
 
     for order in ORDERS:
-        clear_aux_losses_tracker()
+        for values, _ in balance_losses().values():
+            values.zero_()
         tracked = TrackedLosses()
         for kind, microbatch in order:
             with tracked.task(microbatch):
@@ -58,7 +54,7 @@ def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
         assert torch.equal(losses(), expected)
 
     # On the first step of all, Megatron's tracker is not there yet.
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_balance_losses()
     tracked = TrackedLosses()
     for kind, microbatch in ORDERS[0]:
         with tracked.task(microbatch):
@@ -84,17 +80,26 @@ def compare_other_losses(_layout: Any) -> None:
     # A sum in another order would give 0.0 or 2.0.
     losses = torch.tensor([1e8, 1.0, -1e8, 1.0])
     for helper, layer in ((MTPLossLoggingHelper, 0), (DSAIndexerLossLoggingHelper, 1)):
-        helper.tracker = {"values": torch.zeros(1)}
+
+        def save(loss: torch.Tensor, helper: Any = helper, layer: int = layer) -> None:
+            if hasattr(helper, "save_loss_to_tracker"):
+                helper.save_loss_to_tracker(loss, layer, 1)
+            else:  # With the numbers of correct predictions and of all.
+                helper.save_metrics_to_tracker(loss, loss + 1, loss + 2, layer, 1)
+
+        helper.tracker = {}
         for loss in losses:
-            helper.save_loss_to_tracker(loss, layer, 1)
-        expected = helper.tracker["values"].clone()
+            save(loss)
+        expected = {name: value for name, value in helper.tracker.items() if "values" in name}
+        assert expected
         helper.tracker = {}
         tracked = TrackedLosses()
         for microbatch in (1, 3, 2, 0):
             with tracked.task(microbatch):
-                helper.save_loss_to_tracker(losses[microbatch], layer, 1)
+                save(losses[microbatch])
         tracked.finish()
-        assert torch.equal(helper.tracker["values"], expected)
+        for name, values in expected.items():
+            assert torch.equal(helper.tracker[name], values)
 
 
 def test_what_one_microbatch_leaves_for_another_is_refused() -> None:

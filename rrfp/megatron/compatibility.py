@@ -8,7 +8,9 @@ An entry is a name in a module of `megatron.core`, and how it is used:
 - ``name``: it exists;
 - ``name: dict``: it is a dict;
 - ``name(a, b, *, c)``: it takes `a` and `b` by position and `c` by name, and requires nothing else;
-- ``name(a, b, ...)``: it begins with these, and the rest is passed through.
+- ``name(a, b, ...)``: it begins with these, and the rest is passed through;
+- ``newer | older``: it is one of these, and `rrfp.megatron.adapters` meets both. The older may be
+  in another module: ``module:name``.
 """
 
 import importlib
@@ -24,19 +26,34 @@ from rrfp.errors import UsageError
 from rrfp.megatron.provenance import described, foreign_layer, is_ours
 from rrfp.megatron.settings import DispatchSettings
 
-_WORKS = "the released megatron-core 0.16.1"
+_WORKS = "a released megatron-core from 0.16.1 to 0.19.2"
 _CORE = "megatron.core"
 _NUM_TOLD = 3
 
 Needs = Mapping[str, tuple[str, ...]]
 """Entries by module."""
 
+_GROUPS = (
+    "get_pipeline_model_parallel_group()",
+    "get_tensor_model_parallel_group()",
+    "get_context_parallel_group()",
+    "get_data_parallel_group(*, with_context_parallel, partial_data_parallel)",
+    "get_tensor_and_data_parallel_group(*, with_context_parallel)",
+    "get_embedding_group(*, check_initialized)",
+    "get_position_embedding_group(*, check_initialized)",
+    "get_expert_model_parallel_group(*, check_initialized)",
+    "get_expert_tensor_parallel_group(*, check_initialized)",
+    "get_expert_tensor_and_model_parallel_group(*, check_initialized)",
+)
+"""The groups of a step in `parallel_state`."""
+
 DROP_IN: Needs = {
     "pipeline_parallel.schedules": (
         "forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, "
         "forward_data_store, config, cp_group_size, *, collect_non_loss_data, is_first_microbatch, "
         "current_microbatch, vp_stage, is_last_stage)",
-        "backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
+        "backward_step(input_tensor, output_tensor, output_tensor_grad, config)"
+        " | backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config)",
         "check_first_val_step(first_val_step, forward_only, cond)",
         "deallocate_output_tensor(out, deallocate_pipeline_outputs)",
         "clear_embedding_activation_buffer(config, model, is_last_stage)",
@@ -51,15 +68,7 @@ DROP_IN: Needs = {
     ),
     "parallel_state": (
         "get_virtual_pipeline_model_parallel_world_size()",
-        "get_pipeline_model_parallel_group()",
-        "get_tensor_model_parallel_group()",
-        "get_context_parallel_group()",
-        "get_data_parallel_group(*, with_context_parallel, partial_data_parallel)",
-        "get_embedding_group(*, check_initialized)",
-        "get_position_embedding_group(*, check_initialized)",
-        "get_expert_model_parallel_group(*, check_initialized)",
-        "get_expert_tensor_parallel_group(*, check_initialized)",
-        "get_expert_tensor_and_model_parallel_group(*, check_initialized)",
+        *_GROUPS,
     ),
     "process_groups_config": ("ProcessGroupCollection()",),
     "tensor_parallel.random": (
@@ -78,7 +87,10 @@ DROP_IN: Needs = {
         "dist_all_gather_func",
         "dist_reduce_scatter_func",
     ),
-    "transformer.moe.moe_utils": ("_MOE_LAYER_WISE_LOGGING_TRACKER: dict",),
+    "transformer.moe.moe_logging": (
+        "get_moe_metrics_tracker()"
+        " | transformer.moe.moe_utils:_MOE_LAYER_WISE_LOGGING_TRACKER: dict",
+    ),
     "transformer.multi_token_prediction": ("MTPLossLoggingHelper.tracker: dict",),
     "transformer.experimental_attention_variant.dsa": (
         "DSAIndexerLossLoggingHelper.tracker: dict",
@@ -101,17 +113,22 @@ STOOD_FOR: Needs = {
 }
 """What the drop-in replaces: it must have no other parameters, and must not be patched."""
 
+_LINEAR = (
+    "LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, bias, "
+    "gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
+    "wgrad_deferral_limit, tp_group"
+)
+
 STOOD_FOR_BY_SPLITTING: Needs = {
-    "tensor_parallel.layers": (
-        "LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, bias, "
-        "gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer, "
-        "wgrad_deferral_limit, tp_group)",
-    ),
+    "tensor_parallel.layers": (f"{_LINEAR}, gtp_remat_size) | {_LINEAR})",),
 }
 """The same, if weight gradients are separate tasks."""
 
 INSTALLED_FOR: Needs = {
-    "pipeline_parallel.schedules": ("get_forward_backward_func(pp_size, vp_size)",),
+    "pipeline_parallel.schedules": (
+        "get_forward_backward_func(pp_size, vp_size, schedule_pg_collection)"
+        " | get_forward_backward_func(pp_size, vp_size)",
+    ),
 }
 """What `install()` replaces."""
 
@@ -126,14 +143,10 @@ TRACED: Needs = {
     "pipeline_parallel.p2p_communication": ("P2PCommunicator._communicate",),
     "utils": ("get_model_config(model)",),
     "parallel_state": (
-        "get_pipeline_model_parallel_rank()",
         "get_pipeline_model_parallel_world_size()",
-        "get_tensor_model_parallel_rank()",
-        "get_tensor_model_parallel_world_size()",
-        "get_data_parallel_rank(*, with_context_parallel)",
-        "get_data_parallel_world_size(*, with_context_parallel)",
-        "get_expert_model_parallel_world_size()",
+        *_GROUPS,
     ),
+    "process_groups_config": ("ProcessGroupCollection()",),
 }
 """What `trace_native()` records, and what it needs from Megatron."""
 
@@ -165,7 +178,7 @@ def _check(called: Iterable[Needs], stood_for: Iterable[Needs]) -> None:
     differences = []
     for is_stood_for, tables in ((False, called), (True, stood_for)):
         for module, entry in _entries(tables):
-            difference = _difference(module, _Need.of(entry), is_stood_for=is_stood_for)
+            difference = _difference(module, entry, is_stood_for=is_stood_for)
             if difference is not None:
                 differences.append(difference)
     if differences:
@@ -182,6 +195,14 @@ def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
         for module, entries in needs.items()
         for entry in entries
     )
+
+
+def forms(module: str, entry: str) -> Iterator[tuple[str, str]]:
+    """What an entry of a module's table takes, the newest first: modules and names."""
+    for form in entry.split(" | "):
+        home, colon, name = form.partition(":")
+        elsewhere = colon and not name.startswith(" ")
+        yield (home, name) if elsewhere else (module, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,31 +233,48 @@ class _Need:
         )
 
 
-def _difference(module: str, need: _Need, *, is_stood_for: bool) -> str | None:
-    """How the installed name differs from what is needed; None if it does not. Raises UsageError if
-    a third party's patch is the reason."""
-    path = f"{module}.{need.name}"
-    found: Any
-    try:
-        found = _imported(module)
-        for name in need.name.split("."):
-            found = getattr(found, name)
-    except _MissingModuleError:
-        return f"the module {module} is missing"
-    except AttributeError:
-        return f"{path} is missing"
-    if need.is_dict:
-        return None if isinstance(found, dict) else f"{path} is not a dict"
-    if not need.is_called:
-        return None
-    differs = _parameters_differ(found, need, is_exact=is_stood_for)
-    foreign = foreign_layer(found)
-    if foreign is not None and not is_ours(foreign) and (is_stood_for or differs):
-        why = differs or "would not run under rrfp's schedule"
+def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
+    """How the installed name differs from all forms that an entry takes, told of the newest; None
+    if it has one of them. Raises UsageError if a third party's patch is the reason."""
+    looks = [
+        _Look.at(home, _Need.of(form), is_exact=is_stood_for) for home, form in forms(module, entry)
+    ]
+    look = next((look for look in looks if look.differs is None), looks[0])
+    foreign = foreign_layer(look.called) if look.called is not None else None
+    if foreign is not None and not is_ours(foreign) and (is_stood_for or look.differs):
+        why = look.differs or "would not run under rrfp's schedule"
         raise UsageError(
-            f"{described(foreign)} has replaced {_CORE}.{path} and {why}; switch that patch off"
+            f"{described(foreign)} has replaced {_CORE}.{look.path} and {why}; switch that patch "
+            "off"
         )
-    return None if differs is None else f"{path} {differs}"
+    return None if look.differs is None else f"{look.path} {look.differs}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the installed Megatron-Core has in place of a need."""
+
+    path: str
+    differs: str | None
+    called: Any = None
+    """What is called, if the need is a call and the name exists."""
+
+    @staticmethod
+    def at(module: str, need: _Need, *, is_exact: bool) -> "_Look":
+        path = f"{module}.{need.name}"
+        try:
+            found: Any = _imported(module)
+            for name in need.name.split("."):
+                found = getattr(found, name)
+        except _MissingModuleError:
+            return _Look(f"the module {module}", "is missing")
+        except AttributeError:
+            return _Look(path, "is missing")
+        if need.is_dict:
+            return _Look(path, None if isinstance(found, dict) else "is not a dict")
+        if not need.is_called:
+            return _Look(path, None)
+        return _Look(path, _parameters_differ(found, need, is_exact=is_exact), found)
 
 
 def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None:

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import resolve_admission
+from rrfp.megatron.adapters.group_collections import refuse_multi_module
 from rrfp.megatron.admission import agreed_order
 from rrfp.megatron.groups import Place, device_of, place_in, step_groups
 from rrfp.megatron.item_costs import resolve_cost
@@ -49,6 +51,7 @@ from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 def get_forward_backward_func(
     pp_size: int | None = None,
     vp_size: int | None = None,
+    schedule_pg_collection: Any = None,
     *,
     settings: DispatchSettings | None = None,
     record: Callable[[Record], None] | None = None,
@@ -61,8 +64,10 @@ def get_forward_backward_func(
     checked against the placement. `record` receives every trace record of this rank's first
     pipeline (a second model may have other groups), from several threads. `delays` delays tasks and
     messages, to show that the result does not depend on timing; `pace` holds those of training
-    steps to modelled times. Raises UsageError if the placement does not allow this many chunks.
+    steps to modelled times. Raises UsageError if the placement does not allow this many chunks,
+    and for a `schedule_pg_collection` of several modules.
     """
+    refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
     if pp_size is None and vp_size is None:
         vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
@@ -112,6 +117,11 @@ class ForwardBackward:
         at_end.call(self.close)
         self.last_step: StepSummary | None = None
         """The figures of the last step on this rank."""
+
+    def start_at(self, step: int) -> None:
+        """Number the first training step so, as a run that goes on from a checkpoint does. Call it
+        before the first step, on all ranks."""
+        self._links.default_factory = partial(LayoutLinks, num_trained=step)
 
     def __call__(
         self,

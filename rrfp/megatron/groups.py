@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from rrfp.errors import UsageError
+from rrfp.megatron.adapters.group_collections import default_groups, refuse_multi_module
 from rrfp.runtime.decoding import integers, items
 from rrfp.runtime.rendezvous import Rendezvous
 
@@ -47,6 +47,7 @@ class Place:
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     """The process groups of the step, from the caller or from Megatron's parallel state."""
     # As in Megatron: without pipelining there is no communicator to pass.
+    refuse_multi_module(pg_collection)
     needs_both = pg_collection is None or pg_collection.pp.size() > 1
     if needs_both and (p2p_communicator is None) != (pg_collection is None):
         raise UsageError(
@@ -54,16 +55,7 @@ def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
         )
     if pg_collection is not None:
         return pg_collection
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.dp_cp = parallel_state.get_data_parallel_group(
-        with_context_parallel=True, partial_data_parallel=False
-    )
-    return groups
+    return default_groups()
 
 
 def place_in(groups: Any, *, has_experts: bool) -> Place:

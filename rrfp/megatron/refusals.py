@@ -20,6 +20,10 @@ _REFUSED = {
     ),
     "fp4": "its rounding is drawn in the order in which the tasks run",
     "fine_grained_activation_offloading": "activation offloading follows the schedule's order",
+    "moe_paged_stash": "it keeps experts' activations in pages by the schedule's order",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "it runs weight gradients of experts beside the schedule's tasks"
+    ),
     "cpu_offloading": "it brings activations back in the reverse order of the forwards",
 }
 
@@ -37,6 +41,13 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
             f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: graphs are "
             "captured in one order; set it to none"
         )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if getattr(config, name, 1) > 1:
+            raise UsageError(
+                f"{name} {getattr(config, name)} cannot run readiness-first: ranks gather each "
+                "other's weights ahead, in the order of a fixed schedule; leave "
+                "tensor_parallel_num_weight_shards at the tensor-parallel size"
+            )
     refuse_stateful(models, config)
     for model in models:
         _refuse_device(model)

@@ -274,7 +274,8 @@ class _ChunkModule(torch.nn.Module):
         if self._is_last:
             (self.reduced[index],) = reduced
             if config.grad_scale_func is not None:
-                output = config.grad_scale_func(output)
+                # Scaling makes it a vector of one, which some of torch's releases refuse.
+                output = config.grad_scale_func(output).reshape(())
         assert isinstance(output, torch.Tensor)
         return output
 

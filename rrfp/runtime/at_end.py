@@ -21,7 +21,8 @@ class AtEnd:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call `function` at the end. It must neither raise nor block without bound."""
+        """Call `function` at the end. It must neither raise nor block without bound, nor start a
+        thread, which Python 3.12 and newer refuse by then."""
         with self._lock:
             self._calls.append(function)
             if self._thread is None:

@@ -1,4 +1,4 @@
-"""Makes Megatron-Core 0.16.1 run on the CPU, its own schedules and optimizers included.
+"""Makes Megatron-Core run on the CPU, its own schedules and optimizers included.
 
 Megatron-Core refers to CUDA in about thirty places of its training path. They are of six kinds, and
 each kind is patched in one way, by the *chosen* device and never by what the machine has:
@@ -23,6 +23,7 @@ each kind is patched in one way, by the *chosen* device and never by what the ma
 import contextlib
 import importlib
 import inspect
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ _FUNCTIONS = (
     "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
     "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
+    "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
 )
 """Functions that check for a CUDA tensor by the name of its type, or call ``tensor.cuda()``."""
@@ -105,10 +107,16 @@ def prepare_cpu() -> None:
 @contextlib.contextmanager
 def _without_import_warnings() -> Iterator[None]:
     # At import Megatron warns that Transformer Engine and Apex are missing, and uses deprecated
-    # parts of torch; on the CPU neither matters.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    # parts of torch, one of which logs that there is no CUDA; on the CPU none of it matters.
+    extensions = logging.getLogger("torch.utils.cpp_extension")
+    level = extensions.level
+    extensions.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        extensions.setLevel(level)
 
 
 def _core(name: str) -> Any:

@@ -56,12 +56,7 @@ class RandomStreams:
     def start_step(self, *, advances: bool = True) -> None:
         """Choose this step's seeds. An evaluation does not advance any state, so that training does
         not depend on it."""
-        self._named_seeds = {}
-        states = {}
-        for name, state in _named_states().items():
-            self._scratch.set_state(state)
-            self._named_seeds[name] = _draw(self._scratch)
-            states[name] = self._scratch.get_state()
+        self._named_seeds, states = _drawn_seeds(self._scratch)
         if advances:
             _set_named_states(states)
         shared = self._named_seeds.get(get_data_parallel_rng_tracker_name())
@@ -173,6 +168,24 @@ class TaskStreams:
         _set_named_states(self._named)
         self._named = named
         self._is_in_force = not self._is_in_force
+
+
+def advance_named_states(num_steps: int) -> None:
+    """Advance Megatron's named states on the CPU as so many training steps do."""
+    scratch = torch.Generator()
+    for _ in range(num_steps):
+        _, states = _drawn_seeds(scratch)
+        _set_named_states(states)
+
+
+def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """A step's seed from each named state, and the states after these draws."""
+    seeds, states = {}, {}
+    for name, state in _named_states().items():
+        scratch.set_state(state)
+        seeds[name] = _draw(scratch)
+        states[name] = scratch.get_state()
+    return seeds, states
 
 
 def _named_states() -> dict[str, torch.Tensor]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
-    backward_step,
     check_first_val_step,
     deallocate_output_tensor,
     forward_step,
 )
-from megatron.core.utils import get_model_type, make_viewless_tensor
+from megatron.core.utils import make_viewless_tensor
 
+from rrfp.megatron.adapters.signatures import backward_step
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import gradient_sum
 from rrfp.megatron.step.microbatch_data import StepData
@@ -230,14 +230,10 @@ class ChunkStep:
         with self._deferring(microbatch), self._gradients.adding(microbatch):
             if gradients and gradients[0] is None:
                 # The next stage did not use this output. Megatron would take None for the loss's.
-                input_gradients = [None] * len(input_tensors)
+                input_gradients: list[torch.Tensor | None] = [None] * len(input_tensors)
             else:
                 input_gradients = backward_step(
-                    input_tensors,
-                    outputs,
-                    list(gradients) or [None],
-                    get_model_type(self.model),
-                    self._config,
+                    input_tensors, outputs, list(gradients) or [None], self.model, self._config
                 )
         return () if self._is_first_stage else tuple(input_gradients)
 

@@ -12,63 +12,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.experimental_attention_variant.dsa import (
-    DSAIndexerLossLoggingHelper,
-)
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from rrfp.errors import UsageError
-
-_TRACKERS: tuple[tuple[Any, str], ...] = (
-    (moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"),
-    (MTPLossLoggingHelper, "tracker"),
-    (DSAIndexerLossLoggingHelper, "tracker"),
-)
-"""Where Megatron sums losses: dicts with a vector of `values` by layer, and the process groups to
-reduce it in. The first holds one such dict per loss, by name."""
+from rrfp.megatron.adapters.loss_trackers import TRACKERS
 
 
 class TrackedLosses:
     """The losses for the log from one step's tasks on this rank."""
 
     def __init__(self) -> None:
-        self._apart: list[tuple[int, list[dict[str, Any]]]] = []
+        self._apart: list[tuple[int, list[Any]]] = []
 
     @contextmanager
     def task(self, microbatch: int) -> Iterator[None]:
         """Wrap this microbatch's forward, and its backward, which may recompute forwards."""
-        totals = [getattr(owner, name) for owner, name in _TRACKERS]
-        apart: list[dict[str, Any]] = [{} for _ in _TRACKERS]
-        _install(apart)
+        totals = [tracker.exchange(tracker.empty()) for tracker in TRACKERS]
         try:
             yield
         finally:
-            _install(totals)
-        if any(apart):
-            self._apart.append((microbatch, apart))
+            apart = [
+                tracker.exchange(total) for tracker, total in zip(TRACKERS, totals, strict=True)
+            ]
+        self._apart.append((microbatch, apart))
 
     def finish(self) -> None:
         """Add the step's losses to Megatron's trackers, in microbatch order."""
         for _, apart in sorted(self._apart, key=lambda left: left[0]):
-            for (owner, name), tracker in zip(_TRACKERS, apart, strict=True):
-                _add(getattr(owner, name), tracker)
+            for tracker, losses in zip(TRACKERS, apart, strict=True):
+                tracker.add(losses)
         self._apart.clear()
-
-
-def _install(trackers: list[dict[str, Any]]) -> None:
-    for (owner, name), tracker in zip(_TRACKERS, trackers, strict=True):
-        setattr(owner, name, tracker)
-
-
-def _add(total: dict[str, Any], apart: dict[str, Any]) -> None:
-    for key, value in apart.items():
-        if isinstance(value, dict):
-            _add(total.setdefault(key, {}), value)
-        elif key == "values" and key in total:
-            total[key] += value
-        else:
-            total[key] = value
 
 
 def refuse_stateful(chunks: Iterable[torch.nn.Module], config: Any) -> None:
@@ -95,6 +67,10 @@ _STATEFUL = {
     "running_mean": ("its running statistics", "switch track_running_stats off"),
     "global_tokens_per_expert": (
         "the running counts of its global_aux_loss",
+        "choose aux_loss or seq_aux_loss",
+    ),
+    "qb_beta_accum": (
+        "the running averages of its quantile balancing",
         "choose aux_loss or seq_aux_loss",
     ),
     "router_replay": ("the routes that it records", "switch moe_enable_routing_replay off"),

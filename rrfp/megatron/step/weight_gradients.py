@@ -257,7 +257,9 @@ class _Deferring:
         grad_output_buffer: list[torch.Tensor] | None,
         wgrad_deferral_limit: int | None,
         tp_group: Any,
+        *newer: Any,
     ) -> torch.Tensor:
+        # From 0.19 on: over how many ranks the weight is sharded, which is 1 (`refusals`).
         if weight not in self.weights:
             return self.native.apply(  # type: ignore[no-any-return]
                 input_,
@@ -269,6 +271,7 @@ class _Deferring:
                 grad_output_buffer,
                 wgrad_deferral_limit,
                 tp_group,
+                *newer,
             )
         linear = _Linear(
             weight, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group

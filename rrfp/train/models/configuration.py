@@ -13,7 +13,7 @@ _AUX_LOSS_COEFFICIENT = 1e-2
 def transformer_config(settings: TrainSettings) -> Any:
     """The configuration of all layers, and of Megatron's schedules."""
     import torch
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import TransformerConfig, enums
 
     dtype = torch.bfloat16 if settings.model.dtype == Dtype.BF16 else torch.float32
     recomputes_layers = settings.model.recompute == Recompute.FULL
@@ -54,5 +54,6 @@ def transformer_config(settings: TrainSettings) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
-        cuda_graph_scope=[],
+        # What a graph would capture: Megatron warns of its own default. The name is of 0.18.
+        **{"cuda_graph_modules" if hasattr(enums, "CudaGraphModule") else "cuda_graph_scope": []},
     )

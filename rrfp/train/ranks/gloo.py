@@ -35,8 +35,13 @@ def one_device_at(address: str) -> Iterator[None]:
         ) from None
 
     class OnOneDevice(torchs_own):  # type: ignore[misc]
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Store, rank: int, size: int, timeout: timedelta, **newer: Any
+        ) -> None:
+            # Newer releases of torch pass more, such as enable_reconfigure: all are options.
             options = torchs_own._Options()
+            for name, value in newer.items():
+                setattr(options, name, value)
             options._devices = [device]
             options._threads = _NUM_THREADS
             options._timeout = timeout

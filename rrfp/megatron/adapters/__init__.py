@@ -1,0 +1,5 @@
+"""What differs between the releases of Megatron-Core that rrfp knows, one module a concern.
+
+An adapter looks at what the installed Megatron-Core has, and never at its version: distributions
+patch and backport. `rrfp.megatron.compatibility` checks first that it is one of the known forms.
+"""

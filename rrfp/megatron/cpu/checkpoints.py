@@ -1,0 +1,103 @@
+"""Makes Megatron-Core's `dist_checkpointing` save and load on the CPU.
+
+- Its modules refer to CUDA for tensors of one number and for synchronisation, as others do; they
+  get the same copy of torch's namespace (`rrfp.megatron.cpu.patches`).
+- Its writer forks a process per file, so that a GPU's process goes on, and asks a further process
+  for the results. A rank here has threads and sockets, which a fork would copy, and these processes
+  outlive a rank that is killed. The rank itself writes instead; who wants to go on meanwhile calls
+  the writing in a thread. Megatron-Core 0.19 writes in threads, too.
+- Staging copies tensors to the CPU. From the CPU that would be no copy, and training would change
+  what is still being written.
+
+Modules and functions that a version of Megatron-Core lacks are passed over.
+"""
+
+import importlib
+import queue
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import utils as _core_utils
+
+_PACKAGE = "megatron.core.dist_checkpointing"
+
+_MODULES = (
+    "exchange_utils",
+    "strategies.async_utils",
+    "strategies.filesystem_async",
+    "strategies.fully_parallel",
+    "strategies.state_dict_saver",
+    "tensor_aware_state_dict",
+)
+"""Modules that use ``torch.cuda`` or ``device="cuda"``."""
+
+_RESULTS_QUEUES = ("_get_write_results_queue", "get_write_results_queue")
+"""Where a writer's results go, by the names of several versions."""
+
+Bucket = tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]
+"""What goes into a file: its path, its name, and its objects and tensors."""
+
+
+def prepare_checkpoints() -> None:
+    """Patch the package, after `prepare_cpu`. Further calls change nothing."""
+    cpu_torch: ModuleType = _core_utils.torch
+    for name in _MODULES:
+        module = _module(name)
+        if module is not None:
+            module.torch = cpu_torch
+    files = _module("strategies.filesystem_async")
+    if files is None or not hasattr(files, "FileSystemWriterAsync"):
+        return
+    for name in _RESULTS_QUEUES:
+        if hasattr(files, name):
+            setattr(files, name, lambda *_: queue.Queue())
+    # Without psutil it raises, and its answer is only logged.
+    files._process_memory = lambda: 0
+    files.FileSystemWriterAsync.get_save_function_and_args = _save_function_and_args
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"{_PACKAGE}.{name}")
+    except ImportError:
+        return None
+
+
+def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, Any, list[Any]]:
+    """In the place of the writer's own method: what writes, what stages, and the arguments."""
+    if not writer.write_buckets:
+        return None, None, []
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    return (
+        partial(_write, type(writer), transforms),
+        partial(_staged, writer.write_buckets),
+        [torch.distributed.get_rank(), writer.write_buckets, writer.results_queue],
+    )
+
+
+def _write(
+    writer: Any, transforms: list[Any], _rank: int, buckets: list[Bucket], results: Any
+) -> None:
+    """Write a rank's files in this thread. Raises what writing raises."""
+    written = {}
+    for index, bucket in enumerate(buckets):
+        own: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[int] = queue.Queue()
+        count.put(index)
+        writer.write_preloaded_data(transforms, index, bucket, own, count, True)
+        _, found = own.get_nowait()
+        if isinstance(found, Exception):
+            raise found
+        written[index] = found
+    results.put(written)
+
+
+def _staged(buckets: list[Bucket]) -> list[Bucket]:
+    """Copies of all tensors that are to be written."""
+    return [
+        (path, name, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, name, (objects, tensors) in buckets
+    ]
