@@ -7,14 +7,23 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.megatron import install, installation, trace_native
+from rrfp.megatron import (
+    DispatchSettings,
+    get_forward_backward_func,
+    install,
+    installation,
+    trace_native,
+)
+from rrfp.megatron.installation import SCHEDULES, megatrons
+from rrfp.megatron.job.stand_ins import DropIn
+from rrfp.megatron.provenance import is_ours
 from rrfp.runtime.at_end import at_end
 from tests.ranks import run_ranks
 from tests.training import SMALL
@@ -133,6 +142,8 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         monkeypatch.setitem(sys.modules, name, found[name])
     for module in found.values():
         monkeypatch.setattr(module, NAME, getattr(schedules, NAME), raising=False)
+    for name in SCHEDULES:
+        monkeypatch.setattr(schedules, name, getattr(schedules, name))
     return found
 
 
@@ -261,7 +272,7 @@ def test_a_function_of_another_module_is_not_megatrons(
     kept = getattr(other, NAME)
     install()
     assert getattr(other, NAME) is kept
-    assert all(type(getattr(place, NAME)) is partial for place in places.values())
+    assert all(is_ours(getattr(place, NAME)) for place in places.values())
 
 
 @pytest.mark.usefixtures("places")
@@ -302,7 +313,7 @@ def test_looking_for_the_name_loads_nothing(
         monkeypatch.setitem(sys.modules, name, strange)
     monkeypatch.setitem(sys.modules, "nothing", None)
 
-    installation.put(print)
+    installation.put({NAME: print}, "a test")
     assert [getattr(place, NAME) for place in places.values()] == [print] * 4
     assert not SelfLoading.loaded
 
@@ -323,7 +334,7 @@ def test_modules_may_change_meanwhile(
     thresholds = gc.get_threshold()
     gc.set_threshold(5)
     try:
-        installation.put(print)
+        installation.put({NAME: print}, "a test")
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(grow)
@@ -336,5 +347,56 @@ def test_another_name_for_it_is_replaced_too(
     script: Any = ModuleType("script")
     script.schedule_of = getattr(places[HOME], NAME)
     monkeypatch.setitem(sys.modules, "script", script)
-    installation.put(print)
+    installation.put({NAME: print}, "a test")
     assert script.schedule_of is print
+
+
+@pytest.mark.parametrize("by_name", SCHEDULES)
+@pytest.mark.parametrize("asker", [install, trace_native])
+def test_a_schedule_that_a_loop_imports_by_name_is_replaced(
+    asker: Callable[[], None],
+    by_name: str,
+    places: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(at_end, "call", lambda _: None)
+    own = getattr(places[HOME], by_name)
+    loop = places["megatron.bridge.training.train"]
+    setattr(loop, by_name, own)
+    asker()
+    for module in (loop, places[HOME]):
+        assert is_ours(getattr(module, by_name))
+        assert getattr(module, by_name).__wrapped__ is own
+    # What runs Megatron's own on purpose still finds it.
+    assert megatrons(by_name) is own
+
+
+def test_a_model_that_each_rank_has_whole_is_left_to_megatron(
+    places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(**arguments: Any) -> Any:
+        return arguments
+
+    monkeypatch.setattr(places[HOME], SCHEDULES[0], own)
+    stand_in = DropIn(DispatchSettings(), None)
+    pipeline = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
+    teacher = stand_in.functions()[SCHEDULES[0]]
+    assert teacher(pg_collection=pipeline) == {"pg_collection": pipeline}
+    assert not stand_in.was_called
+
+
+def test_without_a_recording_a_loop_gets_the_drop_in_itself() -> None:
+    settings = DispatchSettings(hint="bfw")
+    own = get_forward_backward_func(1, settings=settings)
+    assert DropIn(settings, None).get(1) is own
+
+
+@pytest.mark.usefixtures("places")
+def test_it_waits_for_an_import_that_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`at_import` in a process that has imported Megatron replaces it at once."""
+    from megatron.core import pipeline_parallel
+
+    install(at_import=True)
+    assert is_ours(pipeline_parallel.get_forward_backward_func)
+    with pytest.raises(UsageError, match=r"^install\(\) has replaced Megatron's schedule"):
+        install()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles
 from rrfp.analyze.chosen import choose
@@ -22,12 +22,15 @@ from rrfp.analyze.frames import frames_of
 from rrfp.analyze.structural_steps import structural_of
 from rrfp.errors import UsageError
 from rrfp.interchange.files import import_run
-from rrfp.megatron.native import trace as native_trace
+from rrfp.megatron.job import recording
+from rrfp.megatron.job.recording import JobRecording
+from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.native.schedule import NativeSchedule, _Tally
 from rrfp.megatron.native.timing import HostTimer
 from rrfp.megatron.native.trace import NativeTrace
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
+from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
@@ -347,22 +350,31 @@ def own(script: str, *arguments: str) -> str:
 def test_a_name_that_was_imported_before_is_replaced_and_no_step_is_told() -> None:
     told = own(
         """
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as early
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining as early
 import rrfp.megatron
 rrfp.megatron.trace_native()
-print(early.__module__)
+print(early.__globals__["__name__"])
 """
     )
-    assert told.startswith("rrfp.megatron.native.trace\n")
+    assert told.startswith("rrfp.megatron.native.stand_in\n")
     assert "trace_native() saw no step and recorded nothing" in told
+
+
+class Configured(torch.nn.Linear):
+    """A model chunk."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.config = SimpleNamespace()
 
 
 def test_without_torch_distributed_the_training_goes_on_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trace = NativeTrace(lambda: lambda **arguments: [arguments["num_microbatches"]], None)
+    trace = NativeTrace(RecordingRequest("trace_native()"))
     for _ in range(3):
-        assert trace.get()(model=[torch.nn.Linear(1, 1)], num_microbatches=7) == [7]
+        arguments = {"model": [Configured()], "num_microbatches": 7}
+        assert trace.run(lambda **of: [of["num_microbatches"]], arguments) == [7]
     (record,) = caplog.records
     assert "the run is not recorded, the training goes on" in record.message
 
@@ -373,21 +385,27 @@ def test_what_fails_again_and_again_is_told_once(
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    info = RankInfo(1, 1, 0, 0, (1,), "h", 1)
-    monkeypatch.setattr(native_trace, "_info", lambda _: info)
-    monkeypatch.setattr(native_trace, "_meet", lambda *_: (RunDir(tmp_path), info))
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", int)
-    for name in ("settle", "close"):
-        monkeypatch.setattr(NativeSchedule, name, fails)
-    monkeypatch.setattr(NativeSchedule, "run", lambda _, schedule, **of: schedule(**of))
-    rank = native_trace._Rank({"model": torch.nn.Linear(1, 1)}, None)
+    own = RankInfo(1, 1, 0, 0, (1,), "h", 1)
+    place = SimpleNamespace(pipeline=(0, 1), pp_rank=1)
+    monkeypatch.setattr(recording, "place_in", lambda *_, **__: place)
+    monkeypatch.setattr(recording, "step_groups", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(JobRecording, "_described", lambda *_, **__: {})
+    monkeypatch.setattr(JobRecording, "_identify", lambda *_: own)
+    path = RunDir(tmp_path).rank_records(1)
+    monkeypatch.setattr(
+        JobRecording, "_open", lambda self, *_: setattr(self, "_recorder", Recorder(path, own))
+    )
+    monkeypatch.setattr(NativeSchedule, "settle", fails)
+    monkeypatch.setattr(NativeSchedule, "run", lambda _, schedule, *__: schedule())
+    trace = NativeTrace(RecordingRequest("trace_native()"))
+    arguments = {"model": [Configured()], "num_microbatches": 7}
     for _ in range(3):
-        assert rank.run(lambda: [3], {}) == [3]
-    rank.close()
-    rank.close()
+        assert trace.run(lambda **_: [3], arguments) == [3]
+    trace._recording.close()
+    trace._recording.close()
     (record,) = caplog.records
     assert record.message == "recording is switched off, the training goes on: "
-    assert not is_being_written(RunDir(tmp_path).rank_records(1))
+    assert not is_being_written(path)
 
 
 def test_a_megatron_that_is_not_installed_is_described(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
@@ -22,10 +23,11 @@ DEBUG_VARIABLE = "RRFP_DEBUG"
 """Set to anything, it shows the traceback of whatever ends a command."""
 
 
-def run(app: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run a command line and give its exit code, whatever happens in it."""
+def run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
+    """Run a command line and give its exit code, whatever happens in it; or what the command leaves
+    to be run outside of this handling of errors, which gives the exit code."""
     try:
-        _invoke(app, arguments)
+        left = _invoke(app, arguments)
     except typer.Exit as exit_:
         return exit_.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -37,8 +39,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
             _say(_usage_sentence(error))
         return error.exit_code
     except RrfpError as error:
-        _say(str(error))
-        return error.exit_code
+        return tell(error)
     except BrokenPipeError as error:
         if not _stdout_is_closed():
             _say(f"a pipe broke: {error}")
@@ -52,14 +53,20 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int:
             f"traceback that {DEBUG_VARIABLE}=1 shows"
         )
         return FAILED
-    return 0
+    return left if callable(left) else 0
 
 
-def _invoke(app: typer.Typer, arguments: Sequence[str]) -> None:
+def tell(error: RrfpError) -> int:
+    """Say an error that is being handled, and give its exit code."""
+    _say(str(error))
+    return error.exit_code
+
+
+def _invoke(app: typer.Typer, arguments: Sequence[str]) -> Any:
     command = typer.main.get_command(app)
     try:
         with command.make_context("rrfp", list(arguments)) as context:
-            command.invoke(context)
+            return command.invoke(context)
     finally:
         # Here, and not at the interpreter's end, where a closed pipe would be reported.
         sys.stdout.flush()

@@ -12,6 +12,7 @@ import typer
 from rrfp import __version__
 from rrfp.cli import analyze, errors, hint, trace
 from rrfp.cli.bench import bench
+from rrfp.cli.run import run
 from rrfp.cli.simulate import simulate
 from rrfp.cli.train import train
 from rrfp.cli.verify import verify
@@ -26,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(train)
+# What stands behind SCRIPT is the script's, options included.
+app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(verify)
 app.command()(simulate)
 app.command()(bench)
@@ -54,4 +57,5 @@ def _options(
 
 def main() -> int:
     """Run the command line on `sys.argv` and give its exit code."""
-    return errors.run(app, sys.argv[1:])
+    done = errors.run(app, sys.argv[1:])
+    return done if isinstance(done, int) else done()

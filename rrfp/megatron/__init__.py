@@ -5,18 +5,24 @@ Megatron-Core run on the CPU. Megatron-Core is imported only when a function is 
 launcher and the command line only read settings from here.
 """
 
+import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp.megatron.compatibility import check_for_drop_in, check_for_trace
-from rrfp.megatron.installation import megatrons_own, put
+from rrfp.errors import UsageError
+from rrfp.megatron.compatibility import check_for_drop_in
+from rrfp.megatron.job.request import RecordingRequest, StepWindow
+from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import, put_now
+from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime.at_end import at_end
 from rrfp.trace.records import Record
 
 if TYPE_CHECKING:
     from rrfp.megatron.dropin import ForwardBackward
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["DispatchSettings", "get_forward_backward_func", "install", "trace_native"]
 
@@ -24,6 +30,7 @@ __all__ = ["DispatchSettings", "get_forward_backward_func", "install", "trace_na
 def get_forward_backward_func(
     pp_size: int | None = None,
     vp_size: int | None = None,
+    schedule_pg_collection: object = None,
     *,
     settings: DispatchSettings | None = None,
     record: Callable[[Record], None] | None = None,
@@ -35,32 +42,71 @@ def get_forward_backward_func(
     # After the check, because it imports names that another Megatron-Core may not have.
     from rrfp.megatron import dropin
 
-    return dropin.get_forward_backward_func(pp_size, vp_size, settings=settings, record=record)
+    return dropin.get_forward_backward_func(
+        pp_size, vp_size, schedule_pg_collection, settings=settings, record=record
+    )
 
 
-def install(settings: DispatchSettings | None = None) -> None:
-    """Put `get_forward_backward_func` where Megatron's training loop looks it up.
+def install(
+    settings: DispatchSettings | None = None,
+    *,
+    out: Path | str | None = None,
+    steps: str | None = None,
+    at_import: bool = False,
+) -> None:
+    """Put our schedule where Megatron's training loops look it up.
 
     Call it once in a training script, before the loop starts. Modules that have already imported
-    the name get it too. Raises UsageError, replacing nothing, if something else has replaced
-    Megatron's schedule (the message says what), and for a Megatron-Core that rrfp does not know.
+    `get_forward_backward_func`, or a function that it chooses from, get ours too.
+
+    With `out`, every rank records its steps from the first one on, in the run's directory `out`;
+    `steps` chooses some, as `"20:40"` (training steps 20 to 39, and the evaluations between them).
+    With `at_import`, Megatron is left alone until the process imports it: for code that every
+    process of a job runs, whether it trains or not.
+
+    Raises UsageError, replacing nothing, if something else has replaced Megatron's schedule (the
+    message says what), and for a Megatron-Core that rrfp does not know; with `at_import` the latter
+    comes when the job asks for a schedule.
     """
-    megatrons_own("install()")
-    check_for_drop_in(settings or DispatchSettings(), installs=True)
-    put(partial(get_forward_backward_func, settings=settings))
+    if out is None and steps is not None:
+        raise UsageError(f"steps {steps} are to be recorded nowhere; say where with out=DIRECTORY")
+    request = None if out is None else _request("install()", out, steps)
+    stand_in = DropIn(settings or DispatchSettings(), request)
+    _put(stand_in, "install()", at_import=at_import, is_recorded=request is not None)
 
 
-def trace_native(out: Path | str | None = None) -> None:
+def trace_native(
+    out: Path | str | None = None, *, steps: str | None = None, at_import: bool = False
+) -> None:
     """Record Megatron's own schedule without changing it: losses and gradients stay the same.
 
     Call it once in a training script, on every rank, before or after Megatron is initialised and
     before the training loop starts. From the first step on, every rank records its tasks and waits
-    in the run's directory: `out`, or `runs/<time>-native/`. A torch.profiler profile of that time
-    has them too, as ranges. If it saw no step, it warns as the process ends. Raises UsageError as
-    `install` does.
+    in the run's directory: `out`, or `runs/<time>-native/`; `steps` and `at_import` are as in
+    `install`. A torch.profiler profile of that time has them too, as ranges. If it saw no step, it
+    warns as the process ends, unless `at_import`. Raises UsageError as `install` does.
     """
-    original = megatrons_own("trace_native()")
-    check_for_trace()
-    from rrfp.megatron.native.trace import NativeTrace
+    stand_in = RecordedNative(_request("trace_native()", out, steps))
+    _put(stand_in, "trace_native()", at_import=at_import, is_recorded=True)
 
-    put(NativeTrace(original, None if out is None else Path(out)).get)
+
+def _request(by: str, out: Path | str | None, steps: str | None) -> RecordingRequest:
+    return RecordingRequest(by, None if out is None else Path(out), StepWindow.of(steps))
+
+
+def _put(stand_in: StandIn, asker: str, *, at_import: bool, is_recorded: bool) -> None:
+    """Put it in place; a recording warns as the process ends if it has seen no step."""
+    if at_import:
+        put_after_import(stand_in, asker)
+        return
+    put_now(stand_in, asker)
+
+    def warn_if_unused() -> None:
+        if not stand_in.was_called:
+            _log.warning(
+                "%s saw no step and recorded nothing; call it before the training loop starts",
+                asker,
+            )
+
+    if is_recorded:
+        at_end.call(warn_if_unused)

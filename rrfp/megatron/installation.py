@@ -1,12 +1,15 @@
-"""Finds and replaces Megatron's `get_forward_backward_func` in every module that has the name.
+"""Puts functions in the place of Megatron's schedule, in every module that has it.
 
-Megatron's training loop imports the name from the package `megatron.core.pipeline_parallel`, so a
-patch may be there, in the loop's own module, or in the module that defines it. A patch that we
-overlook would silently override ours, or be overridden by it.
+Megatron's training loop imports `get_forward_backward_func` from the package
+`megatron.core.pipeline_parallel`, so a patch may be there, in the loop's own module, or in the
+module that defines it. A patch that we overlook would silently override ours, or be overridden by
+it. Some loops import one of the three schedule functions that it chooses from instead.
+
+Megatron's own functions are kept here, for what runs them on purpose.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rrfp.errors import UsageError
@@ -15,68 +18,92 @@ from rrfp.megatron.provenance import (
     described,
     foreign_layer,
     home_of,
-    is_function,
     is_ours,
     namespace_of,
     wraps,
 )
 
-_NAME = "get_forward_backward_func"
+GETTER = "get_forward_backward_func"
+NO_PIPELINING = "forward_backward_no_pipelining"
+SCHEDULES = (
+    NO_PIPELINING,
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+"""The functions that Megatron's getter chooses from."""
+
+HOME = "megatron.core.pipeline_parallel.schedules"
+"""The module that defines them all."""
+
 _CORE = "megatron.core.pipeline_parallel"
 
+_originals: dict[str, Callable[..., Any]] = {}
+"""What stood under each name in that module before `put`."""
 
-def megatrons_own(asker: str) -> Callable[..., Any]:
-    """Megatron's function, which `asker` (install() or trace_native()) is about to replace.
+_put_by = ""
 
-    Raises UsageError if it has already been replaced, saying by what, where, and what to do.
-    """
+
+def megatrons(name: str) -> Callable[..., Any]:
+    """What runs under this name of Megatron's module without us. Raises UsageError if there is no
+    such function."""
+    home = namespace_of(compatibility.schedules())
+    if name not in home:
+        raise UsageError(
+            f"{HOME} has no {name}; see which patch has removed it, and switch that off"
+        )
+    found: Callable[..., Any] = home[name]
+    return _originals.get(name, found) if is_ours(found) else found
+
+
+def check_free(asker: str) -> None:
+    """Raise UsageError if Megatron's schedule has already been replaced, saying by what, where, and
+    what to do. `asker` (install() or trace_native()) is about to replace it."""
     schedules = compatibility.schedules()
+    home = namespace_of(schedules)
     places = list(_places())
-    ours = None
     for _, value in places:
         foreign = foreign_layer(value)
-        if foreign is None:
-            continue
-        if is_ours(foreign):
-            ours = foreign
+        if foreign is None or is_ours(foreign):
             continue
         *names, last = (name for name, other in places if other is value)
         where = f"{', '.join(names)} and {last}" if names else last
-        if wraps(value, _NAME, vars(schedules)):
+        if wraps(value, GETTER, vars(schedules)):
             does, next_step = "wraps", f"call {asker} before it does, or switch that patch off"
         else:
             does = "has replaced"
             next_step = f"switch that patch off, or leave out {asker}"
-        raise UsageError(f"{described(foreign)} {does} Megatron's {_NAME} in {where}; {next_step}")
-    if ours is not None:
-        first = "trace_native()" if home_of(ours) == "rrfp.megatron.native.trace" else "install()"
-        raise UsageError(
-            f"{first} has replaced Megatron's schedule in this process already; call either "
-            "install() or trace_native(), and only once"
+        raise UsageError(f"{described(foreign)} {does} Megatron's {GETTER} in {where}; {next_step}")
+    if any(is_ours(value) for _, value in places) or is_ours(home.get(SCHEDULES[0])):
+        next_step = (
+            "call either install() or trace_native(), and only once"
+            if _put_by.endswith("()")
+            else f"leave out {asker}"
         )
-    found: Callable[..., Any] | None = namespace_of(schedules).get(_NAME)
-    if found is None:
         raise UsageError(
-            f"{_CORE}.schedules has no {_NAME}; see which patch has removed it, and switch that off"
+            f"{_put_by} has replaced Megatron's schedule in this process already; {next_step}"
         )
-    return found
 
 
-def put(function: Callable[..., Any]) -> None:
-    """Replace Megatron's own function in every module that has it, under whatever name: a script
-    may have imported it before it calls us."""
+def put(functions: Mapping[str, Callable[..., Any]], asker: str) -> None:
+    """Put each of these functions, by its name in Megatron's module, in the place of Megatron's own
+    in every module that has it, under whatever name: a script may have imported it before. `asker`
+    is who asked for it. Raises UsageError if Megatron has no such function."""
+    global _put_by
     home = namespace_of(compatibility.schedules())
+    _originals.update((name, megatrons(name)) for name in functions)
+    _put_by = asker
+    replaced = {id(home[name]): function for name, function in functions.items()}
     for _, namespace in _loaded():
         for name, value in namespace.copy().items():
-            if is_function(value, _NAME, home):
-                namespace[name] = function
+            if id(value) in replaced:
+                namespace[name] = replaced[id(value)]
 
 
 def _places() -> Iterator[tuple[str, Any]]:
-    """The modules that have Megatron's name, and its value there."""
+    """The modules that have Megatron's getter, and its value there."""
     for module, namespace in _loaded():
-        if module.partition(".")[0] == "megatron" and _NAME in namespace:
-            value = namespace[_NAME]
+        if module.partition(".")[0] == "megatron" and GETTER in namespace:
+            value = namespace[GETTER]
             # Skip unrelated modules that define the same name for themselves.
             if module.startswith(_CORE) or home_of(value) != module:
                 yield module, value

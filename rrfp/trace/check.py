@@ -181,23 +181,34 @@ def _check_messages(
         if told_of:
             yield _finding(pattern, "messages", told_of)
     have_lost = {records.info.rank for records in recording.ranks if records.losses}
-    yield from _check_gaps(key for key in sends if key.source not in have_lost)
+    yield from _check_gaps(
+        (key for key in sends if key.source not in have_lost), begins_late=_begins_late(recording)
+    )
     yield from _check_inputs(recording, receives, skipped)
 
 
-def _check_gaps(sends: Iterable[MessageKey]) -> Iterator[str]:
-    """A link's sequence numbers must start at 0 and have no gaps."""
+def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[str]:
+    """A link's sequence numbers must start at 0, unless the recording begins late, and have no
+    gaps."""
     links: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for source, destination, sequence in sends:
         links[source, destination].add(sequence)
     for (source, destination), found in sorted(links.items()):
-        num_missing = max(found) + 1 - len(found)
+        first = min(found) if begins_late else 0
+        num_missing = max(found) + 1 - first - len(found)
         if num_missing > 0:
             # A damaged number may be huge, so look only for the first few missing ones.
-            missing = (f"number {number}" for number in count() if number not in found)
+            missing = (f"number {number}" for number in count(first) if number not in found)
             examples = list(islice(missing, min(num_missing, _NUM_EXAMPLES + 1)))
             told = _finding("lost: {}", "messages", examples, num_missing)
             yield f"{told} of the link from rank {source} to {destination}"
+
+
+def _begins_late(recording: Recording) -> bool:
+    """Whether only some steps of a job were recorded, and not its first ones."""
+    settings = recording.settings.get("settings")
+    steps = settings.get("recorded_steps") if isinstance(settings, dict) else None
+    return isinstance(steps, str) and not steps.startswith((":", "0:"))
 
 
 def _check_inputs(

@@ -111,6 +111,9 @@ class Phase(StrEnum):
     """From the rank's entry into the schedule to its return: its share of the step's window."""
     DATA = "data"
     OPTIMIZER = "optimizer"
+    SCRIPT = "script"
+    """In a recorded job: from a call's return to the next call. The script's own time, with its
+    optimizer."""
 
 
 class PhaseRecord(NamedTuple):
@@ -152,6 +155,12 @@ Record = (
     | CostRecord
     | LossRecord
 )
+
+
+def num_times(record: Any) -> int:
+    """How many of a record's first fields are times: start and end, or one."""
+    return 2 if hasattr(record, "end_ns") else 1
+
 
 RECORD_TYPES: dict[str, type[Record]] = {
     "task": TaskRecord,

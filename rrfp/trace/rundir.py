@@ -15,13 +15,18 @@ RUNS = Path("runs")
 """Where runs go by default, below the working directory."""
 LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS`."""
+_OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run's directory and the files in it."""
+    """A run's directory and the files in it.
+
+    A run that was resumed has several **sessions**, each with a trace and records of its own.
+    """
 
     path: Path
+    session: int = 1
 
     @property
     def run_json(self) -> Path:
@@ -35,12 +40,35 @@ class RunDir:
 
     @property
     def trace(self) -> Path:
-        return self.path / "trace.pftrace"
+        """What this session recorded: `trace.pftrace`, `trace-2.pftrace` and so on."""
+        return self.path / f"trace{self._suffix}.pftrace"
+
+    @property
+    def joined_trace(self) -> Path:
+        """The traces of all sessions in one, made when it is first asked for."""
+        return self.path / "trace-joined.pftrace"
 
     @property
     def records(self) -> Path:
         """What the ranks record while they train; merged into the trace, then removed."""
-        return self.path / "records"
+        return self.path / f"records{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        return "" if self.session == 1 else f"-{self.session}"
+
+    def sessions(self) -> list["RunDir"]:
+        """The sessions that recorded something, in their order."""
+        found = {1} if self._has_recorded(1) else set()
+        for entry in self.path.iterdir():
+            match = _OF_SESSION.fullmatch(entry.name)
+            if match is not None:
+                found.add(int(match[1] or match[2]))
+        return [RunDir(self.path, session) for session in sorted(found)]
+
+    def _has_recorded(self, session: int) -> bool:
+        of = RunDir(self.path, session)
+        return of.trace.exists() or of.records.is_dir()
 
     @property
     def logs(self) -> Path:
@@ -74,18 +102,18 @@ def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
     """The ranks that a run had by its settings; empty if the settings do not say."""
-    expected: set[int] = set()
-    world = settings.get("world")
-    if isinstance(world, int) and world <= MOST_OF_A_KIND:
-        expected.update(range(world))
     listed = settings.get("ranks")
     if isinstance(listed, list):
-        expected.update(
+        expected = {
             entry["rank"]
             for entry in listed
             if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
-        )
-    return expected
+        }
+        # Not always the first ones of the world: some ranks of a job may be in no pipeline.
+        if expected:
+            return expected
+    world = settings.get("world")
+    return set(range(world)) if isinstance(world, int) and world <= MOST_OF_A_KIND else set()
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
@@ -100,11 +128,13 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"{out} exists; choose another directory with --out, or replace the run in it "
                 f"with --force"
             ) from None
-        for file in (run.run_json, run.metrics, run.trace):
+        for file in (run.run_json, run.metrics, run.joined_trace):
             file.unlink(missing_ok=True)
-        for directory in (run.records, run.logs):
+        for directory in (run.logs, *(session.records for session in run.sessions())):
             if directory.exists():
                 shutil.rmtree(directory)
+        for session in run.sessions():
+            session.trace.unlink(missing_ok=True)
     return run
 
 
@@ -122,11 +152,12 @@ def _create_dated(hint: str) -> RunDir:
         except FileExistsError:
             attempt += 1
             path = RUNS / f"{name}-{attempt}"
-    _point_latest_to(path)
+    point_latest_to(path)
     return RunDir(path)
 
 
-def _point_latest_to(path: Path) -> None:
+def point_latest_to(path: Path) -> None:
+    """Make `runs/latest` a link to a run in `runs`. Raises UsageError if it is something else."""
     if LATEST.exists() and not LATEST.is_symlink():
         raise UsageError(f"{LATEST} is not a link; move it away, it has to link to the newest run")
     link = RUNS / f".latest-{os.getpid()}"

@@ -6,7 +6,7 @@ afterwards. A call's arguments say which task it runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
 from rrfp.interchange.ranges import task_range, wait_range
+from rrfp.megatron.installation import megatrons
 from rrfp.megatron.native.pace import NativePace
 from rrfp.megatron.native.timing import HostTimer, Timer
 from rrfp.runtime.pace import Pace
@@ -43,41 +44,49 @@ class NativeSchedule:
         named: Named = nullcontext,
         name_of_step: Callable[[int], str] = step_name,
         pace: Pace | None = None,
+        num_ranks: int | None = None,
     ) -> None:
         """`timer` is the host's by default. `named` opens a range around each task, each wait and
         each step; `name_of_step` names the last. Records come when their times are known, in the
         order of the calls; training steps and evaluations are numbered separately
         (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to modelled times,
-        if work runs on the host."""
+        if work runs on the host. `num_ranks` of the pipeline are those of Megatron's parallel state
+        by default."""
         self._pp_rank = pp_rank
         self._record = record
         self._timer = timer or HostTimer()
         self._named = named
         self._name_of_step = name_of_step
         self._pace = pace
-        self._num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        self._num_ranks = num_ranks or parallel_state.get_pipeline_model_parallel_world_size()
         self._steps: deque[_Tally] = deque()
         self._num_trained = 0
         self._num_evaluations = 0
-        self.step: int | None = None
-        """The step of the last call; None before the first one."""
         self.last_step: StepSummary | None = None
         """The figures on this rank of the last step whose times are known."""
 
+    def start_at(self, step: int) -> None:
+        """Number the next training step so, as a run that goes on from a checkpoint does."""
+        self._num_trained = step
+
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step by Megatron's own schedule, with Megatron's arguments and return value."""
-        data = self.run(_schedule(len(_chunks(arguments["model"]))), **arguments)
-        self.settle()
-        return data
-
-    def run(self, schedule: Callable[..., list[Any]], **arguments: Any) -> list[Any]:
-        """Run one step by one of Megatron's schedule functions; `settle` records it."""
-        chunks = _chunks(arguments["model"])
         forward_only = bool(arguments.get("forward_only", False))
         step = evaluation_step(self._num_evaluations) if forward_only else self._num_trained
         self._num_evaluations += forward_only
         self._num_trained += not forward_only
-        self.step = step
+        schedule = _schedule(len(_chunks(arguments["model"])))
+        data = self.run(partial(schedule, **arguments), step, arguments)
+        self.settle()
+        return data
+
+    def run(
+        self, schedule: Callable[[], list[Any]], step: int, arguments: Mapping[str, Any]
+    ) -> list[Any]:
+        """Run a step of this number by one of Megatron's schedule functions, which gets these
+        arguments; `settle` records it."""
+        chunks = _chunks(arguments["model"])
+        forward_only = bool(arguments.get("forward_only", False))
         kinds = FORWARD_ONLY if forward_only else WHOLE_BACKWARD
         shape = Shape(self._num_ranks, arguments["num_microbatches"], len(chunks), kinds=kinds)
         pace = None
@@ -95,7 +104,7 @@ class NativeSchedule:
         with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
             # Marks are inside their ranges, because the profiler's own cost is not work.
             start = self._timer.mark()
-            data = schedule(**arguments)
+            data = schedule()
             end = self._timer.mark()
         tally.add(start, end, PhaseRecord, step, Phase.SCHEDULE)
         self._steps.append(tally)
@@ -118,12 +127,12 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _schedule(num_chunks: int) -> Callable[..., list[Any]]:
-    """Megatron's function by its own name, because its getter may have been replaced by ours."""
+    """Megatron's own function, as its getter chooses."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return schedules.forward_backward_no_pipelining  # type: ignore[no-any-return]
+        return megatrons("forward_backward_no_pipelining")
     if num_chunks == 1:
-        return schedules.forward_backward_pipelining_without_interleaving  # type: ignore[no-any-return]
-    return schedules.forward_backward_pipelining_with_interleaving  # type: ignore[no-any-return]
+        return megatrons("forward_backward_pipelining_without_interleaving")
+    return megatrons("forward_backward_pipelining_with_interleaving")
 
 
 class _Tally:

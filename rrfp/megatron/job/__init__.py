@@ -1,0 +1,1 @@
+"""Somebody's own training job: our schedule put in, and the job recorded."""

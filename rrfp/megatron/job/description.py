@@ -1,0 +1,126 @@
+"""What a recorded job says of itself in `run.json`: what steers it, its layout, its model."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement
+from rrfp.trace.run_policy import unbound_policy
+
+Described = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """Who dispatches the tasks of a job, and by which policy."""
+
+    label: str
+    """For the name of the run's directory."""
+    placement: Placement
+    settings: Callable[[Sequence[Any], int], Described]
+    """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
+    policy: Callable[[Described], Described]
+    """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
+
+
+def dispatched(settings: DispatchSettings) -> Steering:
+    """A job whose tasks we dispatch."""
+    hint = settings.policy.hint.name
+    asked = asdict(settings) | {"hint": hint}
+    del asked["policy"]
+    if callable(asked["admit_cost"]):
+        asked["admit_cost"] = getattr(asked["admit_cost"], "__qualname__", "a function")
+    return Steering(
+        hint,
+        settings.placement,
+        lambda *_: asked,
+        lambda _: settings.policy.described(),
+    )
+
+
+def undispatched() -> Steering:
+    """A job that Megatron's own schedule runs."""
+
+    def settings(chunks: Sequence[Any], num_ranks: int) -> Described:
+        hint = "1f1b"
+        if len(chunks) > 1:
+            in_turn = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+            is_usual = in_turn in (None, num_ranks)
+            # With an unknown hint name, a replay takes the order in which the tasks ran.
+            hint = "interleaved" if is_usual else f"interleaved by {in_turn}"
+        return {"hint": hint, "dispatch": str(Dispatch.MEGATRON), "placement": str(Placement.LOOP)}
+
+    return Steering(
+        "native",
+        Placement.LOOP,
+        settings,
+        lambda settings: unbound_policy(str(settings["hint"]), Dispatch.MEGATRON),
+    )
+
+
+def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
+    """The sizes of a step's process groups, under the names of `rrfp train`'s settings."""
+    experts = None
+    if has_experts:
+        experts = getattr(groups, "ep", None) or parallel_state.get_expert_model_parallel_group(
+            check_initialized=False
+        )
+    return {
+        "pp": groups.pp.size(),
+        "tp": groups.tp.size(),
+        "cp": groups.cp.size(),
+        # Ranks that share a sequence run the same tasks, like replicas.
+        "dp": groups.dp_cp.size(),
+        "ep": 1 if experts is None else experts.size(),
+        "chunks": num_chunks,
+    }
+
+
+def model_of(chunks: Sequence[Any], arguments: dict[str, Any]) -> Described:
+    """The model and its step; what its configuration does not know is left out."""
+    config = get_model_config(chunks[0])
+    parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
+    known = {
+        "model": type(_innermost(chunks[0])).__name__,
+        "layers": getattr(config, "num_layers", None),
+        "hidden": getattr(config, "hidden_size", None),
+        "heads": getattr(config, "num_attention_heads", None),
+        "experts": getattr(config, "num_moe_experts", None),
+        "dtype": None if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        "device": "cpu" if parameter is None else parameter.device.type,
+        "microbatches": arguments["num_microbatches"],
+        "micro_batch_size": arguments.get("micro_batch_size"),
+        "seq_length": arguments.get("seq_length"),
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def program() -> Described:
+    """The script that runs, and on what."""
+    script, *arguments = sys.argv or [""]
+    return {
+        "script": script,
+        "arguments": arguments,
+        "megatron": getattr(megatron.core, "__version__", "unknown"),
+        "torch": torch.__version__,
+    }
+
+
+def num_parameters(chunks: Sequence[Any]) -> list[int]:
+    """How many parameters this rank has in each of its chunks."""
+    return [sum(each.numel() for each in chunk.parameters()) for chunk in chunks]
+
+
+def _innermost(model: Any) -> Any:
+    """The model inside of the wrappers that data parallelism and mixed precision put around it."""
+    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
+        model = inner
+    return model

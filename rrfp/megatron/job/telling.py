@@ -1,0 +1,11 @@
+"""What a job is told at its end: a sentence on stderr.
+
+The logging of a script would hide it, or repeat it on every rank in a form of its own.
+"""
+
+import logging
+
+
+def tell(sentence: str) -> None:
+    """Write a sentence to stderr, whatever the script's logging is. Never raises."""
+    logging.StreamHandler().handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))
