@@ -10,7 +10,7 @@ from tests.megatron_own.harness import check_checkout, run, table
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.megatron_own", description=__doc__)
-    parser.add_argument("checkout", type=Path, help="of Megatron-LM, at core_v0.16.1")
+    parser.add_argument("checkout", type=Path, help="of Megatron-LM")
     parser.add_argument(
         "--native", action="store_true", help="run them under Megatron's own schedules, too"
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from tests.ranks import loopback_store
@@ -18,12 +19,10 @@ LIMIT_S = 90.0
 
 _TOTAL_LIMIT_S = 1500.0
 
-_VERSION = "0.16.1"
-
 _COLUMNS = {"native": "native", "install": "install()", "names": "every name"}
 
-_IN_EVERY_NAME = "test_schedules.py"
-"""The other file calls no schedule by its name, and asserts nothing about which it is given."""
+_IN_EVERY_NAME = "schedules.py"
+"""How the files end whose tests call a schedule by its name, or assert which they are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,7 @@ class Outcome:
     outcome: str
     """`passed`, `failed`, `skipped` or `hung`."""
     reason: str
+    num_ranks: int
     ranks: tuple[int, ...]
     """The ranks that had this outcome."""
     seconds: float
@@ -45,15 +45,25 @@ class Outcome:
         )
 
 
-def check_checkout(checkout: Path) -> str | None:
-    """Why the tests of this checkout cannot be run; None if they can."""
+def version_of(checkout: Path) -> str | None:
+    """The version of Megatron-Core in a checkout of Megatron-LM; None if it is none."""
     info = checkout / "megatron" / "core" / "package_info.py"
     if not info.is_file():
-        return f"{checkout} is no checkout of Megatron-LM: it has no {info.relative_to(checkout)}"
-    numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE)
-    version = ".".join(numbers)
-    if version != _VERSION:
-        return f"{checkout} has Megatron-Core {version}; check out core_v{_VERSION}"
+        return None
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info.read_text(), re.MULTILINE))
+
+
+def check_checkout(checkout: Path) -> str | None:
+    """Why the tests of this checkout cannot be run under this Python; None if they can."""
+    version = version_of(checkout)
+    if version is None:
+        return f"{checkout} is no checkout of Megatron-LM: it has no megatron/core/package_info.py"
+    installed = metadata.version("megatron-core")
+    if version.split(".")[:2] != installed.split(".")[:2]:
+        return (
+            f"{checkout} has Megatron-Core {version} and {installed} is installed here; check out "
+            f"core_v{installed}, or run this in an environment with {version}"
+        )
     return None
 
 
@@ -105,14 +115,14 @@ def table(by_schedule: Mapping[str, Mapping[str, Outcome]]) -> str:
             reasons.append(outcome.reason)
         return f"{outcome} ({reasons.index(outcome.reason) + 1})"
 
-    tests: dict[str, int] = {}
+    tests: dict[str, Outcome] = {}
     for outcomes in by_schedule.values():
-        tests.update((name, outcome.num_items) for name, outcome in outcomes.items())
+        tests.update(outcomes)
     rows = [["test", "ranks", *(_COLUMNS[schedule] for schedule in by_schedule)]]
-    for name, num_items in tests.items():
-        of_many = f", {num_items} items" if num_items > 1 else ""
+    for name, test in tests.items():
+        of_many = f", {test.num_items} items" if test.num_items > 1 else ""
         cells = [cell(outcomes.get(name)) for outcomes in by_schedule.values()]
-        rows.append([f"`{name}`{of_many}".replace("|", "\\|"), str(NUM_RANKS), *cells])
+        rows.append([f"`{name}`{of_many}".replace("|", "\\|"), str(test.num_ranks), *cells])
     lines = [_row(rows[0]), _row(["---"] * len(rows[0])), *map(_row, rows[1:])]
     return "\n".join([*lines, "", *(f"{n}. {why}" for n, why in enumerate(reasons, 1))])
 

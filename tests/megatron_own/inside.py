@@ -39,16 +39,26 @@ from rrfp.runtime.at_end import at_end
 FILES = (
     "tests/unit_tests/pipeline_parallel/test_schedules.py",
     "tests/unit_tests/pipeline_parallel/test_pipeline_layout.py",
+    "tests/unit_tests/pipeline_parallel/test_multimodule_schedules.py",
 )
+"""Those that call a schedule; not every version has all."""
 
 TOGETHER = ("test_get_pipeline_parallel_order",)
 """Tests of many items that call no schedule: all items of one share their ranks."""
+
+ON_TWO = "_2gpu"
+"""How the names end of tests that ask for two ranks instead of all."""
+
+LARGE, TIMES_AS_LONG = "_8gpu", 5
+"""Those that multiply matrices of a size for GPUs get more time."""
 
 _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_without_interleaving",
     "forward_backward_pipelining_with_interleaving",
 )
+
+_CREATORS = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 _GRACE_S = 10.0
 """How long the other ranks may go on once one has failed: they may wait for it in a collective."""
@@ -134,7 +144,7 @@ def _put_cpu_in_place_of_cuda(num_ranks: int) -> None:
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
     tensor.cuda = module.cuda = itself
-    for name in ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros"):
+    for name in _CREATORS:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
 
@@ -240,7 +250,8 @@ def _collected(job: Job) -> list[str]:
                 ids = [f"{job.checkout}/{item.nodeid}" for item in session.items]
                 path.write_text(json.dumps(ids))
 
-        files = [f"{job.checkout}/{name}" for name in FILES if name.endswith(job.only_file)]
+        named = [Path(job.checkout, name) for name in FILES if name.endswith(job.only_file)]
+        files = [str(file) for file in named if file.is_file()]
         _pytest(job, ["--collect-only", "-q", *job.pytest_args, *files], Keep())
 
     log = Path(job.logs) / "collect.log"
@@ -265,32 +276,37 @@ def _units(ids: list[str]) -> list[tuple[str, list[str]]]:
 def _run(job: Job, number: int, items: list[str]) -> dict[str, Any]:
     logs = Path(job.logs) / f"{number:02}"
     logs.mkdir()
-    files = [logs / f"rank{rank}.json" for rank in range(job.num_ranks)]
+    function = items[0].rpartition("::")[2].partition("[")[0]
+    num_ranks = 2 if function.endswith(ON_TWO) else job.num_ranks
+    limit_s = job.limit_s * (TIMES_AS_LONG if function.endswith(LARGE) else 1)
+    files = [logs / f"rank{rank}.json" for rank in range(num_ranks)]
 
     def run(rank: int) -> None:
         variables = {
             "RANK": rank,
             "LOCAL_RANK": rank,
-            "WORLD_SIZE": job.num_ranks,
-            "LOCAL_WORLD_SIZE": job.num_ranks,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
-        if items[0].partition("[")[0].rpartition("::")[2] in TOGETHER:
+        if function in TOGETHER:
             _meet_nobody()
         else:
-            _meet_at(job, f"{job.schedule}/{number}", rank)
+            _meet_at(job, f"{job.schedule}/{number}", rank, num_ranks)
+        if function.endswith((ON_TWO, LARGE)):
+            # They make their groups themselves; Transformer Engine's layers need no more.
+            importlib.import_module("megatron.core.parallel_state")._set_global_memory_buffer()
         faulthandler.enable()
-        faulthandler.dump_traceback_later(0.9 * job.limit_s)
+        faulthandler.dump_traceback_later(0.9 * limit_s)
         temporary = f"--basetemp={logs}/temp/rank{rank}"
         (logs / "temp").mkdir(exist_ok=True)
         _pytest(job, ["-s", temporary, *items], _Outcomes(files[rank]))
         at_end.run()
 
     start_s = time.monotonic()
-    deadline_s = start_s + job.limit_s
+    deadline_s = start_s + limit_s
     pids = [
-        _fork(functools.partial(run, rank), logs / f"rank{rank}.log")
-        for rank in range(job.num_ranks)
+        _fork(functools.partial(run, rank), logs / f"rank{rank}.log") for rank in range(num_ranks)
     ]
     try:
         _wait(pids, deadline_s, files)
@@ -302,10 +318,11 @@ def _run(job: Job, number: int, items: list[str]) -> dict[str, Any]:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
     outcomes = [_read(path) for path in files]
-    return {**_together(outcomes), "seconds": round(time.monotonic() - start_s, 1)}
+    seconds = round(time.monotonic() - start_s, 1)
+    return {**_together(outcomes), "num_ranks": num_ranks, "seconds": seconds}
 
 
-def _meet_at(job: Job, name: str, rank: int) -> None:
+def _meet_at(job: Job, name: str, rank: int, num_ranks: int) -> None:
     """Have torch's rendezvous give the launcher's store; the name parts the keys of one test's
     ranks from those of another's."""
 
@@ -321,9 +338,14 @@ def _meet_at(job: Job, name: str, rank: int) -> None:
 
     def rendezvous(*_args: object, **_kwargs: object) -> Iterator[Any]:
         store = torch.distributed.TCPStore("127.0.0.1", job.port, is_master=False)
-        yield torch.distributed.PrefixStore(name, store), rank, job.num_ranks
+        yield torch.distributed.PrefixStore(name, store), rank, num_ranks
+
+    def of_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: create(*args, **{**options, "backend": "gloo"})
 
     distributed: Any = torch.distributed
+    for function in ("new_group", "new_subgroups_by_enumeration"):
+        setattr(distributed, function, of_gloo(getattr(distributed, function)))
     distributed.rendezvous = rendezvous
     distributed.init_process_group = init_gloo
     # Some of the tests make groups on their members only, each rank its own. torch numbers groups,

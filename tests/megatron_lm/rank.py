@@ -1,0 +1,25 @@
+"""What is put into a rank's process before the script runs."""
+
+import os
+
+from tests.megatron_lm import cpu, native_gloo, recorder
+
+
+def prepare_megatron() -> None:
+    """Import Megatron and have it run on the CPU."""
+    cpu.prepare()
+
+
+def begin() -> None:
+    """Record this rank, and do what the environment asks for: `RRFP_LM_NATIVE_GLOO`, the patches
+    of `native_gloo`; `RRFP_LM_SIGTERM_AT`, a signal to itself after so many steps."""
+    if _asked("NATIVE_GLOO"):
+        native_gloo.prepare()
+    # Not in the processes that a checkpoint starts: they have this environment, too.
+    folder = os.environ.pop("RRFP_LM_RECORDS", None)
+    if folder is not None:
+        recorder.record(folder, sigterm_at=_asked("SIGTERM_AT"))
+
+
+def _asked(name: str) -> int:
+    return int(os.environ.get(f"RRFP_LM_{name}", "0"))
