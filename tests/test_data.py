@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.train.data.corpus import DOCUMENT_END, ByteCorpus, Corpus, document_lengths, open_corpus
+from rrfp.train.data.corpus import DOCUMENT_END, ByteCorpus, Corpus
+from rrfp.train.data.sources import document_lengths, open_corpus
 from rrfp.train.data.text_batches import TextBatches
+from rrfp.train.setting_groups import DataSettings
 from rrfp.train.settings import TrainSettings
 
 
@@ -28,7 +30,7 @@ def as_tokens(*texts: bytes) -> list[list[int]]:
 def test_a_text_file_is_one_document_of_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"h\xff\n")
-    assert documents(open_corpus(path)) == as_tokens(b"h\xff\n")
+    assert documents(open_corpus(DataSettings(path=path))) == as_tokens(b"h\xff\n")
 
 
 def test_a_folder_gives_its_files_in_order_and_skips_what_is_empty_or_hidden(
@@ -38,20 +40,21 @@ def test_a_folder_gives_its_files_in_order_and_skips_what_is_empty_or_hidden(
     for name, text in {"c.txt": "c", "a.md": "a", "b/x": "x", ".hidden": "no", "e": ""}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "j.jsonl").write_text('{"text": "j"}\n')
-    assert documents(open_corpus(tmp_path)) == as_tokens(b"a", b"c", b"j", b"x")
+    assert documents(open_corpus(DataSettings(path=tmp_path))) == as_tokens(b"a", b"c", b"j", b"x")
 
 
 def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one", "id": 1}\n\n{"text": ""}\n{"text": "zwö"}\n')
-    assert documents(open_corpus(path)) == as_tokens(b"one", "zwö".encode())
+    assert documents(open_corpus(DataSettings(path=path))) == as_tokens(b"one", "zwö".encode())
 
 
 @pytest.mark.parametrize("name", ["d.bin", "d.idx", "d"])
 def test_a_megatron_pair_is_read_by_either_file_or_the_prefix(tmp_path: Path, name: str) -> None:
     write_pair(tmp_path / "d", [[5, 6, 7], [], [900]])
-    document_lengths(tmp_path / name)
-    corpus = open_corpus(tmp_path / name)
+    data = DataSettings(path=tmp_path / name)
+    corpus = open_corpus(data)
+    assert document_lengths(data).tolist() == [3, 1]
     assert documents(corpus) == [[5, 6, 7], [900]]
     assert corpus.tokens(0, 1, 3).tolist() == [6, 7]
     assert corpus.vocab_size == 901
@@ -59,16 +62,16 @@ def test_a_megatron_pair_is_read_by_either_file_or_the_prefix(tmp_path: Path, na
 
 def test_a_document_of_a_pair_is_what_its_index_says(tmp_path: Path) -> None:
     write_pair(tmp_path / "d", [[5, 6, 7], [8, 9], []], lengths=[[2, 0, 1], [0, 2], [0]])
-    corpus = open_corpus(tmp_path / "d")
+    corpus = open_corpus(DataSettings(path=tmp_path / "d"))
     assert documents(corpus) == [[5, 6, 7], [8, 9]]
     assert corpus.tokens(0, 1, 3).tolist() == [6, 7]
     assert corpus.tokens(1, 1, 2).tolist() == [9]
-    assert document_lengths(tmp_path / "d").tolist() == [3, 2]
+    assert document_lengths(DataSettings(path=tmp_path / "d")).tolist() == [3, 2]
 
 
 def test_padding_is_a_token_of_a_small_vocabulary(tmp_path: Path) -> None:
     write_pair(tmp_path / "d", [[1, 2, 1, 2, 1], [2, 1]])
-    corpus = open_corpus(tmp_path / "d")
+    corpus = open_corpus(DataSettings(path=tmp_path / "d"))
     settings = TrainSettings(seq_length=8, micro_batch_size=2, variable_lengths=True)
     batch = TextBatches(corpus, settings, 0).batch(0, 0)
     assert batch["loss_mask"].sum(1).tolist() in ([4, 1], [1, 4])
@@ -96,10 +99,10 @@ def write_pair(
 
 
 def test_the_standard_library_gives_many_documents_of_many_lengths() -> None:
-    corpus = open_corpus(None)
+    corpus = open_corpus(DataSettings())
     assert len(corpus.lengths) > 1000
     assert np.percentile(corpus.lengths, 90) > 4 * np.percentile(corpus.lengths, 25)
-    assert np.array_equal(corpus.lengths, open_corpus(None).lengths)
+    assert np.array_equal(corpus.lengths, open_corpus(DataSettings()).lengths)
 
 
 def write_empty(folder: Path) -> Path:
@@ -199,7 +202,7 @@ def assert_refused(path: Path, words: str) -> None:
     """In one sentence, in the launcher as in the ranks."""
     for read in (document_lengths, open_corpus):
         with pytest.raises(UsageError) as refused:
-            read(path)
+            read(DataSettings(path=path))
         assert words in str(refused.value)
         assert "\n" not in str(refused.value)
 
@@ -207,7 +210,7 @@ def assert_refused(path: Path, words: str) -> None:
 def test_negative_tokens_are_refused(tmp_path: Path) -> None:
     write_pair(tmp_path / "d", [[5, -6, 7]])
     with pytest.raises(UsageError, match="holds the token -6"):
-        open_corpus(tmp_path / "d")
+        open_corpus(DataSettings(path=tmp_path / "d"))
 
 
 def test_too_little_text_is_refused() -> None:

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from rrfp.errors import UsageError
-from rrfp.train.data.corpus import check_no_pipe, files_under, json_line
 from rrfp.train.data.documents import Document, Part, Pixels
 from rrfp.train.data.sampling import sample_at
+from rrfp.train.data.text_files import check_no_pipe, files_under, json_line
 from rrfp.train.settings import TrainSettings
 
 _ONE_HELD_OUT_IN = 20

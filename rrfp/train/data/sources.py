@@ -1,11 +1,18 @@
 """Finds and checks the data that the settings name, without torch, so that the launcher reports
 problems before it starts any process."""
 
-from rrfp.train.data.corpus import count_samples, document_lengths
+from collections.abc import Callable
+from pathlib import Path
+
+from rrfp.errors import UsageError
+from rrfp.train.data.corpus import ByteCorpus, Corpus, Tokens, count_samples
 from rrfp.train.data.documents import Documents
+from rrfp.train.data.indexed import IndexedCorpus, indexed_documents, indexed_prefix
 from rrfp.train.data.picture_folder import PictureFolder
 from rrfp.train.data.scenes import Scenes
-from rrfp.train.setting_groups import ModelKind
+from rrfp.train.data.text_files import texts
+from rrfp.train.data.token_cache import encoded
+from rrfp.train.setting_groups import DataSettings, ModelKind
 from rrfp.train.settings import TrainSettings
 
 
@@ -18,15 +25,63 @@ def open_documents(settings: TrainSettings) -> Documents:
     )
 
 
-def check_data(settings: TrainSettings) -> None:
-    """Raise UsageError if the data cannot be trained on, as far as headers show."""
+def open_corpus(data: DataSettings) -> Corpus:
+    """Open the text of a run: Python's own standard library if no path is given. Text becomes one
+    token per byte, or what the tokenizer makes of it; a Megatron .bin/.idx pair keeps its own.
+
+    Raises UsageError if there is no text to train on.
+    """
+    prefix = _pair_of(data)
+    if prefix is not None:
+        return IndexedCorpus(prefix)
+    if data.tokenizer is None:
+        return _byte_corpus(data)
+    found = encoded(data)
+    return IndexedCorpus(found.prefix, found.vocab_size)
+
+
+def document_lengths(data: DataSettings, tell: Callable[[str], None] | None = None) -> Tokens:
+    """The `lengths` of the corpus that `open_corpus` opens, found without torch; `tell` hears of
+    text that has to be encoded first.
+
+    Raises UsageError where `open_corpus` does, as far as that is possible without torch.
+    """
+    prefix = _pair_of(data)
+    if prefix is not None:
+        return indexed_documents(prefix).lengths
+    if data.tokenizer is None:
+        return _byte_corpus(data).lengths
+    return indexed_documents(encoded(data, tell).prefix).lengths
+
+
+def check_data(settings: TrainSettings, tell: Callable[[str], None] | None = None) -> None:
+    """Raise UsageError if the data cannot be trained on, as far as headers show. Text for a
+    tokenizer is encoded; `tell` hears of that."""
     if settings.model.kind == ModelKind.VLM:
         documents = open_documents(settings)
         if isinstance(documents, PictureFolder):
             documents.check()
         return
     count_samples(
-        document_lengths(settings.data.path),
+        document_lengths(settings.data, tell),
         settings.data.seq_length,
         variable_lengths=settings.data.variable_lengths,
     )
+
+
+def _pair_of(data: DataSettings) -> Path | None:
+    """The prefix of the pair that the data are, if they are one."""
+    prefix = None if data.path is None else indexed_prefix(data.path)
+    if prefix is not None and data.tokenizer is not None:
+        raise UsageError(
+            f"{data.path} holds tokens, not text, and --tokenizer takes text; leave it out"
+        )
+    return prefix
+
+
+def _byte_corpus(data: DataSettings) -> ByteCorpus:
+    documents = (text.stream.read() for text in texts(data.path, data.text_key))
+    found = tuple(document for document in documents if document)
+    if not found:
+        raise UsageError(f"the data {data.path} holds no text; give --data something to train on")
+    return ByteCorpus(found)

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from rrfp.train.data.batches import Batch
-from rrfp.train.data.corpus import Corpus, Tokens, count_samples, open_corpus
+from rrfp.train.data.corpus import Corpus, Tokens, count_samples
 from rrfp.train.data.sampling import sample_at
+from rrfp.train.data.sources import open_corpus
 from rrfp.train.settings import TrainSettings
 
 
@@ -21,7 +22,7 @@ class TextData:
 
     def __init__(self, settings: TrainSettings) -> None:
         """Raises UsageError if there is no text to train on."""
-        self._corpus = open_corpus(settings.data.path)
+        self._corpus = open_corpus(settings.data)
         self._settings = settings
         self.vocab_size = self._corpus.vocab_size
 

@@ -1,0 +1,174 @@
+"""The texts of files: plain text, JSONL, Parquet, folders of them, and Python's standard library.
+
+A text comes as a stream, so that a long file need not be in memory at once.
+"""
+
+import io
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from rrfp.errors import UsageError, first_line
+
+_MAX_LIBRARY_BYTES = 8_000_000
+"""How much of the standard library is read: little enough for a run to start at once."""
+
+_LIBRARY_SKIPS = frozenset(
+    {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests", "turtledemo"}
+)
+
+_DEFINITION = re.compile(rb"\n\n+(?=[ \t]*(?:async def|def|class|@))")
+"""Separates the definitions of a Python file. Each is a document, so that lengths vary as in real
+text."""
+
+_IMAGE_SUFFIXES = frozenset(
+    {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+)
+
+_ROWS = 1000
+"""How many rows of Parquet are in memory at once, besides those that polars reads ahead."""
+
+
+class Text(NamedTuple):
+    """A document as text."""
+
+    place: str
+    """Where it stands, for errors."""
+    stream: BinaryIO
+    """Its bytes, to be read before the next document is asked for."""
+
+
+def text_files(path: Path | None) -> list[Path]:
+    """The files whose texts are the data, in the same order on every machine; None stands for
+    Python's own standard library. Raises UsageError for what is no text."""
+    if path is None:
+        return list(_library_files())
+    if not path.is_dir():
+        check_no_pipe(path)
+        return [path]
+    files = list(files_under(path))
+    for file in files:
+        if file.suffix in (".bin", ".idx"):
+            raise UsageError(
+                f"the folder {path} holds {file.name}; give --data the .bin/.idx pair itself"
+            )
+        if file.suffix.lower() in _IMAGE_SUFFIXES:
+            raise UsageError(
+                f"the folder {path} holds the image {file.name} and the model takes text; add "
+                "--model vlm"
+            )
+        check_no_pipe(file)
+    return files
+
+
+def texts(path: Path | None, text_key: str) -> Iterator[Text]:
+    """The documents of `text_files`, some of which may be empty; `text_key` is the field of JSONL
+    and the column of Parquet. Raises UsageError for what cannot be read, naming the place."""
+    for file in text_files(path):
+        try:
+            if path is None:
+                yield from _definitions(file)
+            elif file.suffix == ".jsonl":
+                yield from _json_texts(file, text_key)
+            elif file.suffix == ".parquet":
+                yield from _parquet_texts(file, text_key)
+            else:
+                with file.open("rb") as stream:
+                    yield Text(str(file), stream)
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the data {file}: {error.strerror or error}; check --data"
+            ) from None
+
+
+def check_no_pipe(path: Path) -> None:
+    """Raise UsageError for a pipe or a device, which might never end and can be read only once."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"the data {path} is not a regular file; save its text to one first")
+
+
+def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """All files that are not hidden, in the same order on every machine."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name for name in folders if name not in skips and not name.startswith(".")
+        )
+        for name in sorted(files):
+            if not name.startswith("."):
+                yield Path(where, name)
+
+
+def json_line(line: bytes, place: str, text_key: str = "text") -> tuple[dict[str, Any], bytes]:
+    """The fields of a line of JSON, and the bytes of its text. Raises UsageError, naming the place,
+    if the line does not have it."""
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{place}: not UTF-8 text ({error.reason} at byte {error.start}); convert the file"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{place}: not JSON ({error}); correct or remove the line") from None
+    text = value.get(text_key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{place}: no string field '{text_key}'; each line takes one")
+    return value, text.encode("utf-8", errors="surrogatepass")
+
+
+def _json_texts(path: Path, text_key: str) -> Iterator[Text]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield Text(place, io.BytesIO(json_line(line, place, text_key)[1]))
+
+
+def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
+    # Imported late: only such data need it.
+    import polars as pl
+
+    try:
+        table = pl.scan_parquet(path, glob=False, hive_partitioning=False)
+        columns = table.collect_schema()
+        if text_key not in columns:
+            raise UsageError(
+                f"{path} has no column '{text_key}'; name one of {', '.join(columns)} with "
+                "--text-key"
+            )
+        if columns[text_key] != pl.String:
+            raise UsageError(
+                f"the column '{text_key}' of {path} holds {columns[text_key]} and not text; name "
+                "another with --text-key"
+            )
+        batches = table.select(text_key).collect_batches(chunk_size=_ROWS)
+        rows = chain.from_iterable(batch[text_key] for batch in batches)
+        for number, text in enumerate(rows, start=1):
+            place = f"{path}, row {number}"
+            if text is None:
+                raise UsageError(f"{place}: no text; fill it in or remove the row")
+            yield Text(place, io.BytesIO(text.encode()))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise UsageError(
+            f"{path} cannot be read as Parquet ({first_line(str(error))}); write it again"
+        ) from None
+
+
+def _library_files() -> Iterator[Path]:
+    num_bytes = 0
+    for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
+        if file.suffix != ".py":
+            continue
+        num_bytes += file.stat().st_size
+        if num_bytes > _MAX_LIBRARY_BYTES:
+            return
+        yield file
+
+
+def _definitions(file: Path) -> Iterator[Text]:
+    for text in _DEFINITION.split(file.read_bytes()):
+        yield Text(str(file), io.BytesIO(text))
