@@ -18,7 +18,10 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE",
+    "examples/megatron_bridge.md": "examples/megatron_bridge.md",
     "examples/megatron_lm.md": "examples/megatron_lm.md",
+    "examples/train_gpt.py": "examples/train_gpt.py",
+    "examples/verl.md": "examples/verl.md",
     "traces/README.md": "traces.md",
 }
 """Path in the repository to path in the site's sources."""

@@ -14,6 +14,7 @@ for _name in (
     "rrfp.megatron.dropin",
     "rrfp.race.rank",
     "rrfp.race.torch_schedule",
+    "rrfp.train.checkpoints.run_checkpoints",
     "rrfp.train.data.open",
     "rrfp.train.models.vlm",
     "rrfp.train.rank",

@@ -42,7 +42,8 @@ ROOMS = {
     "rrfp.replay": room("schedule trace simulate"),
     "rrfp.megatron": room("schedule inputs trace interchange runtime", "torch numpy megatron"),
     "rrfp.train": room(
-        "schedule inputs trace runtime simulate replay megatron", "torch numpy megatron PIL"
+        "schedule inputs trace runtime simulate replay megatron",
+        "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),

@@ -16,6 +16,7 @@ from rrfp.train.ranks.children import SignalledError, run_to_end
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it inherits
 rank, here = os.environ["RANK"], pathlib.Path(sys.argv[1])
 how = sys.argv[2].split(",")[int(rank)]
 if how == "stubborn":
@@ -88,6 +89,70 @@ def test_a_signal_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
         run(tmp_path, "wait", "stubborn")
     thread.join()
     assert told.value.number == number
+
+
+REQUESTED = """
+import os, pathlib, signal, sys, time
+rank, here, how = os.environ["RANK"], pathlib.Path(sys.argv[1]), sys.argv[2]
+asked = []
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it inherits
+time.sleep(0.3)  # a request that comes now counts, too
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+(here / f"pid-{rank}").write_text(str(os.getpid()))
+if how == "fail" and rank == "0":
+    sys.exit(3)
+while not asked or how == "deaf":
+    time.sleep(0.01)
+sys.exit(0)
+"""
+
+
+def run_requested(
+    directory: Path, how: str, *signals: signal.Signals
+) -> dict[int, children.Failure]:
+    """Two ranks that take SIGTERM as a request; the launcher gets these signals at once."""
+    command = (sys.executable, "-c", REQUESTED, str(directory), how)
+
+    def signal_soon() -> None:
+        time.sleep(0.1)
+        for number in signals:
+            os.kill(os.getpid(), number)
+            time.sleep(0.6)
+
+    thread = threading.Thread(target=signal_soon)
+    thread.start()
+    environments = {rank: {"RANK": str(rank)} for rank in range(2)}
+    try:
+        return run_to_end(command, environments, directory, end_on_request=True)
+    finally:
+        thread.join()
+
+
+def test_sigterm_can_be_a_request(tmp_path: Path) -> None:
+    assert run_requested(tmp_path, "end", signal.SIGTERM) == {}
+
+
+def test_a_second_signal_ends_ranks_that_do_not_follow_a_request(tmp_path: Path) -> None:
+    with pytest.raises(SignalledError) as told:
+        run_requested(tmp_path, "deaf", signal.SIGTERM, signal.SIGINT)
+    assert told.value.number == signal.SIGINT
+
+
+def test_a_request_is_not_waited_for_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_REQUEST_S", 1.0)
+    with pytest.raises(RrfpError, match="rank 0, 1 did not save and end within 1 s of SIGTERM"):
+        run_requested(tmp_path, "deaf", signal.SIGTERM)
+
+
+def test_a_failure_ends_ranks_that_take_requests(tmp_path: Path) -> None:
+    failures = run_requested(tmp_path, "fail")
+    assert {rank: failure.exit_code for rank, failure in failures.items()} == {
+        0: 3,
+        1: -signal.SIGINT,
+    }
 
 
 def test_a_process_that_cannot_be_started_is_told(

@@ -95,13 +95,17 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
     assert f"--node-rank {1 - node_rank}" in str(refused.value)
 
 
-def test_hosts_with_other_files_are_refused_on_both(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("named", [{"admit": "order.txt"}, {"tokenizer": "tokenizer.json"}])
+def test_hosts_with_other_files_are_refused_on_both(
+    monkeypatch: pytest.MonkeyPatch, named: dict[str, str]
+) -> None:
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
     monkeypatch.setattr("rrfp.train.ranks.meeting.sha256_of", lambda path: next(digests))
-    words = r"content of --admit order.txt is \w+... on host 0 and \w+... on host 1"
-    with both(port, admit="order.txt") as other:
+    ((flag, path),) = named.items()
+    words = rf"content of --{flag} {path} is \w+... on host 0 and \w+... on host 1"
+    with both(port, **named) as other:
         with pytest.raises(UsageError, match=words):
-            meet(settings(port, 0, admit="order.txt"))
+            meet(settings(port, 0, **named))
         with pytest.raises(UsageError, match=words):
             other()
 

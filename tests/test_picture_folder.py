@@ -202,7 +202,7 @@ def png_of(width: int, height: int) -> bytes:
         (lambda folder: write_lines(folder, [{"text": "a"}]), "name 0 images"),
         (lambda folder: write_lines(folder, write_images(folder, (9, 9))), "name 1 images"),
         (write_damaged_line(b"{"), "a.jsonl, line 3: not JSON"),
-        (write_damaged_line(b'{"text": "\xff"}'), "a.jsonl, line 3: not JSON"),
+        (write_damaged_line(b'{"text": "\xff"}'), "a.jsonl, line 3: not UTF-8 text"),
         (write_damaged_line(b"[" * 100_000), "a.jsonl, line 3: not JSON"),
         (write_third({"image": "0.png"}), "a.jsonl, line 3: no string field 'text'"),
         (write_third({"image": "0.png", "text": " "}), "line 3: the field 'text' is empty"),

@@ -49,7 +49,13 @@ class Finished:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A readiness-first run with a limit, set by a file and by flags."""
     directory = tmp_path_factory.mktemp("ready")
-    (directory / "run.toml").write_text(f"limit = {LIMIT}\nsteps = 99\nvariable-lengths = true\n")
+    texts = directory / "texts"
+    texts.mkdir()
+    for length in range(4, 60, 3):
+        (texts / f"{length}.txt").write_text("x" * length)
+    (directory / "run.toml").write_text(
+        f'limit = {LIMIT}\nsteps = 99\nvariable-lengths = true\ndata = "texts"\n'
+    )
     return Finished(directory, "--config", "run.toml", "--steps", str(STEPS), *TINY)
 
 

@@ -43,7 +43,7 @@ ONE_RANK = {**SMALL, "pp": 1, "chunks": 4}
 
 
 def work_on_one_rank(rig: Rig) -> dict[str, Any]:
-    from rrfp.train.models.vlm import num_vision_stages
+    from rrfp.train.models.vision_share import num_vision_stages
 
     return {
         "by hand": rig.by_hand(),

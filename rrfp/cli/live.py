@@ -5,6 +5,7 @@ elsewhere it says a line a step. It writes to stderr, for stdout is for data.
 """
 
 import json
+import os
 import time
 from pathlib import Path
 from threading import Event, Thread
@@ -26,9 +27,13 @@ _BAR_WIDTH = 40
 class TrainDisplay:
     """Shows a run's metrics from a thread of its own, until the `with` block ends."""
 
-    def __init__(self, metrics: Path, settings: TrainSettings) -> None:
+    def __init__(self, metrics: Path, settings: TrainSettings, first_step: int = 0) -> None:
+        """`first_step` is the first one to be trained."""
         self._path = metrics
         self._settings = settings
+        # A run that is resumed gets a new file first, with the steps that its checkpoint has.
+        self._stale = metrics.stat().st_ino if metrics.exists() else None
+        self._next_step = first_step
         self._offset = 0
         self._last: dict[str, Any] | None = None
         self._heldout: float | None = None
@@ -73,12 +78,17 @@ class TrainDisplay:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
+            if os.fstat(file.fileno()).st_ino == self._stale:
+                return
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._offset += len(line)
-                last = self._last = json.loads(line)
+                last = json.loads(line)
+                if last["step"] < self._next_step:
+                    continue
+                self._last = last
                 if last["heldout_loss"] is not None:
                     self._heldout = last["heldout_loss"]
                 if not self._live.is_started:

@@ -5,41 +5,20 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.declared_options import option_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
-from rrfp.schedule.hints.hint import Hint
 from rrfp.train.checks import check_settings
-from rrfp.train.declared import Declared
 from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.trace.rundir import RunDir
-
-
-def _option(declared: Declared) -> inspect.Parameter:
-    """The option of a setting; without it the settings' own default holds, or a TOML file's."""
-    spelled = f"--{declared.spelled}"
-    kind = str if declared.kind is Hint or issubclass(declared.kind, StrEnum) else declared.kind
-    option = typer.Option(
-        spelled,
-        # In help texts [bf] would be a style, which is not shown.
-        help=declared.help_text.replace("[", r"\["),
-        show_default=False,
-        metavar=declared.metavar,
-        rich_help_panel=_PANELS[declared.group],
-    )
-    return inspect.Parameter(
-        declared.flag,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+    from rrfp.train.checkpoints.beginning import Beginning
 
 
 _PANELS = {
@@ -68,7 +47,8 @@ _CONFIG = inspect.Parameter(
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every setting of a training run, as each was declared."""
-    parameters = [*map(_option, DECLARED.values()), _CONFIG]
+    options = (option_of(declared, _PANELS[declared.group]) for declared in DECLARED.values())
+    parameters = [*options, _CONFIG]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -100,7 +80,7 @@ def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     check_settings(settings)
-    check_data(settings)
+    check_data(settings, tell=_tell)
     return settings
 
 
@@ -134,12 +114,14 @@ def _check_pace(settings: TrainSettings) -> None:
 
 
 def _run(settings: TrainSettings) -> None:
-    from rrfp.cli.live import TrainDisplay
     from rrfp.replay.cost_files import settled
-    from rrfp.trace.rundir import RunDir, create_run_dir
-    from rrfp.train.description import write_description
+    from rrfp.trace.rundir import RunDir
+    from rrfp.train.checkpoints.beginning import beginning_of
     from rrfp.train.ranks.launch import launch
 
+    if settings.run.save is not None:
+        # It stands in the run's files, which may be read from another working directory.
+        settings = settings.changed(save=settings.run.save.absolute())
     if settings.run.node_rank > 0:
         assert settings.run.out is not None
         typer.echo(
@@ -152,10 +134,23 @@ def _run(settings: TrainSettings) -> None:
     if settings.run.nnodes == 1 and settings.run.pace is not None:
         # It may name the newest run, which this one is about to become.
         settings = settings.changed(pace=settled(settings.run.pace))
-    run = create_run_dir(settings.run.out, settings.run.force, settings.hint.name)
-    write_description(run.run_json, settings, ())
+    beginning = beginning_of(settings, tell=_tell)
+    if beginning.first_step < settings.num_steps:
+        _train(beginning, settings)
+        return
+    _tell(
+        f"All {settings.num_steps} steps are trained; the metrics are in {beginning.run.metrics}, "
+        "and --steps asks for more"
+    )
+
+
+def _train(beginning: "Beginning", settings: TrainSettings) -> None:
+    from rrfp.cli.live import TrainDisplay
+    from rrfp.train.ranks.launch import launch
+
+    run = beginning.run
     try:
-        with TrainDisplay(run.metrics, settings):
+        with TrainDisplay(run.metrics, settings, beginning.first_step):
             launch(settings, run)
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
@@ -165,24 +160,31 @@ def _run(settings: TrainSettings) -> None:
 
 def _report(run: "RunDir", settings: TrainSettings) -> None:
     """What a run that came to its end has to show, and where to look next."""
+    num_finished = _num_finished(run)
     _tell_pace(run)
     _tell_heldout(run)
-    if settings.run.no_trace:
-        typer.echo(
-            f"Trained {settings.num_steps} steps; the metrics are in {run.metrics}", err=True
+    if num_finished < settings.num_steps:
+        _tell(
+            f"Stopped by SIGTERM after {num_finished} of {settings.num_steps} steps, which are "
+            f"saved in {settings.run.save}; --resume goes on"
         )
+    if settings.run.no_trace:
+        _tell(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
     from rich.console import Console
 
     from rrfp.analyze.bubbles import bubbles
     from rrfp.analyze.cache import load_frames
     from rrfp.cli.tables import bubble_table
-    from rrfp.trace.merge import encode_run
+    from rrfp.trace.locate import resolve_session
 
-    trace = encode_run(run.path)
+    trace = resolve_session(run.path)
     Console().print(bubble_table(bubbles(load_frames(trace))))
     rrfp = _program()
     where = "" if settings.run.out is None else f" {run.path}"
+    if trace != run.trace:
+        where = f" {trace}"
+        _tell(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
     typer.echo(f"The trace is {trace}", err=True)
     typer.echo(f"Next: {rrfp} trace view{where}", err=True)
     typer.echo(f"      {rrfp} analyze bubbles{where} --steps 1:", err=True)
@@ -220,16 +222,27 @@ def _tell_heldout(run: "RunDir") -> None:
 
 def _encode_what_is_there(run: "RunDir") -> None:
     """Merge what a run that failed has recorded, and say where it is."""
-    from rrfp.trace.merge import encode_run
+    from rrfp.trace.locate import resolve_session
 
-    if not run.records.is_dir():
+    *_, session = run.sessions() or [run]
+    if not session.records.is_dir():
         return
     try:
-        trace = encode_run(run.path)
+        trace = resolve_session(run.path)
     except RrfpError as error:
         typer.echo(f"No trace could be made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
+
+
+def _num_finished(run: "RunDir") -> int:
+    """How many steps of a run are finished."""
+    *_, last_line = run.metrics.read_text(encoding="utf-8").splitlines()
+    return int(json.loads(last_line)["step"]) + 1
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(sentence, err=True)
 
 
 def _program() -> str:

@@ -14,6 +14,7 @@ from rrfp.replay.step_records import StepRecords
 from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Recording
+from rrfp.trace.sessions import description_of_steps
 from rrfp.trace.steps import is_evaluation, step_windows
 
 
@@ -87,6 +88,8 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     finished = [step for step in asked if step in windows]
     if not finished:
         raise RrfpError(f"none of the steps {asked[0]}:{asked[-1] + 1} was finished by every rank")
+    # Of a run that was resumed, only steps under one policy can be replayed together.
+    recording = Recording(description_of_steps(recording.settings, finished), recording.ranks)
     by_step = layout.steps({step: windows[step] for step in finished})
     shape = layout.shape(by_step)
     whole = [step for step in by_step if step.is_whole(shape)]

@@ -19,9 +19,11 @@ def describe_run(
     policy: Mapping[str, object],
     world_size: int,
     ranks: Sequence[RankInfo],
+    session: Mapping[str, object] | None = None,
 ) -> None:
-    """Write all settings, the effective policy, versions, the world size and the ranks. Concurrent
-    readers never see half a file."""
+    """Write all settings, the effective policy, versions, the world size, the ranks, and what a
+    run that was resumed adds (`rrfp.trace.sessions.described`). Concurrent readers never see half a
+    file."""
     described = {
         "settings": dict(settings),
         POLICY: dict(policy),
@@ -39,6 +41,7 @@ def describe_run(
             }
             for info in ranks
         ],
+        **(session or {}),
     }
     with open_whole(path) as file:
         file.write(f"{json.dumps(described, indent=2)}\n".encode())

@@ -1,49 +1,53 @@
 """Merges the ranks' spill files into the run's one trace."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import RankRecords, Recording
+from rrfp.trace.records import RankRecords, Recording, num_times
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import description_of, joined
 from rrfp.trace.spill import is_being_written, read_spill
 
 
 def encode_run(directory: Path) -> Path:
-    """Merge the records of a finished run into its trace, remove them, and return the trace's path.
+    """Merge what the sessions of a run have recorded into their traces, and return the path of the
+    run's: that of its one session, or of all of them joined.
 
-    Ranks without records are left out. Raises RrfpError if the run is still going, if a file is
-    corrupt, or if no rank recorded anything; the records then stay.
+    Raises RrfpError if the run is still going, if a file is corrupt, if no rank recorded anything,
+    or if the sessions cannot be joined; the records of a session without a trace then stay.
     """
-    run = RunDir(directory)
+    sessions = RunDir(directory).sessions()
+    recorded = [session for session in sessions if encode_session(session)]
+    if not recorded:
+        raise RrfpError(f"no rank of the run in {directory} has recorded anything")
+    if len(recorded) == 1:
+        return recorded[0].trace
+    whole = recorded[-1].joined_trace
+    if not whole.exists():
+        write_trace(whole, joined([read_trace(session.trace) for session in recorded]))
+    return whole
+
+
+def encode_session(run: RunDir) -> bool:
+    """Merge one session's records into its trace, if that has not been done, and remove them.
+    Returns whether there is a trace; raises RrfpError as `encode_run` does."""
     spills = sorted(run.records.glob("rank-*.jsonl"))
     for spill in spills:
         if is_being_written(spill):
-            raise RrfpError(f"the run in {directory} is still going; its trace comes when it ends")
+            raise RrfpError(f"the run in {run.path} is still going; its trace comes when it ends")
     found = [records for spill in spills if (records := read_spill(spill)) is not None]
     if not found:
-        raise RrfpError(f"no rank of the run in {directory} has recorded anything")
+        return run.trace.exists()
     found.sort(key=lambda records: records.info.rank)
     _align(found)
-    write_trace(run.trace, Recording(_read_settings(run.run_json), found))
+    write_trace(run.trace, Recording(description_of(run), found))
+    run.joined_trace.unlink(missing_ok=True)
     shutil.rmtree(run.records, ignore_errors=True)
-    return run.trace
-
-
-def _read_settings(path: Path) -> dict[str, object]:
-    """The run's settings; empty if its launcher died before it wrote them."""
-    try:
-        settings = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise RrfpError(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise RrfpError(f"{path} is not a JSON object")
-    return settings
+    return True
 
 
 def _align(ranks: list[RankRecords]) -> None:
@@ -63,6 +67,6 @@ def _align(ranks: list[RankRecords]) -> None:
 
 def _shifted(record: Any, shift_ns: int) -> Any:
     """The record with its times (its first one or two fields) shifted."""
-    num_times = 2 if hasattr(record, "end_ns") else 1
-    times = (time_ns + shift_ns for time_ns in record[:num_times])
-    return type(record)(*times, *record[num_times:])
+    num = num_times(record)
+    times = (time_ns + shift_ns for time_ns in record[:num])
+    return type(record)(*times, *record[num:])

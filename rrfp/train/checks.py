@@ -27,6 +27,7 @@ _MAX_RANKS_PER_CORE = 16
 """More ranks per core would take many minutes to start, if they fit in memory at all."""
 
 _PLAIN_DATA = DataSettings()
+_PLAIN_RUN = RunSettings()
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -115,6 +116,21 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     (
         lambda s: s.layout.placement == Placement.V and s.layout.chunks != 2,
         "--placement v takes 2 chunks per rank, not {0.layout.chunks}; add --chunks 2",
+    ),
+    # Checkpoints.
+    *(
+        (
+            lambda s, name=name: (
+                s.run.save is None and getattr(s.run, name) != getattr(_PLAIN_RUN, name)
+            ),
+            f"--{name.replace('_', '-')} is about checkpoints and there is no directory for them; "
+            "add --save DIR",
+        )
+        for name in ("save_every", "save_async", "keep", "resume")
+    ),
+    (
+        lambda s: s.run.resume and s.run.force,
+        "--force replaces the run that --resume goes on with; leave one of them out",
     ),
     # What Megatron-Core's own schedules run.
     (
@@ -231,6 +247,18 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         lambda s: s.model.kind == ModelKind.VLM and s.data.variable_lengths,
         "--model vlm gives every microbatch the length of its own documents anyway; leave "
         "--variable-lengths out",
+    ),
+    (
+        lambda s: (
+            s.model.kind == ModelKind.VLM
+            and (s.data.tokenizer is not None or s.data.text_key != _PLAIN_DATA.text_key)
+        ),
+        "--model vlm reads captions as bytes, from a field 'text'; leave --tokenizer and "
+        "--text-key out",
+    ),
+    (
+        lambda s: s.data.end_of_document is not None and s.data.tokenizer is None,
+        "--end-of-document names a token of a tokenizer; add --tokenizer or leave it out",
     ),
     (
         lambda s: s.model.kind == ModelKind.VLM and s.data.image_size % s.data.patch_size > 0,

@@ -1,14 +1,32 @@
 """Writes the `run.json` of a run of `rrfp train`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rrfp.trace.description import describe_run
 from rrfp.trace.records import RankInfo
+from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import described
+from rrfp.train.data.token_cache import encoded
 from rrfp.train.settings import TrainSettings
 
 
-def write_description(path: Path, settings: TrainSettings, ranks: Sequence[RankInfo]) -> None:
-    """Describe a run; `ranks` is empty as long as they are unknown."""
+def write_description(
+    run: RunDir, settings: TrainSettings, ranks: Sequence[RankInfo], first_step: int = 0
+) -> None:
+    """Describe a run, of which this session begins with `first_step`; `ranks` is empty as long as
+    they are unknown. A tokenizer is stated with its digest and vocabulary."""
     policy = settings.effective_policy.described()
-    describe_run(path, settings.described(), policy, settings.layout.world_size, ranks)
+    describe_run(
+        run.run_json,
+        settings.described(),
+        policy,
+        settings.layout.world_size,
+        ranks,
+        {**_tokenizer(settings), **described(run, first_step)},
+    )
+
+
+def _tokenizer(settings: TrainSettings) -> dict[str, object]:
+    return (
+        {} if settings.data.tokenizer is None else {"tokenizer": encoded(settings.data).tokenizer}
+    )

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,7 @@ from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.policy import Dispatch
 from rrfp.trace.records import RankInfo, Record
 from rrfp.trace.rundir import RunDir
+from rrfp.train.checkpoints.session import Session, session_of
 from rrfp.train.data.batches import Batch
 from rrfp.train.data.open import open_data
 from rrfp.train.description import write_description
@@ -29,20 +31,30 @@ from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 from rrfp.train.training import Trainer
 
+if TYPE_CHECKING:
+    from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
+
 _MEETING_S = 60.0
 _INTRODUCTIONS = "rrfp/ranks"
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's chunks for all steps. Raises what training raises."""
+    """Train this rank's chunks for all steps that are left. Raises what training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     info = introduce(layout)
-    if layout.rank == 0:
-        write_description(run.run_json, settings, _introduced(layout))
+    with session_of(run, settings, layout) as session:
+        if layout.rank == 0:
+            write_description(session.run, settings, _introduced(layout), session.first_step)
+        _train(session, settings, layout, info)
+
+
+def _train(session: Session, settings: TrainSettings, layout: Layout, info: RankInfo) -> None:
+    run = session.run
     recorder = Recorder(None if settings.run.no_trace else run.rank_records(info.rank), info)
     metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
     pace = pace_of(settings, layout)
     schedule = schedule_of(settings, layout.pp_rank, recorder.record, pace=pace)
+    schedule.start_at(session.first_step)
     data = open_data(settings)
     model = build_model(settings, layout, data)
     trainer = Trainer(
@@ -55,7 +67,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         pace=pace,
     )
     evaluation = evaluation_of(settings, layout, model, data.heldout)
-    for step in range(settings.num_steps):
+    checkpoints = checkpoints_of(session, settings, layout, model)
+    for step in range(session.first_step, settings.num_steps):
         start_s = time.monotonic()
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
@@ -66,11 +79,28 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         recorder.flush(step)
         tally = pace.tally if pace is not None and pace.has_costs else None
         metrics.write(step, result, schedule.last_step, seconds, tally)
+        if checkpoints is not None and checkpoints.finish_step(step):
+            break
+    if checkpoints is not None:
+        checkpoints.close()
     if evaluation is not None:
         evaluation.close()
     schedule.close()
     metrics.close()
     recorder.close()
+
+
+def checkpoints_of(
+    session: Session, settings: TrainSettings, layout: Layout, model: ModelChunks
+) -> "RunCheckpoints | None":
+    """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
+    loaded."""
+    if settings.run.save is None:
+        return None
+    # Imported late: Megatron's checkpoints are slow to import.
+    from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
+
+    return RunCheckpoints(session, settings, layout, model)
 
 
 def evaluation_of(

@@ -185,10 +185,20 @@ class DataSettings:
 
     path: Path | None = setting(
         None,
-        "Text file, folder, JSONL with a 'text' field, or Megatron .bin/.idx pair [Python's "
-        "standard library]; for --model vlm a folder with images and a JSONL of 'image' and 'text' "
+        "Text file, JSONL, Parquet, folder of them, or Megatron .bin/.idx pair [Python's standard "
+        "library]; for --model vlm a folder with images and a JSONL of 'image' and 'text' "
         "[scenes drawn at run time].",
         flag="data",
+    )
+    text_key: str = setting("text", "Field of JSONL, or column of Parquet, that has the text")
+    tokenizer: Path | None = setting(
+        None,
+        "A tokenizer.json of the library tokenizers, or a folder with one [a token per byte].",
+    )
+    end_of_document: str | None = setting(
+        None,
+        "The token of --tokenizer that ends a document [what it says itself].",
+        metavar="TOKEN",
     )
     microbatches: int = setting(
         8,
@@ -245,6 +255,19 @@ class RunSettings:
     )
     force: bool = setting(False, "Replace the run in --out.")
     no_trace: bool = setting(False, "Record nothing.")
+    save: Path | None = setting(
+        None,
+        "Directory for checkpoints, one after the last step, and one on SIGTERM, which then ends "
+        "the run with exit code 0 [none].",
+    )
+    save_every: int | None = setting(
+        None, "Steps between checkpoints, with --save [those above only].", must=AT_LEAST_1
+    )
+    save_async: bool = setting(False, "Write checkpoints while training goes on.")
+    keep: int = setting(2, "Checkpoints to keep, the newest ones", must=AT_LEAST_1)
+    resume: bool = setting(
+        False, "Go on from the newest whole checkpoint in --save; without one, start anew."
+    )
     nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1)
     node_rank: int = setting(0, "This host's number")
     rdzv_endpoint: str | None = setting(

@@ -73,7 +73,7 @@ def _initialise(chunk: Any, settings: TrainSettings, layout: Layout) -> None:
 
 def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -> str:
     """The name of a chunk's parameter in the whole model."""
-    if settings.model.tie_embeddings and name == _OUTPUT_WEIGHT:
+    if is_second_copy(name, settings):
         return _EMBEDDING_WEIGHT
 
     def whole_layer(match: re.Match[str]) -> str:
@@ -83,6 +83,11 @@ def whole_name(name: str, chunk: Any, settings: TrainSettings, layout: Layout) -
     return _LOCAL_EXPERT.sub(
         lambda match: str(first_expert + int(match[0])), _LOCAL_LAYER.sub(whole_layer, name)
     )
+
+
+def is_second_copy(name: str, settings: TrainSettings) -> bool:
+    """Whether a chunk's parameter is the output's copy of the embedding's weight."""
+    return settings.model.tie_embeddings and name == _OUTPUT_WEIGHT
 
 
 def _seed_of(seed: int, name: str) -> int:

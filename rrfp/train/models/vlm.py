@@ -28,11 +28,9 @@ from megatron.core.utils import make_viewless_tensor
 from rrfp.train.data.image_batches import ImageBatch
 from rrfp.train.models.gpt import gpt_stage, mean_loss
 from rrfp.train.models.parameters import finish_chunk
+from rrfp.train.models.vision_share import num_vision_stages
 from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
 from rrfp.train.settings import TrainSettings
-
-_VISION_SHARE = 3 / 8
-"""The share of stages that are vision stages, as in the simulator's `multimodal` costs."""
 
 _NUM_COLOURS = 3
 
@@ -72,11 +70,6 @@ def build_chunk(
         vp_stage=vp_stage,
     )
     return finish_chunk(LanguageStage(gpt), gpt.decoder.layers, settings, layout, stage)
-
-
-def num_vision_stages(num_stages: int) -> int:
-    """How many stages, from the first on, are vision stages."""
-    return max(1, int(_VISION_SHARE * num_stages + 0.5))
 
 
 def forward_step(

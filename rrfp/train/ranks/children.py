@@ -5,12 +5,13 @@ Nothing here listens or connects.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 0.05
 _SHUTDOWN_S = 5.0
 """How long a rank may take to end after a signal before it is killed."""
+_REQUEST_S = 600.0
+"""How long ranks may take to finish their step and save after a request to end: as long as a rank
+waits for a message before it takes that for a stall."""
 
 
 class SignalledError(Exception):
@@ -51,20 +55,29 @@ class _Child:
 
 
 def run_to_end(
-    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], directory: Path
+    command: Sequence[str],
+    environments: Mapping[int, Mapping[str, str]],
+    directory: Path,
+    *,
+    end_on_request: bool = False,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
     until all have ended; returns the failures. As soon as one rank fails, the others are ended.
 
-    Error files go to `directory`. Raises SignalledError if a signal asks this process to end, and
-    RrfpError if a process cannot be started; no rank is left then. Must run on the main thread.
+    Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
+    (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
+    themselves. Raises SignalledError if another signal asks this process to end, and RrfpError if
+    a process cannot be started, or the ranks do not end as requested; no rank is left then. Must
+    run on the main thread.
     """
     children: dict[int, _Child] = {}
     try:
         with _noted_signals() as noted:
-            for rank, environment in environments.items():
-                children[rank] = _start(command, environment, directory / f"error-{rank}.json")
-            return _watch(children, noted)
+            # Held back until the rank has its handler.
+            with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
+                for rank, environment in environments.items():
+                    children[rank] = _start(command, environment, directory / f"error-{rank}.json")
+            return _watch(children, noted, end_on_request=end_on_request)
     finally:
         _signal(children, signal.SIGKILL)
 
@@ -80,20 +93,41 @@ def _start(command: Sequence[str], environment: Mapping[str, str], error_file: P
     return _Child(process, error_file)
 
 
-def _watch(children: Mapping[int, _Child], noted: Sequence[signal.Signals]) -> dict[int, Failure]:
+def _watch(
+    children: Mapping[int, _Child], noted: list[signal.Signals], *, end_on_request: bool
+) -> dict[int, Failure]:
     failures: dict[int, Failure] = {}
+    requested_s = math.inf
     while not failures:
-        if noted:
-            _end(children, noted[0])
-            raise SignalledError(noted[0])
+        if noted == [signal.SIGTERM] and end_on_request:
+            if requested_s == math.inf:
+                _signal(children, signal.SIGTERM)
+                requested_s = time.monotonic()
+            elif time.monotonic() - requested_s > _REQUEST_S:
+                late = [rank for rank, child in children.items() if child.process.poll() is None]
+                _end(children, signal.SIGKILL)
+                raise RrfpError(
+                    f"rank {', '.join(map(str, late))} did not save and end within "
+                    f"{_REQUEST_S:.0f} s of SIGTERM and was killed; go on from the last checkpoint "
+                    "with --resume"
+                )
+        elif noted:
+            number = noted[-1] if end_on_request else noted[0]
+            _end(children, ending_signal(end_on_request=True) if end_on_request else number)
+            raise SignalledError(number)
         is_over = all(child.process.poll() is not None for child in children.values())
         _add_failures(failures, children)
         if is_over:
             return failures
         time.sleep(_LOOK_S)
-    _end(children, signal.SIGTERM)
+    _end(children, ending_signal(end_on_request=end_on_request))
     _add_failures(failures, children)
     return failures
+
+
+def ending_signal(*, end_on_request: bool) -> signal.Signals:
+    """What ends the other ranks at once when one has failed: the signal that they do not handle."""
+    return signal.SIGINT if end_on_request else signal.SIGTERM
 
 
 def _end(children: Mapping[int, _Child], number: signal.Signals) -> None:
@@ -130,6 +164,16 @@ def _failure(child: _Child, exit_code: int) -> Failure:
     except (OSError, ValueError):
         report, ended_s = None, time.time()
     return Failure(child.process.pid, exit_code, ended_s, report)
+
+
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Hold a signal back from this thread, and from processes that it starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.children import Failure, SignalledError, run_to_end
+from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 
@@ -25,8 +25,9 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     """Run this host's ranks to their end; `work` names the module with their work.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
-    KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. Must run
-    on the main thread.
+    KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
+    that saves checkpoints returns after SIGTERM, too, when the ranks have saved one. Must run on
+    the main thread.
     """
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     # tempfile makes a directory that only its owner may enter.
@@ -34,14 +35,21 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
         directory = Path(name)
         with _store(settings, directory) as environment:
             environments = _environments(settings, environment)
+            end_on_request = settings.run.save is not None
             try:
-                failures = run_to_end((*command, settings.to_json()), environments, directory)
+                failures = run_to_end(
+                    (*command, settings.to_json()),
+                    environments,
+                    directory,
+                    end_on_request=end_on_request,
+                )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
                     raise KeyboardInterrupt from None
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
-                raise _first_failure(failures, run, settings.run.nnodes)
+                ended_by = ending_signal(end_on_request=end_on_request)
+                raise _first_failure(failures, run, settings.run.nnodes, ended_by)
 
 
 @contextmanager
@@ -75,13 +83,17 @@ def _environments(
     }
 
 
-def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
-    """The failure that caused the others, as an error."""
+def _first_failure(
+    failures: Mapping[int, Failure],
+    run: RunDir,
+    num_hosts: int,
+    ended_by: signal.Signals = signal.SIGTERM,
+) -> RrfpError:
+    """The failure that caused the others, as an error; the launcher ended these with `ended_by`."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure = failures[rank]
-        # The launcher itself ends the other ranks with SIGTERM.
-        was_killed = failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM
+        was_killed = failure.exit_code < 0 and failure.exit_code != -ended_by
         is_consequence = failure.report is None or failure.report.is_consequence
         return 0 if was_killed else 2 if is_consequence else 1, failure.ended_s
 

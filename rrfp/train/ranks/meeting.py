@@ -21,6 +21,7 @@ from rrfp.inputs.text_files import sha256_of
 from rrfp.replay.cost_files import costs_file
 from rrfp.runtime.decoding import parsed
 from rrfp.runtime.rendezvous import own_address_towards
+from rrfp.train.data.tokenizer import tokenizer_file
 from rrfp.train.ranks.stores import port_store
 from rrfp.train.settings import TrainSettings
 
@@ -29,7 +30,7 @@ _ANSWER_S = 30.0
 _PARTING_S = 60.0
 """How long hosts whose ranks have ended wait for the others."""
 
-_MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force"})
+_MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force", "save"})
 """Settings that may differ between hosts."""
 
 _DIGITS = 12
@@ -190,6 +191,9 @@ def _contents(settings: TrainSettings) -> dict[str, object]:
         "hint": order_file(settings.hint.name),
         "admit": admission_file(settings.policy.admit),
         "pace": None if settings.run.pace is None else costs_file(settings.run.pace),
+        "tokenizer": None
+        if settings.data.tokenizer is None
+        else tokenizer_file(settings.data.tokenizer),
     }
     return {
         f"the content of --{name} {path}": f"{sha256_of(path)[:_DIGITS]}..."

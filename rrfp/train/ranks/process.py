@@ -17,6 +17,7 @@ from typing import NoReturn
 from rrfp.errors import RrfpError, first_line
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport
+from rrfp.train.ranks.stopping import take_sigterm_as_request
 from rrfp.train.settings import TrainSettings
 
 _PARENT_CHECK_S = 1.0
@@ -30,6 +31,8 @@ def main() -> None:
     _write_output_to(run.rank_log(int(os.environ["RANK"])))
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if settings.run.save is not None:
+        take_sigterm_as_request()
     threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
     try:
         from rrfp.megatron.cpu.patches import prepare_cpu
@@ -72,7 +75,8 @@ def _fail(error: Exception) -> NoReturn:
 
 def _write_output_to(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    # A run that is resumed has the output of all its sessions.
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
 

@@ -1,0 +1,214 @@
+"""The sessions of a run that was resumed: how run.json tells them apart, and their traces joined.
+
+run.json describes the last session. Under `sessions` it keeps the descriptions of the earlier ones,
+and every one of a resumed run has its `session`, counted from 1, and its `first_step`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+from rrfp.trace.records import (
+    CostRecord,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    SendRecord,
+    num_times,
+)
+from rrfp.trace.run_policy import stated_policy
+from rrfp.trace.rundir import RunDir
+
+SESSIONS = "sessions"
+_SESSION = "session"
+_FIRST_STEP = "first_step"
+
+Link = tuple[int, int]
+"""The ranks that a message goes from and to."""
+
+
+def described(run: RunDir, first_step: int) -> dict[str, object]:
+    """What run.json says of a session that begins with this step, besides what it says of any run.
+    Empty for the first one."""
+    if run.session == 1:
+        return {}
+    last = read_description(run.run_json)
+    earlier = [*last.pop(SESSIONS, [])]
+    if _has_begun(last) and last.get(_SESSION, 1) < run.session:
+        earlier.append(last)
+    return {_SESSION: run.session, _FIRST_STEP: first_step, SESSIONS: earlier}
+
+
+def next_session(path: Path) -> RunDir:
+    """The session that a run's directory will have next."""
+    run = RunDir(path)
+    told = read_description(run.run_json)
+    numbers = [each.session for each in run.sessions()]
+    if _has_begun(told):
+        numbers.append(told.get(_SESSION, 1))
+    return RunDir(path, max(numbers, default=0) + 1)
+
+
+def _has_begun(description: Mapping[str, Any]) -> bool:
+    """Whether a session came so far that its ranks knew each other."""
+    return bool(description.get("ranks"))
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of run.json; empty if its launcher died before it wrote it."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RrfpError(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise RrfpError(f"{path} is not a JSON object")
+    return settings
+
+
+def description_of(run: RunDir) -> dict[str, Any]:
+    """What run.json says of one session."""
+    told = read_description(run.run_json)
+    earlier = told.pop(SESSIONS, [])
+    descriptions: list[dict[str, Any]] = [told, *earlier]
+    for each in descriptions:
+        if each.get(_SESSION, 1) == run.session:
+            return each
+    return told
+
+
+def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -> dict[str, Any]:
+    """What a joined trace says of the sessions that ran these steps; the description itself for a
+    run of one session. Raises RrfpError if they ran under several policies."""
+    earlier = description.get(SESSIONS)
+    last = {key: value for key, value in description.items() if key != SESSIONS}
+    if not earlier:
+        return last
+    sessions: list[dict[str, Any]] = [*earlier, last]
+    found = [sessions[_session_of(sessions, step)] for step in sorted(steps)] or [last]
+    for before, after in pairwise(found):
+        if stated_policy(before) != stated_policy(after):
+            raise RrfpError(
+                "the steps asked for ran under several policies, as the run was resumed under "
+                f"another one in step {after[_FIRST_STEP]}; choose steps on one side of it with "
+                "--steps"
+            )
+    return found[0]
+
+
+def _session_of(sessions: list[dict[str, Any]], step: int) -> int:
+    """The index of the session that ran a step last."""
+    begun = [index for index, each in enumerate(sessions) if each.get(_FIRST_STEP, 0) <= step]
+    return max(begun, default=0)
+
+
+def joined(recordings: list[Recording]) -> Recording:
+    """The recordings of a run's sessions as one: each step from the session that ran it last, one
+    session behind the other without the time between them.
+
+    Raises RrfpError if their layouts differ.
+    """
+    layouts = [_layout(recording) for recording in recordings]
+    for number, layout in enumerate(layouts):
+        if layout != layouts[-1]:
+            raise RrfpError(
+                f"the sessions of this run have several layouts ({_told(layout)} in recorded "
+                f"session {number + 1}, {_told(layouts[-1])} in the last one), so they do not fit "
+                "into one picture; name the trace of one session (trace.pftrace, trace-2.pftrace "
+                "and so on)"
+            )
+    descriptions = [recording.settings for recording in recordings]
+    first_steps = [_first_step(recording) for recording in recordings]
+    whole = Recording({}, [RankRecords(records.info) for records in _by_rank(recordings[-1])])
+    start_ns, sequences = 0, Counter[Link]()
+    for number, recording in enumerate(recordings):
+        # A later session may have gone back further than one before it.
+        before = min(first_steps[number + 1 :], default=None)
+        for records, into in zip(_by_rank(recording), whole.ranks, strict=True):
+            _append(into, records, before, start_ns, sequences)
+        start_ns, sequences = _end_ns(whole), _next_sequences(whole)
+    whole.settings = {**descriptions[-1], SESSIONS: descriptions[:-1]}
+    return whole
+
+
+def _layout(recording: Recording) -> list[tuple[object, ...]]:
+    return [
+        (each.info.rank, each.info.pp_rank, each.info.tp_rank, each.info.dp_rank, each.info.stages)
+        for each in _by_rank(recording)
+    ]
+
+
+def _told(layout: list[tuple[Any, ...]]) -> str:
+    num_stages = len({stage for *_, stages in layout for stage in stages})
+    return f"{len(layout)} ranks and {num_stages} stages"
+
+
+def _by_rank(recording: Recording) -> list[RankRecords]:
+    return sorted(recording.ranks, key=lambda records: records.info.rank)
+
+
+def _first_step(recording: Recording) -> int:
+    told = recording.settings.get(_FIRST_STEP, 0)
+    return told if isinstance(told, int) else 0
+
+
+def _append(
+    into: RankRecords,
+    records: RankRecords,
+    before: int | None,
+    start_ns: int,
+    sequences: Mapping[Link, int],
+) -> None:
+    """Append the records of steps before a step. Their times count from `start_ns`, the messages of
+    a link from its entry in `sequences`."""
+    rank = records.info.rank
+    costs = into.costs[-1] if into.costs else None
+    found = records.by_name()
+    for name, target in into.by_name().items():
+        for record in found[name]:
+            if before is not None and record.step >= before:
+                continue
+            times = [start_ns + record[each] for each in range(num_times(record))]
+            moved = type(record)(*times, *record[len(times) :])
+            if isinstance(moved, SendRecord):
+                sequence = moved.sequence + sequences[rank, moved.peer]
+                moved = moved._replace(sequence=sequence)
+            elif isinstance(moved, ReceiveRecord):
+                sequence = moved.sequence + sequences[moved.peer, rank]
+                moved = moved._replace(sequence=sequence)
+            elif isinstance(moved, CostRecord) and costs is not None:
+                moved = moved._replace(
+                    num_records=moved.num_records + costs.num_records,
+                    cost_ns=moved.cost_ns + costs.cost_ns,
+                )
+            target.append(moved)
+
+
+def _end_ns(recording: Recording) -> int:
+    """When the last record ended."""
+    return max(
+        (
+            record[num_times(record) - 1]
+            for records in recording.ranks
+            for found in records.by_name().values()
+            for record in found
+        ),
+        default=0,
+    )
+
+
+def _next_sequences(recording: Recording) -> Counter[Link]:
+    """The number of each link's next message."""
+    following = Counter[Link]()
+    for records in recording.ranks:
+        rank = records.info.rank
+        links = [((rank, send.peer), send.sequence) for send in records.sends]
+        links += [((receive.peer, rank), receive.sequence) for receive in records.receives]
+        for link, sequence in links:
+            following[link] = max(following[link], sequence + 1)
+    return following

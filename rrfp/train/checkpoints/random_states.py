@@ -1,0 +1,67 @@
+"""The random states of a rank in a checkpoint.
+
+They belong to a rank's place in the layout. Under another layout there is nobody to take them over:
+ranks then start from the seed, as in a new run, and their states advance by as many steps as are
+finished. That is where these ranks would stand if they had trained from the start.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from rrfp.megatron.step.random_streams import advance_named_states
+from rrfp.train.ranks.parallel import Layout
+
+
+def captured(layout: Layout) -> ShardedObject:
+    """This rank's random states: those of torch, numpy and Python, and Megatron's named ones."""
+    told: Any = np.random.get_state()
+    _, keys, place, has_gauss, gauss = told
+    version, numbers, next_gauss = random.getstate()
+    return _sharded(
+        layout,
+        {
+            "torch": torch.get_rng_state(),
+            "numpy": [torch.from_numpy(keys.astype(np.int64)), place, has_gauss, gauss],
+            "python": [version, list(numbers), next_gauss],
+            "megatron": dict(get_cuda_rng_tracker().get_states()),
+        },
+    )
+
+
+def to_load(layout: Layout) -> ShardedObject:
+    """What to read from a checkpoint of the same layout."""
+    return _sharded(layout, None)
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Set what `captured` took."""
+    torch.set_rng_state(states["torch"])
+    keys, place, has_gauss, gauss = states["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), place, has_gauss, gauss))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
+    get_cuda_rng_tracker().set_states(states["megatron"])
+
+
+def start_again(step: int) -> None:
+    """Advance the named states of a run that begins as if it had trained `step` steps."""
+    advance_named_states(step)
+
+
+def _sharded(layout: Layout, data: object) -> ShardedObject:
+    return ShardedObject(
+        f"random_states.{layout_name(layout)}",
+        data,
+        (layout.pp, layout.tp, layout.dp),
+        (layout.pp_rank, layout.tp_rank, layout.dp_rank),
+    )
+
+
+def layout_name(layout: Layout) -> str:
+    """Names the layouts that share random states."""
+    return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}"

@@ -1,0 +1,83 @@
+"""A session: what one call of `rrfp train` adds to a run that saves checkpoints."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.decoding import integer, member, text
+from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import next_session
+from rrfp.trace.whole_file import open_whole
+from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
+from rrfp.train.checkpoints.manifest import METRICS, Manifest
+from rrfp.train.checkpoints.matching import check_continues
+from rrfp.train.ranks.exchange import broadcast_json
+from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Where a session begins, and where it writes."""
+
+    run: RunDir
+    checkpoint: Checkpoint | None = None
+    """What it goes on from; None for a start from the seed."""
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+@contextmanager
+def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator[Session]:
+    """Begin a session of the run in this directory; every rank calls this. Until the block ends no
+    other run saves to the same checkpoints.
+
+    Rank 0 decides for all which checkpoint to go on from, because only the holder of the
+    directory's lock can be sure that no other is being finished.
+    """
+    if settings.run.save is None:
+        yield Session(run)
+        return
+    directory = CheckpointDir(settings.run.save)
+    leads = layout.rank == 0
+    with directory.locked() if leads else nullcontext():
+        told: dict[str, object] = {}
+        if leads:
+            found = directory.newest() if settings.run.resume else None
+            if found is not None:
+                check_continues(settings, found)
+            run = next_session(run.path)
+            restore_metrics(run, found)
+            told = {"session": run.session, "name": "" if found is None else found.path.name}
+        number, name = broadcast_json(
+            told, lambda value: (integer(member(value, "session")), text(member(value, "name")))
+        )
+        checkpoint = None
+        if name:
+            path = directory.path / name
+            try:
+                checkpoint = Checkpoint(path, Manifest.read(path))
+            except (OSError, ValueError) as error:
+                raise RrfpError(
+                    f"rank {layout.rank} cannot read the checkpoint {path} ({error}); see whether "
+                    "all hosts share that directory"
+                ) from error
+        yield Session(RunDir(run.path, number), checkpoint)
+
+
+def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
+    """Give a run the metrics of the steps that a checkpoint has, and no others.
+
+    May raise OSError.
+    """
+    if checkpoint is None:
+        if run.metrics.exists():
+            with open_whole(run.metrics):
+                pass
+        return
+    with (checkpoint.path / METRICS).open("rb") as saved, open_whole(run.metrics) as file:
+        shutil.copyfileobj(saved, file)

@@ -1,0 +1,100 @@
+"""Runs of `rrfp train` that save, on ranks that are forked, and what their checkpoints hold."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rrfp.megatron.cpu.patches import prepare_cpu
+from rrfp.trace.rundir import RunDir
+from rrfp.train.checkpoints.beginning import beginning_of
+from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
+from rrfp.train.checkpoints.reading import read_tensors
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
+from tests.ranks import run_ranks
+
+SMALL: dict[str, Any] = {
+    "pp": 2,
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "seq_length": 32,
+    "microbatches": 4,
+    "save_every": 2,
+    "no_trace": True,
+}
+
+CUT_SHORT = 17
+"""The exit code of a rank that ends in the middle of something."""
+
+
+def train(directory: Path, steps: int, **flags: Any) -> RunDir:
+    """Train to the end, as `rrfp train` does, on ranks of the test."""
+    settings = settings_in(directory, steps=steps, **flags)
+    run = beginning_of(settings, tell=lambda _: None).run
+    run_ranks(settings.layout.world_size, work, run, settings.to_json(), None, timeout_s=120)
+    return run
+
+
+def train_cut_short(directory: Path, steps: int, cut: Callable[[], None], **flags: Any) -> None:
+    """The same with ranks that `cut` prepares to end in the middle of something."""
+    settings = settings_in(directory, steps=steps, **flags)
+    run = beginning_of(settings, tell=lambda _: None).run
+    run_ranks(settings.layout.world_size, work, run, settings.to_json(), cut, timeout_s=120)
+
+
+def settings_in(directory: Path, **flags: Any) -> TrainSettings:
+    """Settings of a run in this directory, which saves to `ck` in it."""
+    files = {"save": directory / "ck", "out": directory / "run"}
+    settings = TrainSettings(**{**SMALL, **files, **flags})
+    check_settings(settings)
+    return settings
+
+
+def work(run: RunDir, settings: str, cut: Callable[[], None] | None) -> None:
+    """The process of a rank, as `rrfp.train.ranks.process` has it."""
+    prepare_cpu()
+    from rrfp.train.rank import work as train
+    from rrfp.train.ranks.exchange import no_objects
+    from rrfp.train.ranks.parallel import parallel_groups
+
+    # Nothing may depend on what these were before.
+    random.seed(os.getpid())
+    np.random.seed(os.getpid())
+    if cut is not None:
+        cut()
+    told = TrainSettings.from_json(settings)
+    with parallel_groups(told) as layout, no_objects():
+        train(run, told, layout)
+
+
+def newest(directory: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run."""
+    found = CheckpointDir(directory / "ck").newest()
+    assert found is not None
+    return found
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds."""
+    return read_tensors(checkpoint.path)
+
+
+def differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are not the same to the last bit."""
+    return sorted(
+        name
+        for name in first.keys() | second.keys()
+        if name not in first or name not in second or not same_bits(first[name], second[name])
+    )
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))
