@@ -20,7 +20,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.trace.records import PhaseRecord, Record, TaskRecord
 from rrfp.train.data.batches import Batch
-from tests.ranks import AT_END, run_ranks
+from tests.ranks import LASTING, run_ranks
 from tests.rigs import (
     MICROBATCHES,
     TIMEOUT_S,
@@ -58,7 +58,7 @@ def call_in_many_ways(layout: Any, settings: dict[str, Any], reverse: str) -> li
 
 def links() -> set[str]:
     """The names of the links' threads of this process."""
-    names = {thread.name for thread in threading.enumerate()} - {AT_END}
+    names = {thread.name for thread in threading.enumerate()} - LASTING
     return {name for name in names if name.startswith("rrfp-")}
 
 

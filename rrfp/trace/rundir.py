@@ -103,17 +103,16 @@ def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
     """The ranks that a run had by its settings; empty if the settings do not say."""
     listed = settings.get("ranks")
-    if isinstance(listed, list):
-        expected = {
-            entry["rank"]
-            for entry in listed
-            if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
-        }
-        # Not always the first ones of the world: some ranks of a job may be in no pipeline.
-        if expected:
-            return expected
+    expected = {
+        entry["rank"]
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
+    }
     world = settings.get("world")
-    return set(range(world)) if isinstance(world, int) and world <= MOST_OF_A_KIND else set()
+    # If all are listed, they need not be the first ones: some ranks of a job are in no pipeline.
+    if isinstance(world, int) and len(expected) < world <= MOST_OF_A_KIND:
+        expected.update(range(world))
+    return expected
 
 
 def _create_at(out: Path, force: bool) -> RunDir:
