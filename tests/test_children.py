@@ -104,6 +104,8 @@ if how == "fail" and rank == "0":
     sys.exit(3)
 while not asked or how == "deaf":
     time.sleep(0.01)
+if how == "slowly":
+    time.sleep(3)
 sys.exit(0)
 """
 
@@ -131,6 +133,11 @@ def run_requested(
 
 def test_sigterm_can_be_a_request(tmp_path: Path) -> None:
     assert run_requested(tmp_path, "end", signal.SIGTERM) == {}
+
+
+def test_a_request_may_be_repeated(tmp_path: Path) -> None:
+    """The ranks may be saving by then."""
+    assert run_requested(tmp_path, "slowly", signal.SIGTERM, signal.SIGTERM) == {}
 
 
 def test_a_second_signal_ends_ranks_that_do_not_follow_a_request(tmp_path: Path) -> None:

@@ -78,6 +78,24 @@ def test_a_session_that_went_back_further_supersedes_all_before_it() -> None:
             assert all(num_times(record) in (1, 2) for record in found)
 
 
+def test_a_session_that_ended_as_it_began_is_left_out() -> None:
+    """Killed before its first task, when some ranks had opened their records."""
+    begun = session(2, 2, 2, num_ranks=2)
+    for records in begun.ranks:
+        for found in records.by_name().values():
+            found.clear()
+    assert frames_of(joined([session(1, 0, 4), begun, session(3, 2, 1)])).steps == [0, 1, 2]
+    assert frames_of(joined([session(1, 0, 4), begun])).steps == [0, 1]
+    # And one whose steps were all run again, on another layout.
+    again = session(3, 2, 2)
+    assert frames_of(joined([session(1, 0, 4), session(2, 2, 1, num_ranks=2), again])).steps == [
+        0,
+        1,
+        2,
+        3,
+    ]
+
+
 def test_sessions_of_different_layouts_are_not_joined(tmp_path: Path) -> None:
     write(tmp_path / "run", session(1, 0, 2), session(2, 2, 2, num_ranks=2))
     with pytest.raises(RrfpError) as raised:

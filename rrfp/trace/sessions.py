@@ -113,6 +113,8 @@ def joined(recordings: list[Recording]) -> Recording:
 
     Raises RrfpError if their layouts differ.
     """
+    parts = _contributions(recordings)
+    recordings = [recording for recording, _ in parts]
     layouts = [_layout(recording) for recording in recordings]
     for number, layout in enumerate(layouts):
         if layout != layouts[-1]:
@@ -123,17 +125,29 @@ def joined(recordings: list[Recording]) -> Recording:
                 "and so on)"
             )
     descriptions = [recording.settings for recording in recordings]
-    first_steps = [_first_step(recording) for recording in recordings]
     whole = Recording({}, [RankRecords(records.info) for records in _by_rank(recordings[-1])])
     start_ns, sequences = 0, Counter[Link]()
-    for number, recording in enumerate(recordings):
-        # A later session may have gone back further than one before it.
-        before = min(first_steps[number + 1 :], default=None)
+    for recording, before in parts:
         for records, into in zip(_by_rank(recording), whole.ranks, strict=True):
             _append(into, records, before, start_ns, sequences)
         start_ns, sequences = _end_ns(whole), _next_sequences(whole)
     whole.settings = {**descriptions[-1], SESSIONS: descriptions[:-1]}
     return whole
+
+
+def _contributions(recordings: list[Recording]) -> list[tuple[Recording, int | None]]:
+    """The sessions with steps that no later one ran again, each with the first step that one did;
+    the last session if none has steps. A session that was killed as it began may have the records
+    of some ranks only, and is left out."""
+    first_steps = [_first_step(recording) for recording in recordings]
+    found: list[tuple[Recording, int | None]] = []
+    for number, recording in enumerate(recordings):
+        # A later session may have gone back further than one before it.
+        before = min(first_steps[number + 1 :], default=None)
+        tasks = (task for records in recording.ranks for task in records.tasks)
+        if any(before is None or task.step < before for task in tasks):
+            found.append((recording, before))
+    return found or [(recordings[-1], None)]
 
 
 def _layout(recording: Recording) -> list[tuple[object, ...]]:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import megatron.core
@@ -34,7 +34,8 @@ class Steering:
 def dispatched(settings: DispatchSettings) -> Steering:
     """A job whose tasks we dispatch."""
     hint = settings.policy.hint.name
-    asked = asdict(settings) | {"hint": hint}
+    # Not a copy in depth: a cost function may hold on to anything.
+    asked = {each.name: getattr(settings, each.name) for each in fields(settings)} | {"hint": hint}
     del asked["policy"]
     if callable(asked["admit_cost"]):
         asked["admit_cost"] = getattr(asked["admit_cost"], "__qualname__", "a function")

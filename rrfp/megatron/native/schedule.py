@@ -168,7 +168,9 @@ class _Tally:
         """Wrap Megatron's `forward_step` to record it."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            chunk = self._chunks[id(kwargs["model"] if "model" in kwargs else args[2])]
+            chunk = self._chunks.get(id(kwargs["model"] if "model" in kwargs else args[2]))
+            if chunk is None:  # a model that a task of this call runs, such as a teacher
+                return function(*args, **kwargs)
             count = self._num_forwards[chunk]
             self._num_forwards[chunk] += 1
             microbatch = kwargs.get("current_microbatch")

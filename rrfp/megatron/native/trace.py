@@ -31,7 +31,9 @@ class NativeTrace:
         if step is None:
             return schedule(**arguments)
         if self._schedule is None:
-            self._schedule = self._open()
+            self._schedule = recording.safely(self._open)
+        if self._schedule is None:
+            return schedule(**arguments)
         if self._cuda_timer is not None:
             # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
             recording.safely(self._cuda_timer.look_at_clock)

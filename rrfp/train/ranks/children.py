@@ -99,7 +99,8 @@ def _watch(
     failures: dict[int, Failure] = {}
     requested_s = math.inf
     while not failures:
-        if noted == [signal.SIGTERM] and end_on_request:
+        # Repeated: whoever stops jobs may ask more than once.
+        if end_on_request and {*noted} == {signal.SIGTERM}:
             if requested_s == math.inf:
                 _signal(children, signal.SIGTERM)
                 requested_s = time.monotonic()
@@ -112,7 +113,7 @@ def _watch(
                     "with --resume"
                 )
         elif noted:
-            number = noted[-1] if end_on_request else noted[0]
+            number = next(each for each in noted if each != signal.SIGTERM or not end_on_request)
             _end(children, ending_signal(end_on_request=True) if end_on_request else number)
             raise SignalledError(number)
         is_over = all(child.process.poll() is not None for child in children.values())
