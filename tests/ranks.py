@@ -33,8 +33,9 @@ HOST = "127.0.0.1"
 AT_END = "rrfp-at-end"
 """The thread of `rrfp.runtime.at_end`, which outlives all others."""
 
-LASTING = {AT_END, "tqdm_monitor"}
-"""With the watch over progress bars, if tqdm is installed: torch's compiler shows one."""
+LASTING = (AT_END, "tqdm_monitor", "ThreadPoolExecutor-")
+"""How the names of threads begin that go on. The last two are of torch's compiler, which compiles
+in a pool and shows a bar where tqdm is installed; nothing of ours has such names."""
 
 LAST_THREADS_S = 2.0
 """How long the threads that a rank has told to end may take to do so."""
@@ -212,7 +213,7 @@ def _run_rank(
 
 def _await_end_of(threads: set[threading.Thread]) -> None:
     deadline_s = time.monotonic() + LAST_THREADS_S
-    others = [thread for thread in threads if thread.name not in LASTING]
+    others = [thread for thread in threads if not thread.name.startswith(LASTING)]
     for thread in others:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     left = sorted(thread.name for thread in others if thread.is_alive())

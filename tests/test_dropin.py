@@ -58,7 +58,7 @@ def call_in_many_ways(layout: Any, settings: dict[str, Any], reverse: str) -> li
 
 def links() -> set[str]:
     """The names of the links' threads of this process."""
-    names = {thread.name for thread in threading.enumerate()} - LASTING
+    names = {thread.name for thread in threading.enumerate() if not thread.name.startswith(LASTING)}
     return {name for name in names if name.startswith("rrfp-")}
 
 
