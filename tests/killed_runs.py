@@ -82,18 +82,22 @@ def run_all(directory: Path, num_runs: int, seed: int) -> Counter[str]:
     started = start(whole, POLICIES[0])
     if started.wait(START_S) != 0:
         raise LostError(f"the run that nobody kills failed: {said(whole)}")
-    tensors, figures = tensors_of(newest(whole)), figures_of(whole)
     for number in range(num_runs):
         killed = directory / f"killed-{number}"
         killed.mkdir()
         tally += kill_until_done(killed, draw)
-        different = differences(tensors, tensors_of(newest(killed)))
-        if different or figures_of(killed) != figures:
-            raise LostError(f"run {number} of seed {seed} differs: {different[:5]}")
+        check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
         tell(tally)
         shutil.rmtree(killed)
     return tally
+
+
+def check_the_same(whole: Path, killed: Path, name: str) -> None:
+    """Raises LostError unless the killed run ended as the one that was not."""
+    different = differences(tensors_of(newest(whole)), tensors_of(newest(killed)))
+    if different or figures_of(killed) != figures_of(whole):
+        raise LostError(f"{name} differs: {different[:5]}")
 
 
 def run_forked(directory: Path, num_runs: int, seed: int) -> Counter[str]:
@@ -105,13 +109,10 @@ def run_forked(directory: Path, num_runs: int, seed: int) -> Counter[str]:
     begin_s = time.monotonic()
     train(directory / "timed", STEPS, **FORKED)
     whole_s = time.monotonic() - begin_s
-    tensors, figures = tensors_of(newest(whole)), figures_of(whole)
     for number in range(num_runs):
         killed = directory / f"killed-{number}"
         tally += kill_ranks_until_done(killed, draw, whole_s)
-        different = differences(tensors, tensors_of(newest(killed)))
-        if different or figures_of(killed) != figures:
-            raise LostError(f"run {number} of seed {seed} differs: {different[:5]}")
+        check_the_same(whole, killed, f"run {number} of seed {seed}")
         tally["runs the same to the last bit"] += 1
         tell(tally)
         shutil.rmtree(killed)

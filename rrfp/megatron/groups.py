@@ -46,8 +46,8 @@ class Place:
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     """The process groups of the step, from the caller or from Megatron's parallel state."""
-    # As in Megatron: without pipelining there is no communicator to pass.
     refuse_multi_module(pg_collection)
+    # As in Megatron: without pipelining there is no communicator to pass.
     needs_both = pg_collection is None or pg_collection.pp.size() > 1
     if needs_both and (p2p_communicator is None) != (pg_collection is None):
         raise UsageError(
