@@ -49,7 +49,7 @@ ROOMS = {
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
     "rrfp.race": room(
         "schedule inputs trace runtime simulate replay megatron train analyze",
-        "torch numpy megatron polars altair",
+        "torch numpy megatron polars altair deepspeed",
     ),
     "rrfp.cli": room(
         "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "

@@ -6,7 +6,7 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.race.lineup import Asked, line_up, read_bound
-from rrfp.race.peers import PEERS
+from rrfp.race.peers import PEERS, Project
 from rrfp.race.presets import PRESETS, SCALES, preset_named
 from rrfp.race.runner import Hosts, check
 from rrfp.race.systems import SYSTEMS
@@ -33,7 +33,7 @@ def test_the_first_preset_has_all_that_people_use() -> None:
     for profile in ("language", "language+lognormal:0.5", "multimodal"):
         for name, bound in [
             *((name, "") for name in ("megatron-1f1b", "megatron-interleaved", "fixed-1f1b")),
-            *((f"torch-{peer}", "") for peer in PEERS),
+            *((name, "") for name, peer in PEERS.items() if peer.project.is_installed),
             ("fixed-zb-h1", ""),
             *(
                 (name, bound)
@@ -79,8 +79,8 @@ def test_a_plan_of_megatron_alone_is_refused() -> None:
         tiny_lineup("rq3", systems=("megatron-1f1b",))
 
 
-@pytest.mark.parametrize(("name", "peers"), [("fb", True), ("torch-zbv", False)])
-def test_a_system_without_a_row_is_named(name: str, peers: bool) -> None:
+@pytest.mark.parametrize(("name", "peers"), [("fb", tuple(Project)), ("torch-zbv", ())])
+def test_a_system_without_a_row_is_named(name: str, peers: tuple[Project, ...]) -> None:
     with pytest.raises(UsageError, match=f"--system {name} makes no row"):
         tiny_lineup("rq1", systems=("bf", name), peers=peers)
 

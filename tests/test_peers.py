@@ -1,5 +1,5 @@
-"""The schedules of torch.distributed.pipelining as peers: their layouts, their tasks, what each
-takes; late sends; the comparison of gradients. The schedules run in test_torch_schedule.py."""
+"""The schedules of other projects as peers: their layouts, their tasks, what each
+takes; late sends; the comparison of gradients. The schedules run in test_peer_schedules.py."""
 
 import math
 import threading
@@ -16,8 +16,8 @@ from torch.distributed.pipelining import schedules
 from rrfp.errors import RrfpError, UsageError
 from rrfp.race.delayed_sends import DelayedSends
 from rrfp.race.gradient_check import relative_difference
-from rrfp.race.peers import PEERS, Peer, check_peer
-from rrfp.schedule.tasks import parse_task
+from rrfp.race.peers import PEERS, Peer, Project, check_peer
+from rrfp.schedule.tasks import Kind, parse_task
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
@@ -41,9 +41,11 @@ def of_torch(peer: Peer, num_ranks: int, num_microbatches: int) -> Any:
     return kind(stages if is_multi else stages[0], num_microbatches, loss_fn=lambda loss, _: loss)
 
 
-# Not of 1f1b: torch's own account of it is not the order that it runs (test_torch_schedule.py).
-@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb", "zbv"])
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (3, 6), (4, 8), (8, 16)])
+# Not of 1f1b: torch's own account of it is not the order that it runs (test_peer_schedules.py).
+@pytest.mark.parametrize(
+    "name", ["torch-interleaved", "torch-interleaved-zb", "torch-zbv", "torch-dualpipev"]
+)
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 4), (3, 6), (4, 8), (8, 16)])
 def test_a_peer_runs_the_tasks_of_its_shape(
     name: str, num_ranks: int, num_microbatches: int
 ) -> None:
@@ -51,13 +53,16 @@ def test_a_peer_runs_the_tasks_of_its_shape(
     shape = peer.shape(num_ranks, num_microbatches)
     order = of_torch(peer, num_ranks, num_microbatches).pipeline_order
     for rank, row in order.items():
-        texts = [str(action) for action in row if action is not None]
-        tasks = [parse_task(text) for text in texts if "REDUCE" not in text]
-        assert {task for task, _ in tasks} == set(shape.tasks_of(rank))
-        assert len(tasks) == shape.num_tasks_of_a_rank
-        # Of one kind each: nothing is split in a whole backward, and no backward is whole in a ZB.
-        backwards = [is_split for task, is_split in tasks if task.kind != "F"]
-        assert set(backwards) == {peer.splits}
+        actions = [each for action in row if action for each in action.sub_actions or (action,)]
+        tasks = [parse_task(str(each)) for each in actions if "REDUCE" not in str(each)]
+        whole = [task for task, is_split in tasks if task.kind == Kind.B and not is_split]
+        split = [task for task, is_split in tasks if task.kind != Kind.F and is_split]
+        # A whole backward of a peer that splits is a B with its W at once.
+        run = [task for task, _ in tasks]
+        run += [task._replace(kind=Kind.W) for task in whole if peer.splits]
+        assert sorted(run) == sorted(shape.tasks_of(rank))
+        assert bool(split) == peer.splits
+        assert bool(whole) == (not peer.splits or name == "torch-dualpipev")
 
 
 def settings_of(name: str, num_ranks: int, num_microbatches: int) -> TrainSettings:
@@ -79,7 +84,9 @@ def takes(function: Callable[..., Any], *args: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize(
+    "name", [name for name, peer in PEERS.items() if peer.project is Project.TORCH]
+)
 def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
     for num_ranks in (2, 4):
         for number in range(1, 12):
@@ -92,23 +99,53 @@ def test_what_is_refused_is_what_torch_refuses(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "told"),
     [
-        ("gpipe", {}, "'gpipe' is not a schedule .*1f1b, interleaved, interleaved-zb, zbv"),
-        ("1f1b", {"pp": 1}, "nothing to schedule on --pp 1; use 2 ranks or more"),
-        ("1f1b", {"chunks": 2}, "1 chunk.* in a loop, not 2 in a loop; give --chunks 1"),
-        ("zbv", {"placement": "loop"}, "2 chunk.* in a v, not 2 in a loop; .* --placement v"),
-        ("zbv", {"variable_lengths": True}, "messages of one shape; leave --variable-lengths"),
-        ("1f1b", {"model": "vlm"}, "messages of one shape; .* --model vlm"),
-        ("1f1b", {"microbatches": 3}, "at least one microbatch per rank, 4, not 3"),
-        ("interleaved", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
-        ("interleaved-zb", {"microbatches": 9}, "9 microbatches on 4 ranks in 2 rounds.* of 4"),
+        ("gpipe", {}, "'gpipe' is not a peer .*torch-1f1b, torch-interleaved, "),
+        ("torch-1f1b", {"pp": 1}, "nothing to schedule on --pp 1; use 2 ranks or more"),
+        ("torch-1f1b", {"chunks": 2}, "1 chunk.* in a loop, not 2 in a loop; give --chunks 1"),
+        ("torch-zbv", {"placement": "loop"}, "2 chunk.* in a v, not 2 in a loop; .* --placement v"),
+        (
+            "torch-zbv",
+            {"variable_lengths": True},
+            "messages of one shape; leave --var",
+        ),
+        ("torch-1f1b", {"model": "vlm"}, "messages of one shape; .* --model vlm"),
+        ("torch-1f1b", {"microbatches": 3}, "at least one microbatch per rank, 4, not 3"),
+        (
+            "torch-interleaved",
+            {"microbatches": 9},
+            "9 microbatches on 4 ranks in 2 rounds.* another",
+        ),
+        (
+            "torch-interleaved-zb",
+            {"microbatches": 9},
+            "9 microbatches on 4 ranks in 2 rounds.* another",
+        ),
+        ("torch-dualpipev", {"microbatches": 7}, "at least one microbatch per stage, 8, not 7"),
     ],
 )
 def test_what_cannot_run_is_refused_in_a_sentence(
     name: str, changed: dict[str, Any], told: str
 ) -> None:
-    settings = settings_of(name if name in PEERS else "1f1b", 4, 8).changed(**changed)
+    settings = settings_of(name if name in PEERS else "torch-1f1b", 4, 8).changed(**changed)
     with pytest.raises(UsageError, match=told):
         check_peer(name, settings)
+
+
+@pytest.mark.parametrize("changed", [{"tp": 2}, {"dp": 2}, {"dtype": "bf16"}])
+def test_deepspeed_has_the_pipeline_ranks_alone(
+    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Project, "is_installed", True)
+    settings = settings_of("deepspeed-1f1b", 4, 8)
+    check_peer("deepspeed-1f1b", settings)
+    with pytest.raises(UsageError, match="on pipeline ranks alone, in fp32"):
+        check_peer("deepspeed-1f1b", settings.changed(**changed))
+
+
+def test_a_project_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Project, "is_installed", False)
+    with pytest.raises(UsageError, match=r"needs deepspeed, .* run pip install deepspeed"):
+        check_peer("deepspeed-1f1b", settings_of("deepspeed-1f1b", 4, 8))
 
 
 # Late sends.

@@ -32,7 +32,9 @@ class ScaleName(StrEnum):
 class PeerChoice(StrEnum):
     """Whose schedules race besides Megatron's and ours."""
 
+    ALL = "all"
     TORCH = "torch"
+    DEEPSPEED = "deepspeed"
     NONE = "none"
 
 
@@ -50,8 +52,11 @@ def bench(
     ] = ScaleName.LAPTOP,
     peer: Annotated[
         PeerChoice,
-        typer.Option(help="Whether the schedules of torch.distributed.pipelining race too."),
-    ] = PeerChoice.TORCH,
+        typer.Option(
+            help="Whose schedules race too: torch.distributed.pipelining's and, if it is "
+            "installed, DeepSpeed's."
+        ),
+    ] = PeerChoice.ALL,
     system: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this system, beside megatron-1f1b; repeatable."),
@@ -119,6 +124,7 @@ def bench(
     """
     from rrfp.race.lineup import Asked, line_up
     from rrfp.race.modelled import model_entries
+    from rrfp.race.peers import Project
     from rrfp.race.presets import PRESETS, SCALES, preset_named
     from rrfp.race.results import results
     from rrfp.race.runner import BenchDir, Hosts, check
@@ -129,7 +135,7 @@ def bench(
         if name not in PRESETS:
             raise UsageError(f"'{name}' is not a preset ({', '.join(PRESETS)})")
     asked = Asked(
-        peers=peer is PeerChoice.TORCH,
+        peers=tuple(each for each in Project if peer in (PeerChoice.ALL, each)),
         holds=tuple(_bound(text) for text in hold or ()),
         profiles=tuple(dict.fromkeys(profile or ())),
         systems=tuple(system_named(name) for name in system or ()),

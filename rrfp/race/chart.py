@@ -10,7 +10,13 @@ from rrfp.analyze.charts.style import INK, WIDTH_PX, by_value, finished
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
 
-_COLOURS = {"megatron": "#8C8C8C", "torch": "#E69F00", "fixed": "#0072B2", "ready": "#009E73"}
+_COLOURS = {
+    "megatron": "#8C8C8C",
+    "torch": "#E69F00",
+    "deepspeed": "#CC79A7",
+    "fixed": "#0072B2",
+    "ready": "#009E73",
+}
 """Colours by dispatch, from Okabe and Ito, as in all charts."""
 _PARTS = {"compute": "#56B4E9", "blocking": "#C4C4C4", "coordination": "#CC79A7"}
 _ROW_PX = 16

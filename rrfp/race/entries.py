@@ -29,7 +29,7 @@ class Entry:
     settings: TrainSettings
     """Its steps are rounds; `pace` and `jitter` give the modelled times of its tasks."""
     peer: str | None = None
-    """The schedule of torch.distributed.pipelining that runs it, if it is one of torch's."""
+    """The peer that runs it, if one does (`rrfp.race.peers`)."""
     time_factor: float = 1.0
     """How many times longer its tasks take than the costs say."""
     costs_sha256: str | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from rrfp.errors import UsageError
 from rrfp.inputs.text_files import sha256_of
 from rrfp.race.entries import Entry
+from rrfp.race.peers import PEERS, Project, why_not
 from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
 from rrfp.race.systems import BF, MEGATRON, System
 from rrfp.replay.cost_files import DRAWN, costs_file, resolve_costs, settled
@@ -102,7 +103,8 @@ class LineupRow:
 class Asked:
     """What a user asks for besides presets and scale; None and empty leave it to the presets."""
 
-    peers: bool = True
+    peers: tuple[Project, ...] = tuple(Project)
+    """The projects whose schedules race; what cannot run here is left out."""
     holds: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
     systems: tuple[System, ...] = ()
@@ -224,9 +226,9 @@ def _combinations(
     for system in contest.systems:
         # Everything is compared with Megatron's 1F1B, so it always runs.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
-        if not is_asked or (system.dispatch is None and not asked.peers):
+        if not is_asked or not _fits(system, case):
             continue
-        if not _fits(system, case):
+        if system.peer is not None and not _races(system, case, asked):
             continue
         if not system.is_ours:
             yield system, None, None, Admit.GIVEN
@@ -240,10 +242,21 @@ def _combinations(
 
 def _fits(system: System, case: Case) -> bool:
     """Whether a system can run at all: on gloo Megatron interleaves over 3 or more ranks only, and
-    torch's schedules run without tensor parallelism here."""
+    peers run without tensor parallelism here."""
     if system.dispatch is Dispatch.MEGATRON and system.chunks > 1:
         return case.pp >= 3
     return system.dispatch is not None or case.tp == 1
+
+
+def _races(system: System, case: Case, asked: Asked) -> bool:
+    """Whether a peer races. One that is asked for by name does, and is refused with the reason if
+    it cannot run."""
+    assert system.peer is not None
+    project = PEERS[system.peer].project
+    if project not in asked.peers:
+        return False
+    can_run = project.is_installed and why_not(system.peer, case.pp, case.microbatches) is None
+    return can_run or system in asked.systems
 
 
 def _vary(case: Case) -> bool:

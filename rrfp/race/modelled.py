@@ -1,8 +1,8 @@
 """The model of each entry of a race: the floor and the load of its steps, and their simulated
 times.
 
-A turn and its model have the same costs and jitter. The simulator knows the tasks of torch's
-schedules but not their order, so those have a floor and no simulated time.
+A turn and its model have the same costs and jitter. The simulator knows the tasks of peers
+but not their order, so those have a floor and no simulated time.
 """
 
 from collections.abc import Callable, Iterable, Sequence

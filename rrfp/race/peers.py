@@ -1,27 +1,43 @@
-"""The schedules of torch.distributed.pipelining that ours are compared with, and what each needs.
+"""The schedules of other projects that ours are compared with, and what each needs.
 
-Imports no torch: the command line refuses what cannot run before it starts any rank.
+Imports neither torch nor DeepSpeed: the command line refuses what cannot run before it starts any
+rank.
 """
 
+import importlib.util
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.train.setting_groups import ModelKind
+from rrfp.train.setting_groups import Dtype, ModelKind
 from rrfp.train.settings import TrainSettings
+
+
+class Project(StrEnum):
+    """Whose schedule it is; rows show it in the place of a dispatch."""
+
+    TORCH = "torch"
+    """torch.distributed.pipelining"""
+    DEEPSPEED = "deepspeed"
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One of torch's schedules, and the layout that it runs on here."""
+    """A schedule of another project, and the layout that it runs on here."""
 
+    project: Project
     schedule: str
-    """Its class in torch.distributed.pipelining."""
+    """Its class: in torch.distributed.pipelining, or in deepspeed.runtime.pipe.engine."""
     chunks: int
     """Model chunks per pipeline rank."""
     placement: Placement
     splits: bool
-    """Whether it always splits weight gradients off the backward."""
+    """Whether it splits weight gradients off the backward, always or for some microbatches."""
 
     def shape(self, num_ranks: int, num_microbatches: int) -> Shape:
         """The tasks of one of its steps."""
@@ -29,56 +45,77 @@ class Peer:
         return Shape(num_ranks, num_microbatches, self.chunks, self.placement, kinds)
 
 
+def _torch(
+    schedule: str, chunks: int, placement: Placement = Placement.LOOP, *, splits: bool = False
+) -> Peer:
+    return Peer(Project.TORCH, schedule, chunks, placement, splits)
+
+
 PEERS = {
-    "1f1b": Peer("Schedule1F1B", 1, Placement.LOOP, splits=False),
-    "interleaved": Peer("ScheduleInterleaved1F1B", 2, Placement.LOOP, splits=False),
-    "interleaved-zb": Peer("ScheduleInterleavedZeroBubble", 2, Placement.LOOP, splits=True),
-    "zbv": Peer("ScheduleZBVZeroBubble", 2, Placement.V, splits=True),
+    "torch-1f1b": _torch("Schedule1F1B", 1),
+    "torch-interleaved": _torch("ScheduleInterleaved1F1B", 2),
+    "torch-interleaved-zb": _torch("ScheduleInterleavedZeroBubble", 2, splits=True),
+    "torch-zbv": _torch("ScheduleZBVZeroBubble", 2, Placement.V, splits=True),
+    "torch-dualpipev": _torch("ScheduleDualPipeV", 2, Placement.V, splits=True),
+    "deepspeed-1f1b": Peer(Project.DEEPSPEED, "PipelineEngine", 1, Placement.LOOP, splits=False),
 }
-"""The peers by the names that they have here."""
+"""The peers by the names that rows show."""
 
 
 def check_peer(name: str, settings: TrainSettings) -> None:
     """Raise UsageError if the peer of that name cannot train with these settings."""
     if name not in PEERS:
-        raise UsageError(
-            f"'{name}' is not a schedule of torch.distributed.pipelining that can run here "
-            f"({', '.join(PEERS)})"
-        )
+        raise UsageError(f"'{name}' is not a peer that can run here ({', '.join(PEERS)})")
     peer = PEERS[name]
     _require(
+        peer.project.is_installed,
+        f"{name} needs {peer.project}, which is not installed; run pip install {peer.project}",
+    )
+    _require(
         settings.layout.pp > 1,
-        f"torch's {name} has nothing to schedule on --pp {settings.layout.pp}; use 2 ranks or more",
+        f"{name} has nothing to schedule on --pp {settings.layout.pp}; use 2 ranks or more",
     )
     _require(
         (settings.layout.chunks, settings.layout.placement) == (peer.chunks, peer.placement),
-        f"torch's {name} runs on {peer.chunks} chunk(s) per rank in a {peer.placement}, not "
+        f"{name} runs on {peer.chunks} chunk(s) per rank in a {peer.placement}, not "
         f"{settings.layout.chunks} in a {settings.layout.placement}; give --chunks {peer.chunks} "
         f"--placement {peer.placement}",
     )
     _require(
         not settings.data.variable_lengths and settings.model.kind != ModelKind.VLM,
-        f"torch's {name} exchanges messages of one shape; leave --variable-lengths and "
+        f"{name} exchanges messages of one shape; leave --variable-lengths and "
         f"--model {ModelKind.VLM} to the others",
     )
-    _check_microbatches(name, settings)
+    layout = settings.layout
+    _require(
+        peer.project is not Project.DEEPSPEED
+        or (layout.tp, layout.cp, layout.dp or 1, settings.model.dtype) == (1, 1, 1, Dtype.FP32),
+        f"{name} runs here on pipeline ranks alone, in fp32; leave --tp, --cp, --dp and --dtype "
+        "out",
+    )
+    problem = why_not(name, settings.layout.pp, settings.data.microbatches)
+    _require(problem is None, f"{name} {problem}")
 
 
-def _check_microbatches(name: str, settings: TrainSettings) -> None:
-    number, num_ranks = settings.data.microbatches, settings.layout.pp
-    if name == "1f1b":
-        _require(
-            number >= num_ranks,
-            f"torch's 1f1b needs at least one microbatch per rank, {num_ranks}, not {number}; "
-            "change --microbatches",
+def why_not(name: str, num_ranks: int, number: int) -> str | None:
+    """Why a peer cannot run that number of microbatches on that many ranks; None if it can."""
+    if name == "torch-1f1b" and number < num_ranks:
+        return (
+            f"needs at least one microbatch per rank, {num_ranks}, not {number}; choose "
+            "another --scale"
         )
-    elif PEERS[name].placement is Placement.LOOP:
-        num_rounds = max(1, number // num_ranks)
-        _require(
-            number % num_rounds == 0,
-            f"torch's {name} runs {number} microbatches on {num_ranks} ranks in {num_rounds} "
-            f"rounds, which do not divide them; make --microbatches a multiple of {num_ranks}",
+    if name == "torch-dualpipev" and number < 2 * num_ranks:
+        return (
+            f"needs at least one microbatch per stage, {2 * num_ranks}, not {number}; choose "
+            "another --scale"
         )
+    num_rounds = max(1, number // num_ranks)
+    if name in ("torch-interleaved", "torch-interleaved-zb") and number % num_rounds:
+        return (
+            f"runs {number} microbatches on {num_ranks} ranks in {num_rounds} rounds, which do "
+            f"not divide them; choose another --scale"
+        )
+    return None
 
 
 def _require(condition: bool, message: str) -> None:

@@ -14,6 +14,7 @@ from rrfp.race.systems import (
     BF_DEEP,
     BFW,
     BFW_DEEP,
+    DEEPSPEED_1F1B,
     F_FIRST,
     FB,
     FIXED_1F1B,
@@ -23,6 +24,7 @@ from rrfp.race.systems import (
     MEGATRON,
     MEGATRON_INTERLEAVED,
     TORCH_1F1B,
+    TORCH_DUALPIPEV,
     TORCH_INTERLEAVED,
     TORCH_INTERLEAVED_ZB,
     TORCH_ZBV,
@@ -110,7 +112,14 @@ _VARYING = "language+lognormal:0.5"
 _IMAGES = "multimodal"
 _HOLDS = ("hold 1x", "hold 1.5x", "hold 2x")
 _MEGATRONS = (MEGATRON, MEGATRON_INTERLEAVED)
-_TORCHS = (TORCH_1F1B, TORCH_INTERLEAVED, TORCH_INTERLEAVED_ZB, TORCH_ZBV)
+_PEERS = (
+    TORCH_1F1B,
+    TORCH_INTERLEAVED,
+    TORCH_INTERLEAVED_ZB,
+    TORCH_ZBV,
+    TORCH_DUALPIPEV,
+    DEEPSPEED_1F1B,
+)
 _OURS = (BF, BFW, BF_DEEP, BFW_DEEP, ZB_V)
 _FEW = (MEGATRON, FIXED_1F1B, BF, BFW)
 
@@ -126,7 +135,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
                 Measure.SPEED,
                 (
                     Contest(
-                        systems=(*_MEGATRONS, *_TORCHS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
+                        systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
                         profiles=(_EVEN, _VARYING, _IMAGES),
                         bounds=(PAPERS, *_HOLDS),
                         admits=(Admit.GIVEN, Admit.PYRAMID),
@@ -199,7 +208,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
                         sizes=(size,),
                     ),
                     Contest(
-                        systems=(*_MEGATRONS, *_TORCHS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
+                        systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
                         profiles=(_IMAGES,),
                         bounds=("hold 1x",),
                         sizes=(size,),

@@ -14,8 +14,8 @@ from rrfp.megatron.dropin import ForwardBackward
 from rrfp.megatron.native.schedule import NativeSchedule
 from rrfp.race.entries import Entry
 from rrfp.race.gradient_check import Gradients, gradients
-from rrfp.race.peers import PEERS
-from rrfp.race.torch_schedule import TorchSchedule
+from rrfp.race.peer_schedule import PeerSchedule
+from rrfp.race.peers import PEERS, Project
 from rrfp.replay.cost_files import costs_file, resolve_costs
 from rrfp.runtime.pace import StepPace
 from rrfp.schedule.admission import Admit
@@ -113,9 +113,9 @@ class RacedSystem:
         self._pace = _RoundPace(pacer)
         # The leader of a group decides ahead, based on how long its tasks took so far.
         self._learns_times = settings.layout.tp > 1 and settings.policy.dispatch == Dispatch.READY
-        self._schedule: NativeSchedule | ForwardBackward | TorchSchedule
+        self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
-            self._schedule = TorchSchedule(
+            self._schedule = kind_of(entry.peer)(
                 entry.peer, model, layout, self._waits.record, pace=self._pace
             )
         else:
@@ -140,7 +140,7 @@ class RacedSystem:
         batches = self.batches(number)
         if self._learns_times:
             self.step(batches, number)
-        elif self._is_warm and not isinstance(self._schedule, TorchSchedule):
+        elif self._is_warm and not isinstance(self._schedule, PeerSchedule):
             self.step(batches[: self.layout.pp])
         else:
             self.step(batches)
@@ -152,7 +152,7 @@ class RacedSystem:
         present."""
         self._pace.round = number
         with chunks_of(self.settings):
-            if isinstance(self._schedule, TorchSchedule):
+            if isinstance(self._schedule, PeerSchedule):
                 self._schedule.run(number or 0, batches)
                 return
             run_schedule(self._schedule, self.settings, self._model, batches)
@@ -216,7 +216,7 @@ class RacedSystem:
 
     def rest(self) -> None:
         """Release what would disturb other systems."""
-        if isinstance(self._schedule, ForwardBackward | TorchSchedule):
+        if isinstance(self._schedule, ForwardBackward | PeerSchedule):
             self._schedule.close()
 
 
@@ -228,6 +228,17 @@ def _check_costs(pace: str, sha256: str | None) -> None:
             f"the costs {pace} on {socket.gethostname()} are not those that the race was prepared "
             "with; use the same file, unchanged, on all hosts"
         )
+
+
+def kind_of(peer: str) -> type[PeerSchedule]:
+    """What runs a peer. Imports its project, which only its own races need."""
+    if PEERS[peer].project is Project.DEEPSPEED:
+        from rrfp.race.deepspeed_schedule import DeepSpeedSchedule
+
+        return DeepSpeedSchedule
+    from rrfp.race.torch_schedule import TorchSchedule
+
+    return TorchSchedule
 
 
 def _shape_of(entry: Entry) -> Shape:

@@ -11,9 +11,6 @@ from rrfp.race.peers import PEERS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 
-TORCH = "torch"
-"""The dispatch shown for rows that torch.distributed.pipelining runs."""
-
 
 @dataclass(frozen=True, slots=True)
 class System:
@@ -22,11 +19,14 @@ class System:
     name: str
     hint: str
     dispatch: Dispatch | None = Dispatch.READY
-    """None: one of torch's schedules decides."""
+    """None: a peer decides; `hint` is then one with the same tasks."""
     chunks: int = 1
     placement: Placement = Placement.LOOP
-    peer: str | None = None
-    """The schedule of torch.distributed.pipelining; `hint` is then one with the same tasks."""
+
+    @property
+    def peer(self) -> str | None:
+        """The peer that decides, by its name in `PEERS`."""
+        return self.name if self.dispatch is None else None
 
     @property
     def is_ours(self) -> bool:
@@ -36,26 +36,28 @@ class System:
     @property
     def told_dispatch(self) -> str:
         """The dispatch as rows show it."""
-        return TORCH if self.dispatch is None else self.dispatch
+        return self.dispatch or PEERS[self.name].project
 
 
 def _v(name: str, hint: str) -> System:
     return System(name, hint, chunks=2, placement=Placement.V)
 
 
-def _torch(peer: str, hint: str) -> System:
-    """One of torch's schedules; `hint` is one with the same tasks."""
-    layout = PEERS[peer]
-    return System(f"torch-{peer}", hint, None, layout.chunks, layout.placement, peer)
+def _peer(name: str, hint: str) -> System:
+    """A peer; `hint` is one with the same tasks."""
+    peer = PEERS[name]
+    return System(name, hint, None, peer.chunks, peer.placement)
 
 
 MEGATRON = System("megatron-1f1b", "1f1b", Dispatch.MEGATRON)
 """The system that all others are compared with."""
 MEGATRON_INTERLEAVED = System("megatron-interleaved", "interleaved", Dispatch.MEGATRON, 2)
-TORCH_1F1B = _torch("1f1b", "1f1b")
-TORCH_INTERLEAVED = _torch("interleaved", "interleaved")
-TORCH_INTERLEAVED_ZB = _torch("interleaved-zb", "bfw")
-TORCH_ZBV = _torch("zbv", "zb-v")
+TORCH_1F1B = _peer("torch-1f1b", "1f1b")
+TORCH_INTERLEAVED = _peer("torch-interleaved", "interleaved")
+TORCH_INTERLEAVED_ZB = _peer("torch-interleaved-zb", "bfw")
+TORCH_ZBV = _peer("torch-zbv", "zb-v")
+TORCH_DUALPIPEV = _peer("torch-dualpipev", "zb-v")
+DEEPSPEED_1F1B = _peer("deepspeed-1f1b", "1f1b")
 FIXED_1F1B = System("fixed-1f1b", "1f1b", Dispatch.FIXED)
 FIXED_ZB_H1 = System("fixed-zb-h1", "zb-h1", Dispatch.FIXED)
 BF = System("bf", "bf")
@@ -78,6 +80,8 @@ SYSTEMS = {
         TORCH_INTERLEAVED,
         TORCH_INTERLEAVED_ZB,
         TORCH_ZBV,
+        TORCH_DUALPIPEV,
+        DEEPSPEED_1F1B,
         FIXED_1F1B,
         FIXED_ZB_H1,
         BF,

@@ -1,115 +1,60 @@
-"""A schedule of torch.distributed.pipelining, run unchanged on Megatron's model chunks.
+"""The schedules of torch.distributed.pipelining.
 
-torch decides the order, moves the tensors and calls the backward. We supply the stages' work, which
-is Megatron's `forward_step`, the pace, and the records. If a schedule splits the backward, weight
-gradients are deferred as under our own hints, through the hook that torch's stages have for this.
-torch's own split, by traversing the autograd graph, would compute every weight gradient twice and
-give Megatron's layers a second whole backward in W. Gradients are accumulated as they come, in
-Megatron's fp32 buffers, and reduced at the end of the step.
+If a schedule splits the backward, weight gradients are deferred as under our own hints, through the
+hook that torch's stages have for this. torch's own split, by traversing the autograd graph, would
+compute every weight gradient twice and give Megatron's layers a second whole backward in W. Where
+a schedule of this kind runs a backward whole, as DualPipeV does beside a forward, its W follows its
+B at once, and only then its message leaves.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import forward_step
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
-from rrfp.errors import UsageError
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import gradient_sum
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
 from rrfp.race.delayed_sends import DelayedSends
+from rrfp.race.peer_schedule import ChunkModule, PeerSchedule, Tally
 from rrfp.race.peers import PEERS
-from rrfp.runtime.pace import Pace, StepPace
-from rrfp.runtime.protocols import Clock, monotonic
-from rrfp.runtime.worker import StepSummary
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace.fixed_schedule import FixedScheduleCounts
-from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
 from rrfp.train.data.batches import Batch
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.ranks.parallel import Layout
 
 
-class TorchSchedule:
-    """Runs one rank's steps with a named peer; keeps the figures of the last step."""
+class TorchSchedule(PeerSchedule):
+    """Runs one rank's steps with one of torch's schedules."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelChunks,
-        layout: Layout,
-        record: Callable[[Record], None],
-        pace: Pace | None = None,
-        clock: Clock = monotonic,
-    ) -> None:
-        """`model` must have the chunks that `PEERS[name]` needs (`check_peer`)."""
-        self._name = name
-        self._model = model
-        self._layout = layout
-        self._record = record
-        self._pace = pace
-        self._clock = clock
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `PeerSchedule`."""
+        super().__init__(*args, **kwargs)
         self._delayed_sends = DelayedSends()
         self._built: _Built | None = None
-        self.last_step: StepSummary | None = None
-        """The figures of the last step on this rank."""
 
-    def run(self, step: int, batches: Sequence[Batch]) -> list[Any]:
-        """Run one step; every rank of the pipeline calls this. Returns what the loss function
-        returned, in microbatch order (empty except on the last stage). Gradients are added to the
-        parameters' `main_grad`.
+    def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
+        if self._built is None or not self._built.fits(num_microbatches, batch_shape):
+            self._built = _Built(self.name, self.model, self.layout, num_microbatches, batch_shape)
 
-        The first step, and one with another number or shape of microbatches, also connects the
-        ranks. Raises UsageError if the microbatches differ in shape.
-        """
-        built = self._build(batches)
-        config = self._model.config
-        tally = _Tally(
-            step,
-            built.shape,
-            None if self._pace is None else self._pace.start_step(step, built.shape),
-            self._record,
-            self._clock,
-        )
-        start_ns = self._clock()
-        for stage in built.stages:
+    def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
+        assert self._built is not None
+        for stage in self._built.stages:
             stage.begin(batches, tally, self._delayed_sends)
         indices = torch.arange(len(batches))
         with _transfers(tally, self._delayed_sends):
-            built.schedule.step(microbatch=indices, target=indices, return_outputs=False)
-        if config.finalize_model_grads_func is not None:
-            with tally.wait(Cause.GRADIENT_SYNC):
-                config.finalize_model_grads_func(self._model.chunks)
-        end_ns = self._clock()
-        self._record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
-        self.last_step = StepSummary(start_ns, end_ns, tally.busy_ns, tally.peak_held)
-        return built.stages[-1].losses()
+            self._built.schedule.step(microbatch=indices, target=indices, return_outputs=False)
+        return self._built.stages[-1].losses()
 
     def close(self) -> None:
-        """Wait until all messages have left. Later steps still work."""
         self._delayed_sends.close()
-
-    def _build(self, batches: Sequence[Batch]) -> "_Built":
-        """The schedule for microbatches like these, reused from the last step if it fits."""
-        shapes = {tuple(batch["tokens"].shape) for batch in batches}
-        if len(shapes) > 1:
-            raise UsageError(
-                f"torch's {self._name} exchanges messages of one shape, and this step's "
-                f"microbatches have {len(shapes)}; give all of them one length"
-            )
-        (shape,) = shapes
-        if self._built is None or not self._built.fits(len(batches), shape):
-            self._built = _Built(self._name, self._model, self._layout, len(batches), shape)
-        return self._built
 
 
 class _Built:
@@ -165,7 +110,7 @@ class _Stage(pipelining.PipelineStage):
         self, chunk: Any, model: ModelChunks, stage: int, shape: Shape, message: torch.Tensor
     ) -> None:
         is_last = stage == shape.num_stages - 1
-        self._module = _ChunkModule(chunk, model, is_last=is_last)
+        self._module = ChunkModule(chunk, model, is_last=is_last)
         super().__init__(
             self._module,
             stage,
@@ -179,10 +124,10 @@ class _Stage(pipelining.PipelineStage):
         self._shape = shape
         self._deferred: DeferredWeightGradients | None = None
         self._deferring_microbatch = -1
-        self._tally: _Tally
+        self._tally: Tally
         self._delayed_sends: DelayedSends
 
-    def begin(self, batches: Sequence[Batch], tally: "_Tally", delayed_sends: DelayedSends) -> None:
+    def begin(self, batches: Sequence[Batch], tally: Tally, delayed_sends: DelayedSends) -> None:
         """Prepare for a step."""
         self._module.begin(batches)
         if self.dw_builder is not None:
@@ -193,7 +138,7 @@ class _Stage(pipelining.PipelineStage):
 
     def losses(self) -> list[Any]:
         """What the loss function returned in this step, in microbatch order."""
-        return [reduced for _, reduced in sorted(self._module.reduced.items())]
+        return self._module.losses()
 
     # Called by torch's schedules for a task, and for its message to another rank.
 
@@ -202,10 +147,21 @@ class _Stage(pipelining.PipelineStage):
         with self._tally.task(task), self._deferring(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
         task = Task(self.stage_index, Kind.B, bwd_chunk_id)
+        runs_weights_too = full_backward and self.dw_builder is not None
         with self._tally.task(task), self._deferring(bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(
+                bwd_chunk_id, loss, full_backward and not runs_weights_too, last_backward
+            )
+        if runs_weights_too:
+            self.backward_weight_one_chunk(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._tally.task(Task(self.stage_index, Kind.W, bwd_chunk_id)):
@@ -238,105 +194,8 @@ class _Stage(pipelining.PipelineStage):
         return sends
 
 
-class _ChunkModule(torch.nn.Module):
-    """A model chunk as torch's stages call it: with the activation and the microbatch's number."""
-
-    def __init__(self, chunk: Any, model: ModelChunks, *, is_last: bool) -> None:
-        super().__init__()
-        self.chunk = chunk
-        self._model = model
-        self._is_last = is_last
-        self._batches: Sequence[Batch] = ()
-        self.reduced: dict[int, Any] = {}
-        """By microbatch: what the loss function returned (empty except on the last stage)."""
-
-    def begin(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
-        self.reduced = {}
-
-    def forward(self, *inputs: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
-        """The activation for the next stage, or the loss that the backward starts from."""
-        index, config = int(microbatch), self._model.config
-        input_tensors: list[torch.Tensor | None] = list(inputs) or [None]
-        reduced: list[Any] = []
-        (output,), _ = forward_step(
-            self._model.forward_step,
-            iter([self._batches[index]]),
-            self.chunk,
-            len(self._batches),
-            input_tensors,
-            reduced,
-            config,
-            parallel_state.get_context_parallel_world_size(),
-            current_microbatch=index,
-            is_last_stage=self._is_last,
-        )
-        if self._is_last:
-            (self.reduced[index],) = reduced
-            if config.grad_scale_func is not None:
-                # Scaling makes it a vector of one, which some of torch's releases refuse.
-                output = config.grad_scale_func(output).reshape(())
-        assert isinstance(output, torch.Tensor)
-        return output
-
-
-class _Tally:
-    """Paces and records the tasks and waits of one step."""
-
-    def __init__(
-        self,
-        step: int,
-        shape: Shape,
-        pace: StepPace | None,
-        record: Callable[[Record], None],
-        clock: Clock,
-    ) -> None:
-        self._step = step
-        self._shape = shape
-        self._pace = pace
-        self._record = record
-        self._clock = clock
-        self._counts = FixedScheduleCounts(releases=shape.kinds[-1])
-        self.busy_ns = 0
-        """Time in F, B and W so far."""
-
-    @property
-    def peak_held(self) -> float:
-        """The most activations held so far, in microbatches of the whole rank."""
-        return self._counts.peak_held / self._shape.num_chunks
-
-    def message_ns(self, receiver: Task) -> int:
-        """The modelled time of the message for a task."""
-        return 0 if self._pace is None else self._pace.message_ns(receiver)
-
-    @contextmanager
-    def task(self, task: Task) -> Iterator[None]:
-        """Wrap the work of a task."""
-        start_ns = self._clock()
-        with nullcontext() if self._pace is None else self._pace.task(task):
-            yield
-        end_ns = self._clock()
-        self.busy_ns += end_ns - start_ns
-        stage, kind, microbatch = task
-        task_fields = kind, stage, self._shape.chunk_of(stage), microbatch
-        self._record(
-            TaskRecord(start_ns, end_ns, self._step, *task_fields, *self._counts.ran(kind))
-        )
-
-    @contextmanager
-    def wait(self, cause: Cause) -> Iterator[None]:
-        """Wrap a wait."""
-        start_ns = self._clock()
-        yield
-        self._record(WaitRecord(start_ns, self._clock(), self._step, cause))
-
-    def transfer(self) -> AbstractContextManager[None]:
-        """Wrap a wait for transfers."""
-        return self.wait(self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank))
-
-
 @contextmanager
-def _transfers(tally: _Tally, delayed_sends: DelayedSends) -> Iterator[None]:
+def _transfers(tally: Tally, delayed_sends: DelayedSends) -> Iterator[None]:
     """Replace the two functions by which torch's schedules start transfers and wait for them:
     delays sends that are held back, and records waits."""
     start, finish = schedules._batch_p2p, schedules._wait_batch_p2p

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining on our stages: gradients, pace and records."""
+"""The schedules of other projects on our stages: gradients, pace and records."""
 
 import math
 from collections import defaultdict
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rrfp.race.peers import PEERS
+from rrfp.race.peers import PEERS, Project, why_not
 from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.shape import SPLIT_BACKWARD
+from rrfp.schedule.shape import SPLIT_BACKWARD, Placement
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
 from rrfp.train.settings import TrainSettings
@@ -21,6 +21,17 @@ from tests.training import SMALL
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 2
+INSTALLED = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            not peer.project.is_installed, reason=f"{peer.project} is not installed"
+        ),
+    )
+    for name, peer in PEERS.items()
+]
+NAMES = [name for name, peer in PEERS.items() if peer.project.is_installed]
+TORCHS = [name for name in NAMES if PEERS[name].project is Project.TORCH]
 MICROBATCHES = 4
 
 
@@ -73,10 +84,9 @@ def _run_peer(
 
     from rrfp.race.gradient_check import gradients, relative_difference
     from rrfp.race.peers import check_peer
-    from rrfp.race.torch_schedule import TorchSchedule
+    from rrfp.race.raced_system import kind_of
     from rrfp.replay.cost_files import resolve_costs
     from rrfp.schedule.admission import Admit
-    from rrfp.schedule.shape import Placement
     from rrfp.simulate.jitter import parse_jitter
     from rrfp.train.data.open import open_data
     from rrfp.train.models.model import build_model
@@ -111,7 +121,7 @@ def _run_peer(
             costs, jitter, Admit.GIVEN, settings.run.seed, shape, layout.pp_rank, layout.dp_rank
         )
     records: list[Record] = []
-    schedule = TorchSchedule(name, model, layout, records.append, pacer)
+    schedule = kind_of(name)(name, model, layout, records.append, pacer)
     summaries, losses = [], []
     for step in range(STEPS):
         for chunk in model.chunks:
@@ -134,7 +144,7 @@ def _run_peer(
 def on_two_ranks() -> list[dict[str, Run]]:
     """Every peer, in one launch."""
     settings = {"pp": 2, "microbatches": MICROBATCHES}
-    return run_ranks(2, run_peers, settings, list(PEERS), timeout_s=200)
+    return run_ranks(2, run_peers, settings, NAMES, timeout_s=200)
 
 
 def assert_agreement(ranks: list[dict[str, Run]]) -> None:
@@ -156,7 +166,7 @@ def test_gradients_and_losses_are_those_of_our_own_run() -> None:
     assert_agreement(on_two_ranks())
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_every_task_is_recorded_once_in_an_order_that_can_be(name: str) -> None:
     shape = PEERS[name].shape(2, MICROBATCHES)
     for pp_rank, runs in enumerate(on_two_ranks()):
@@ -174,7 +184,7 @@ def test_every_task_is_recorded_once_in_an_order_that_can_be(name: str) -> None:
                         assert needed in ran[:place]
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_a_step_is_tasks_and_waits_within_one_phase(name: str) -> None:
     for runs in on_two_ranks():
         run = runs[name]
@@ -197,7 +207,7 @@ def test_a_step_is_tasks_and_waits_within_one_phase(name: str) -> None:
             assert {Cause.GRADIENT_SYNC} <= causes <= known
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", INSTALLED)
 def test_activations_are_held_until_their_last_task(name: str) -> None:
     peer = PEERS[name]
     shape = peer.shape(2, MICROBATCHES)
@@ -215,7 +225,7 @@ def test_activations_are_held_until_their_last_task(name: str) -> None:
                 peak = max(peak, held)
             assert held == 0
             assert summary.peak_held == peak / peer.chunks
-    if name == "1f1b":
+    if name in ("torch-1f1b", "deepspeed-1f1b"):
         assert [runs[name].summaries[0].peak_held for runs in on_two_ranks()] == [2, 1]
 
 
@@ -231,7 +241,7 @@ def test_activations_are_held_until_their_last_task(name: str) -> None:
 )
 def test_groups_beside_the_pipeline_agree(settings: dict[str, Any]) -> None:
     chosen = {"pp": 2, "microbatches": MICROBATCHES, **settings}
-    assert_agreement(run_ranks(4, run_peers, chosen, list(PEERS), timeout_s=300))
+    assert_agreement(run_ranks(4, run_peers, chosen, TORCHS, timeout_s=300))
 
 
 @pytest.mark.slow
@@ -241,15 +251,36 @@ def test_groups_beside_the_pipeline_agree(settings: dict[str, Any]) -> None:
     ids=["bf16", "tied", "recompute"],
 )
 def test_models_agree(settings: dict[str, Any]) -> None:
-    names = [name for name in PEERS if name != "zbv" or "tie_embeddings" not in settings]
+    names = [
+        name
+        for name in (TORCHS if "dtype" in settings else NAMES)
+        if PEERS[name].placement is Placement.LOOP or "tie_embeddings" not in settings
+    ]
     chosen = {"pp": 2, "microbatches": MICROBATCHES, **settings}
     assert_agreement(run_ranks(2, run_peers, chosen, names, timeout_s=200))
+
+
+def run_peers_per_edge(settings: dict[str, Any]) -> dict[str, Run]:
+    """`run_peers` of torch's, with a communicator for each direction of a link."""
+    config: Any = torch.distributed.config  # type: ignore[attr-defined,unused-ignore]
+    config.pipeline_per_edge_p2p = True
+    return run_peers(settings, TORCHS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(getattr(torch.distributed, "config", None), "pipeline_per_edge_p2p"),
+    reason="this torch has no communicator per edge",
+)
+def test_a_communicator_per_edge_changes_nothing() -> None:
+    settings = {"pp": 2, "microbatches": MICROBATCHES}
+    assert_agreement(run_ranks(2, run_peers_per_edge, settings, timeout_s=200))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "number"), [(3, 6), (4, 2), (4, 12), (8, 2), (8, 16)])
 def test_pipelines_of_any_depth_come_to_their_end(num_ranks: int, number: int) -> None:
-    names = [name for name in PEERS if name != "1f1b" or number >= num_ranks]
+    names = [name for name in NAMES if why_not(name, num_ranks, number) is None]
     settings = {"pp": num_ranks, "layers": 2 * num_ranks, "microbatches": number, "hidden": 16}
     assert_agreement(run_ranks(num_ranks, run_peers, settings, names, timeout_s=350))
 
@@ -267,9 +298,10 @@ def test_tasks_and_messages_take_their_modelled_times(tmp_path: Any) -> None:
         f"[links]\nlatency_s = {LATENCY_NS / 1e9}\n"
     )
     settings = {"pp": 2, "microbatches": MICROBATCHES}
-    ranks = run_ranks(2, run_peers, settings, list(PEERS), (str(costs), "none"), timeout_s=200)
+    ranks = run_ranks(2, run_peers, settings, NAMES, (str(costs), "none"), timeout_s=200)
     assert_agreement(ranks)
-    for name, peer in PEERS.items():
+    for name in NAMES:
+        peer = PEERS[name]
         started: dict[Task, int] = {}
         ended: dict[Task, int] = {}
         shape = peer.shape(2, MICROBATCHES)

@@ -1,0 +1,133 @@
+"""DeepSpeed's pipeline engine, which executes 1F1B with blocking transfers.
+
+The engine's reduction of gradients and its optimizer step are left out: gradients are in Megatron's
+buffers, where they are reduced as those of every other system.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+# Before the import, which chooses the device.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import schedule as instructions
+
+from rrfp.race.peer_schedule import ChunkModule, PeerSchedule, Tally
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.train.data.batches import Batch
+
+Wrap = Callable[[], AbstractContextManager[None]]
+"""What an instruction runs in."""
+
+
+class DeepSpeedSchedule(PeerSchedule):
+    """Runs one rank's steps with DeepSpeed's `PipelineEngine`."""
+
+    _engine: Any = None
+    _built_for: tuple[int, tuple[int, ...]] | None = None
+
+    def prepare(self, num_microbatches: int, batch_shape: tuple[int, ...]) -> None:
+        if self._built_for == (num_microbatches, batch_shape):
+            return
+        (stage,) = self.layout.stages
+        (chunk,) = self.model.chunks
+        num_stages = self.layout.pp
+        self._stage = _Stage(ChunkModule(chunk, self.model, is_last=stage == num_stages - 1))
+        layers: list[torch.nn.Module] = [torch.nn.Identity() for _ in range(num_stages)]
+        layers[stage] = self._stage
+        # It takes the groups that torch.distributed has.
+        deepspeed.init_distributed(auto_mpi_discovery=False)
+        module = PipelineModule(
+            layers,
+            num_stages=num_stages,
+            # Megatron has divided the loss already, and DeepSpeed divides it once more.
+            loss_fn=lambda loss, _: loss * num_microbatches,
+            partition_method="uniform",
+        )
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            # It is never asked to step, but the engine's backward asks that there be one.
+            optimizer=torch.optim.SGD(chunk.parameters(), lr=0.0),
+            config={
+                "train_micro_batch_size_per_gpu": batch_shape[0],
+                "gradient_accumulation_steps": num_microbatches,
+                "steps_per_print": None,
+            },
+        )
+        self._built_for = num_microbatches, batch_shape
+
+    def run_tasks(self, batches: Sequence[Batch], tally: Tally) -> list[Any]:
+        self._stage.begin(batches)
+        engine = self._engine
+        engine._INSTRUCTION_MAP = self._instructions(tally)
+        engine.train_batch((index, index) for index in torch.arange(len(batches)))
+        return self._stage.losses()
+
+    def close(self) -> None:
+        """Nothing is under way: DeepSpeed's transfers block."""
+
+    def _instructions(self, tally: Tally) -> dict[type, Callable[..., None]]:
+        """DeepSpeed's instructions with this step's pace and records."""
+        (stage,) = self.layout.stages
+        originals = type(self._engine)._INSTRUCTION_MAP
+        wraps: dict[type, Wrap] = {
+            instructions.ForwardPass: _each(tally.task, _tasks(stage, Kind.F)),
+            instructions.BackwardPass: _each(tally.task, _tasks(stage, Kind.B)),
+            # A message is named by the task that takes it.
+            instructions.RecvActivation: _each(tally.blocking, _tasks(stage, Kind.F)),
+            instructions.SendActivation: _each(tally.blocking, _tasks(stage + 1, Kind.F)),
+            instructions.RecvGrad: _each(tally.blocking, _tasks(stage, Kind.B)),
+            instructions.SendGrad: _each(tally.blocking, _tasks(stage - 1, Kind.B)),
+        }
+        left_out = dict.fromkeys(
+            (instructions.ReduceGrads, instructions.ReduceTiedGrads, instructions.OptimizerStep),
+            lambda _: None,
+        )
+        wrapped = {kind: _wrapped(originals[kind], wrap) for kind, wrap in wraps.items()}
+        return {**originals, **wrapped, **left_out}
+
+
+def _tasks(stage: int, kind: Kind) -> Iterator[Task]:
+    """A stage's tasks of a kind, in the order in which 1F1B runs them."""
+    return (Task(stage, kind, microbatch) for microbatch in count())
+
+
+def _each(wrap: Callable[[Task], AbstractContextManager[None]], tasks: Iterator[Task]) -> Wrap:
+    return lambda: wrap(next(tasks))
+
+
+def _wrapped(execute: Callable[..., None], wrap: Wrap) -> Callable[..., None]:
+    def wrapped(engine: Any, **of_instruction: Any) -> None:
+        with wrap():
+            execute(engine, **of_instruction)
+
+    return wrapped
+
+
+class _Stage(torch.nn.Module):
+    """A stage as DeepSpeed calls it: with the activation alone, microbatch after microbatch."""
+
+    def __init__(self, module: ChunkModule) -> None:
+        super().__init__()
+        self._module = module
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Prepare for a step."""
+        self._module.begin(batches)
+        self._indices = iter(torch.arange(len(batches)))
+
+    def losses(self) -> list[Any]:
+        """What the loss function returned in this step, in microbatch order."""
+        return self._module.losses()
+
+    def forward(self, activation: torch.Tensor) -> torch.Tensor:
+        """The first stage gets a microbatch's number, and takes the microbatch from its data."""
+        inputs = (activation,) if activation.is_floating_point() else ()
+        output: torch.Tensor = self._module(*inputs, microbatch=next(self._indices))
+        return output
