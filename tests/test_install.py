@@ -22,7 +22,10 @@ from rrfp.megatron import (
     trace_native,
 )
 from rrfp.megatron.installation import SCHEDULES, megatrons
+from rrfp.megatron.job import stand_ins
+from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.stand_ins import DropIn
+from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.provenance import is_ours
 from rrfp.runtime.at_end import at_end
 from tests.ranks import run_ranks
@@ -378,11 +381,34 @@ def test_a_model_that_each_rank_has_whole_is_left_to_megatron(
         return arguments
 
     monkeypatch.setattr(places[HOME], SCHEDULES[0], own)
-    stand_in = DropIn(DispatchSettings(), None)
+    # Or that would be a patch that we refuse.
+    monkeypatch.setattr(stand_ins, "check_for_drop_in", lambda _: None)
     pipeline = SimpleNamespace(pp=SimpleNamespace(size=lambda: 2))
-    teacher = stand_in.functions()[SCHEDULES[0]]
-    assert teacher(pg_collection=pipeline) == {"pg_collection": pipeline}
+    for stand_in in (
+        DropIn(DispatchSettings(), None),
+        RecordedNative(RecordingRequest("a test")),
+    ):
+        teacher = stand_in.functions()[SCHEDULES[0]]
+        # Without process groups of its own, in no pipeline at all.
+        for groups in (pipeline, SimpleNamespace()):
+            assert teacher(pg_collection=groups) == {"pg_collection": groups}
+        assert not stand_in.was_called
+
+
+def test_whoever_only_asks_for_a_schedule_has_called_none() -> None:
+    stand_in = DropIn(DispatchSettings(), RecordingRequest("a test"))
+    schedule = stand_in.functions()[NAME](1)
     assert not stand_in.was_called
+    with pytest.raises(IndexError):
+        schedule(
+            forward_step_func=print,
+            data_iterator=None,
+            model=[],
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+    assert stand_in.was_called
 
 
 def test_without_a_recording_a_loop_gets_the_drop_in_itself() -> None:
@@ -391,12 +417,19 @@ def test_without_a_recording_a_loop_gets_the_drop_in_itself() -> None:
     assert DropIn(settings, None).get(1) is own
 
 
-@pytest.mark.usefixtures("places")
-def test_it_waits_for_an_import_that_has_been(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_an_import_that_has_been(
+    primus: Any, places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`at_import` in a process that has imported Megatron replaces it at once."""
     from megatron.core import pipeline_parallel
 
+    with monkeypatch.context() as patched:
+        patched.setattr(places["megatron.training.training"], NAME, primus.zero_bubble)
+        with pytest.raises(UsageError, match=r"^primus\.pipeline\.zero_bubble .* has replaced"):
+            install(at_import=True)
+    assert not is_ours(pipeline_parallel.get_forward_backward_func)
     install(at_import=True)
     assert is_ours(pipeline_parallel.get_forward_backward_func)
-    with pytest.raises(UsageError, match=r"^install\(\) has replaced Megatron's schedule"):
-        install()
+    for at_import in (False, True):
+        with pytest.raises(UsageError, match=r"^install\(\) has replaced Megatron's schedule"):
+            install(at_import=at_import)

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.groups import Place, coupled_pipelines
+from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.groups import Place, coupled_pipelines, step_groups
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from tests.ranks import run_ranks
@@ -139,3 +141,16 @@ def test_a_place_that_cannot_be_is_told_with_its_rank(told: bytes) -> None:
     store.set("test/place-in-groups/1", told)  # type: ignore[arg-type]
     with pytest.raises(RrfpError, match=r"what rank 1 published as .* cannot be read"):
         coupled_pipelines(Place(0, (0, 1), (0,)), Rendezvous(store, "test", 0, 5.0))
+
+
+def test_a_collection_need_not_name_what_others_know() -> None:
+    """Megatron's schedules of 0.19 ask a loop's collection for tp and cp only."""
+    pipeline = SimpleNamespace(size=lambda: 2)
+    given = SimpleNamespace(tp="tp", cp="cp")
+    found = step_groups(SimpleNamespace(pp_group=pipeline), given)
+    assert (found.pp, found.tp, found.cp) == (pipeline, "tp", "cp")
+    assert not hasattr(given, "pp")
+    with pytest.raises(UsageError, match=r"^the process groups of this step have no pp, and"):
+        step_groups(object(), given)
+    with pytest.raises(UsageError, match=r"^the process groups of this step have no dp_cp, and"):
+        replicas_of(given)

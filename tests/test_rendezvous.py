@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from rrfp.errors import RrfpError
@@ -17,6 +18,7 @@ from rrfp.runtime.rendezvous import (
     ClockOffset,
     Rendezvous,
     clock_offset,
+    default_store,
     exchange_hosts,
     files_identity,
     host_identity,
@@ -186,3 +188,17 @@ def test_the_address_that_is_named_is_the_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.7")
     monkeypatch.setenv("RRFP_ADDRESS", "127.0.0.3")
     assert reachable_address() == "127.0.0.3"
+
+
+def test_a_job_that_torchrun_starts_again_reads_nothing_of_its_first_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: kept)
+    Rendezvous(default_store(), "p", 0, 1.0).publish("address", "gone")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Rendezvous(default_store(), "p", 1, 1.0).wait("address", 0) == b"gone"
+    # Several nodes may count differently.
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    with pytest.raises(PeerLostError, match=r"waited 0\.01 s for rank 0"):
+        Rendezvous(default_store(), "p", 1, 0.01).wait("address", 0)

@@ -1,11 +1,14 @@
 """Jobs that are not ours, run by `rrfp run` and recorded: they learn the same, and leave a run."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +29,8 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import TraceContents, read_contents
-from rrfp.trace.records import Phase, PhaseRecord, Recording, TaskRecord
+from rrfp.trace.records import Phase, PhaseRecord, Record, Recording, TaskRecord
+from rrfp.trace.steps import evaluation_step
 from tests.ranks import HOST, run_ranks
 
 pytestmark = pytest.mark.timeout(400)
@@ -204,86 +208,175 @@ def model() -> Model:
     return Model(config=SimpleNamespace(num_layers=2))
 
 
-def record_some(out: Path, pipelines: list[list[int]]) -> tuple[list[int | None], list[str]]:
+def record_some(
+    out: Path,
+    pipelines: list[list[int]],
+    restarted: int | None = None,
+    broken: int | None = None,
+) -> tuple[list[int | None], list[str]]:
     """On this rank of a job: the steps of its calls that were recorded, and what was said. Each
-    pipeline in turn is called twice by its ranks, and by no others."""
-    import logging
-
+    pipeline in turn is called twice by its ranks, and by no others. The launcher of rank
+    `restarted` says that it has started the job again, and rank `broken` cannot describe it."""
     import torch.distributed as dist
 
+    from rrfp.megatron.job import recording as module
     from rrfp.megatron.job.description import undispatched
-    from rrfp.megatron.job.recording import JobRecording
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rrfp").addHandler(handler)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    if rank == restarted:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    if rank == broken:
+        vars(module)["program"] = lambda: 1 // 0
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
-    recording = JobRecording(RecordingRequest("test", out), undispatched())
     steps: list[int | None] = []
-    for ranks in pipelines:
-        group = dist.new_group(ranks)
-        if rank not in ranks:
-            continue
-        groups = SimpleNamespace(pp=group, tp=alone, cp=alone, dp_cp=alone)
-        for _ in range(2):
-            arguments = {
-                "model": model(),
-                "num_microbatches": 1,
-                "pg_collection": groups,
-                "p2p_communicator": object(),
-            }
-            step = recording.begin(arguments)
-            steps.append(step)
-            if step is not None:
-                stage, now_ns = ranks.index(rank), time.monotonic_ns()
-                times = now_ns, now_ns + 1
-                recording.record(TaskRecord(*times, step, "F", stage, 0, 0, 0, 1, 0, 1, 1, 1, 0))
-                recording.record(PhaseRecord(*times, step, Phase.SCHEDULE))
-            recording.end(step)
-    dist.barrier()
-    recording.close()
+    with redirect_stderr(io.StringIO()) as said:
+        recording = module.JobRecording(RecordingRequest("test", out), undispatched())
+        for ranks in pipelines:
+            group = dist.new_group(ranks)
+            if rank not in ranks:
+                continue
+            groups = SimpleNamespace(tp=alone, cp=alone, dp_cp=alone)
+            for _ in range(2):
+                arguments = {
+                    "model": model(),
+                    "num_microbatches": 1,
+                    "pg_collection": groups,
+                    "p2p_communicator": SimpleNamespace(pp_group=group),
+                }
+                step = recording.begin(arguments)
+                steps.append(step)
+                if step is not None:
+                    stage, now_ns = ranks.index(rank), time.monotonic_ns()
+                    times = now_ns, now_ns + 1
+                    task = TaskRecord(*times, step, "F", stage, 0, 0, 0, 1, 0, 1, 1, 1, 0)
+                    recording.record(task)
+                    recording.record(PhaseRecord(*times, step, Phase.SCHEDULE))
+                recording.end(step)
+        dist.barrier()
+        recording.close()
     dist.destroy_process_group()
-    return steps, said
+    return steps, said.getvalue().splitlines()
+
+
+def recorded_in(run: Path, told: str = "2 steps") -> list[str]:
+    return [f"rrfp: {told} recorded in {run}; open it with: rrfp trace view {run}"]
 
 
 def test_ranks_that_are_in_no_pipeline_are_no_part_of_the_run(tmp_path: Path) -> None:
-    found = run_ranks(3, record_some, tmp_path / "run", [[1, 2]], timeout_s=100)
-    assert found == [([], []), ([0, 1], []), ([0, 1], [])]
-    recording = read_whole(tmp_path / "run").recording
+    run = tmp_path / "run"
+    found = run_ranks(3, record_some, run, [[1, 2]], timeout_s=100)
+    assert found == [([], []), ([0, 1], recorded_in(run)), ([0, 1], [])]
+    recording = read_whole(run).recording
     assert [rank.info.rank for rank in recording.ranks] == [1, 2]
     frames = choose(frames_of(recording))
     assert bubbles(frames).steps == (0, 1)
 
 
 def test_a_second_model_is_no_part_of_the_run(tmp_path: Path) -> None:
-    found = run_ranks(2, record_some, tmp_path / "run", [[0, 1], [0], [1]], timeout_s=100)
-    assert found == [([0, 1, None, None], [])] * 2
-    assert steps_of(read_whole(tmp_path / "run").recording) == {(0, 1)}
+    run = tmp_path / "run"
+    found = run_ranks(2, record_some, run, [[0, 1], [0], [1], [0, 1]], timeout_s=100)
+    steps = [0, 1, None, None, 2, 3]
+    assert found == [(steps, recorded_in(run, "4 steps")), (steps, [])]
+    recording = read_whole(run).recording
+    assert steps_of(recording) == {(0, 1, 2, 3)}
+    for rank in recording.ranks:
+        script = Counter(phase.step for phase in rank.phases if phase.phase == Phase.SCRIPT)
+        # Before, between and after the calls of the second model, and not during them.
+        assert script == {0: 1, 1: 3, 2: 1}
 
 
 def test_a_second_pipeline_is_trained_and_not_recorded(tmp_path: Path) -> None:
-    found = run_ranks(2, record_some, tmp_path / "run", [[0], [1]], timeout_s=100)
-    (recorded,) = [rank for rank, (_, said) in enumerate(found) if not said]
+    run = tmp_path / "run"
+    found = run_ranks(2, record_some, run, [[0], [1]], timeout_s=100)
+    (recorded,) = [rank for rank, (_, said) in enumerate(found) if said == recorded_in(run)]
     (sentence,) = found[1 - recorded][1]
     assert "the run is not recorded, the training goes on" in sentence
     assert f"rank {recorded} and others record a pipeline" in sentence
-    ranks = read_whole(tmp_path / "run").recording.ranks
+    ranks = read_whole(run).recording.ranks
     assert [rank.info.rank for rank in ranks] == [recorded]
 
 
-def launched(tmp_path: Path, *options: str, settings: str = '{"pp": 2}') -> Any:
+@pytest.mark.timeout(50)  # less than ranks wait for each other
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_rank_that_cannot_record_tells_the_others(tmp_path: Path, broken: int) -> None:
+    found = run_ranks(2, record_some, tmp_path / "run", [[0, 1]], None, broken, timeout_s=45)
+    beginning = "rrfp: the run is not recorded, the training goes on: "
+    for rank, (steps, (sentence,)) in enumerate(found):
+        assert steps == [0, 1]
+        reason = "integer division or modulo by zero"
+        told = reason if rank == broken else f"rank {broken} cannot record: {reason}"
+        assert sentence == f"{beginning}{told}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None:
+    run, beside = tmp_path / "run", tmp_path / "run-restart-1"
+    first = run_ranks(2, record_some, run, [[0, 1]], timeout_s=100)
+    # Nothing is of an earlier start yet, so the directory is free for any.
+    assert first == [([0, 1], recorded_in(run)), ([0, 1], [])]
+    before = (run / "trace.pftrace").read_bytes()
+    again = run_ranks(2, record_some, run, [[0, 1]], 1, timeout_s=100)
+    told = f"rrfp: {run} holds the run of an earlier start of this job, so this one is recorded in "
+    assert again == [([0, 1], [f"{told}{beside}", *recorded_in(beside)]), ([0, 1], [])]
+    assert (run / "trace.pftrace").read_bytes() == before
+    # Another job is no restart.
+    (_, (refused,)), (_, (learned,)) = run_ranks(2, record_some, run, [[0, 1]], timeout_s=100)
+    assert f"{run} exists; choose another directory with --out" in refused
+    assert f"rank 0 failed before its links were open: {run} exists; choose another" in learned
+
+
+def test_what_arrives_as_an_evaluation_begins_is_kept() -> None:
+    from rrfp.megatron.job.description import undispatched
+    from rrfp.megatron.job.recording import JobRecording
+
+    num = 3000
+    recording = JobRecording(RecordingRequest("test"), undispatched())
+    kept: list[Record] = []
+    recording._recorder = SimpleNamespace(record=kept.append)  # type: ignore[assignment]
+
+    def arrive() -> None:
+        for number in range(num):
+            recording.record(PhaseRecord(0, 1, evaluation_step(number), Phase.SCHEDULE))
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=arrive)
+        thread.start()
+        for _ in range(num):
+            recording._next_step(forward_only=True)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+        recording._recorder = None
+    assert {record.step for record in kept} == {evaluation_step(number) for number in range(num)}
+    assert len(kept) == num
+
+
+def launched(
+    tmp_path: Path,
+    *options: str,
+    settings: str = '{"pp": 2}',
+    job: Path = JOB,
+    restarts: int = 0,
+) -> Any:
     """A job under torchrun, from its start to its end."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:0", "--local-addr", HOST),
+            *("--max-restarts", str(restarts)),
             *("--no-python", sys.executable, "-m", "rrfp", "run", *options),
-            *(JOB, tmp_path, settings),
+            *(job, tmp_path, settings),
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            # Or gloo finds the addresses of a job's first start again, and fails by itself.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -303,6 +396,22 @@ def test_a_job_under_torchrun_says_once_where_its_run_is(tmp_path: Path, dispatc
     assert (run / "trace.pftrace").exists()
     assert not (run / "records").exists()
     assert steps_of(read_whole(run).recording) == {(1, 2)}
+
+
+@pytest.mark.slow
+def test_a_job_that_torchrun_starts_again_goes_on(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, sys\n"
+        "from tests.megatron_job import main\n"
+        "main(sys.argv[1:])\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    done = launched(tmp_path, "--out", "run", "--steps", "1:", "--force", job=job, restarts=1)
+    assert done.returncode == 0, done.stderr
+    assert f"rrfp: {tmp_path}/run holds the run of an earlier start of this job" in done.stderr
+    for run in (tmp_path / "run", tmp_path / "run-restart-1"):
+        assert steps_of(read_whole(run).recording) == {(1, 2)}
 
 
 @pytest.mark.slow

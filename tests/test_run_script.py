@@ -13,7 +13,9 @@ import pytest
 from rrfp.cli import errors, main
 from rrfp.errors import UsageError
 from rrfp.megatron.job.after_import import after_import
-from rrfp.megatron.job.request import StepWindow
+from rrfp.megatron.job.request import RecordingRequest, StepWindow
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.trace.rundir import create_run_dir
 
 ROOT = Path(__file__).parent.parent
 RUN = ("-m", "rrfp", "run")
@@ -187,6 +189,33 @@ def test_the_command_by_its_own_name_is_the_same(where: Path) -> None:
     assert by_name.stdout == outcome(where, "script.py", "a").stdout
 
 
+MODULE = """
+import sys
+import helper
+print(sorted(globals()), __name__, __file__, __spec__.name, __package__, sys.argv, sys.path[0])
+print(sys.modules["__main__"].sys is sys, repr(input()))
+if "fail" in sys.argv:
+    helper.fail()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["jobs.train", "-m", "--hint", "no"], ["jobs", "fail"]])
+def test_a_module_runs_as_under_python(arguments: list[str], where: Path) -> None:
+    (where / "jobs").mkdir()
+    for name in ("train.py", "__main__.py"):
+        (where / "jobs" / name).write_text(MODULE)
+    plain = outcome(where, "-m", *arguments)
+    ours = outcome(where, *RUN, "--hint", "bfw", "-m", *arguments)
+    told = "" if plain.code else f"rrfp: {arguments[0]} {UNUSED}\n"
+    assert ours == Outcome(plain.code, plain.stdout, plain.stderr + told)
+    assert str(where / "jobs") in plain.stdout
+    assert ("Traceback" in plain.stderr) == bool(plain.code)
+
+
+def test_a_module_that_is_nowhere_is_told_as_by_python(where: Path) -> None:
+    assert outcome(where, *RUN, "--module", "nowhere") == outcome(where, "-m", "nowhere")
+
+
 def test_only_the_first_rank_says_that_nothing_was_called(where: Path) -> None:
     (where / "script.py").write_text("")
     assert outcome(where, *RUN, "script.py", RANK="1") == Outcome(0, "", "")
@@ -240,14 +269,34 @@ def test_wrong_options_are_refused_in_a_sentence(
     assert told.count("\n") == 1
 
 
-def test_a_job_that_torchrun_starts_anew_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "told",
+    ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"],
+)
+def test_a_job_that_is_started_again_goes_on(
+    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "s.py").touch()
     arguments = ["run", "--out", str(tmp_path), str(tmp_path / "s.py")]
+    monkeypatch.setenv(told, "0")
     assert errors.run(main.app, arguments) == 2
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv(told, "1")
     assert callable(errors.run(main.app, arguments))
+
+
+def test_paths_count_from_where_they_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    requests = RecordingRequest("a test", Path("run")), RecordingRequest("a test")
+    settings = DispatchSettings(admit="order.csv")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert requests[0].out == tmp_path / "run"
+    assert settings.admit == str(tmp_path / "order.csv")
+    run = create_run_dir(None, False, "bf", requests[1].runs)
+    assert run.path.parent == tmp_path / "runs"
+    assert (tmp_path / "runs" / "latest").resolve() == run.path
 
 
 @pytest.mark.parametrize(

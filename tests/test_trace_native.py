@@ -198,10 +198,10 @@ train({"pp": 2, "steps": 2}, Path(sys.argv[1]))
 
 
 def launched(tmp_path: Path, out: Path) -> str:
-    """Run a script of two ranks under torchrun; what it logged."""
+    """Run a script of two ranks under torchrun; what was told besides what it logged."""
     script, log = tmp_path / "train.py", tmp_path / "log"
     script.write_text(SCRIPT)
-    subprocess.run(
+    done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
@@ -210,9 +210,10 @@ def launched(tmp_path: Path, out: Path) -> str:
         check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
+        text=True,
         timeout=200,
     )
-    return log.read_text()
+    return done.stderr
 
 
 @pytest.mark.slow
@@ -226,9 +227,9 @@ def test_the_trace_is_made_when_the_script_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_cannot_be_recorded_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    log = launched(tmp_path, tmp_path / "run")
-    assert "the run is not recorded, the training goes on" in log
-    assert "exists; choose another directory" in log
+    told = launched(tmp_path, tmp_path / "run")
+    assert "the run is not recorded, the training goes on" in told
+    assert "exists; choose another directory" in told
     assert not any((tmp_path / "run").iterdir())
 
 
@@ -356,7 +357,7 @@ rrfp.megatron.trace_native()
 print(early.__globals__["__name__"])
 """
     )
-    assert told.startswith("rrfp.megatron.native.stand_in\n")
+    assert told.startswith("rrfp.megatron.job.stand_ins\n")
     assert "trace_native() saw no step and recorded nothing" in told
 
 
@@ -369,18 +370,19 @@ class Configured(torch.nn.Linear):
 
 
 def test_without_torch_distributed_the_training_goes_on_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trace = NativeTrace(RecordingRequest("trace_native()"))
     for _ in range(3):
         arguments = {"model": [Configured()], "num_microbatches": 7}
         assert trace.run(lambda **of: [of["num_microbatches"]], arguments) == [7]
-    (record,) = caplog.records
-    assert "the run is not recorded, the training goes on" in record.message
+    told = capsys.readouterr().err
+    assert told.startswith("rrfp: the run is not recorded, the training goes on: ")
+    assert told.count("rrfp:") == 1
 
 
 def test_what_fails_again_and_again_is_told_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -389,12 +391,13 @@ def test_what_fails_again_and_again_is_told_once(
     place = SimpleNamespace(pipeline=(0, 1), pp_rank=1)
     monkeypatch.setattr(recording, "place_in", lambda *_, **__: place)
     monkeypatch.setattr(recording, "step_groups", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(JobRecording, "_described", lambda *_, **__: {})
-    monkeypatch.setattr(JobRecording, "_identify", lambda *_: own)
     path = RunDir(tmp_path).rank_records(1)
-    monkeypatch.setattr(
-        JobRecording, "_open", lambda self, *_: setattr(self, "_recorder", Recorder(path, own))
-    )
+
+    def join(joining: JobRecording, *_: object, **__: object) -> None:
+        joining.info = own
+        joining._recorder = Recorder(path, own)
+
+    monkeypatch.setattr(JobRecording, "_join", join)
     monkeypatch.setattr(NativeSchedule, "settle", fails)
     monkeypatch.setattr(NativeSchedule, "run", lambda _, schedule, *__: schedule())
     trace = NativeTrace(RecordingRequest("trace_native()"))
@@ -403,8 +406,8 @@ def test_what_fails_again_and_again_is_told_once(
         assert trace.run(lambda **_: [3], arguments) == [3]
     trace._recording.close()
     trace._recording.close()
-    (record,) = caplog.records
-    assert record.message == "recording is switched off, the training goes on: "
+    told = "rrfp: recording is switched off, the training goes on: \n"
+    assert capsys.readouterr().err == told
     assert not is_being_written(path)
 
 

@@ -24,8 +24,9 @@ DEBUG_VARIABLE = "RRFP_DEBUG"
 
 
 def run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
-    """Run a command line and give its exit code, whatever happens in it; or what the command leaves
-    to be run outside of this handling of errors, which gives the exit code."""
+    """Run a command line and give its exit code, whatever happens in it. A command may return a
+    function instead, whose errors are not ours to handle: then give that, to be called for the exit
+    code."""
     try:
         left = _invoke(app, arguments)
     except typer.Exit as exit_:

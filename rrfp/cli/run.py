@@ -12,9 +12,9 @@ import typer
 
 from rrfp.cli import errors
 from rrfp.cli.declared_options import option_of
-from rrfp.cli.script import Script
+from rrfp.cli.script import Module, Program, Script
 from rrfp.errors import UsageError
-from rrfp.megatron.job.request import RecordingRequest, StepWindow
+from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted
 from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import
 from rrfp.megatron.job.telling import tell
 from rrfp.megatron.native.stand_in import RecordedNative
@@ -76,14 +76,28 @@ _PARAMETERS = [
         "steps",
         str,
         "Recording",
-        r"Record training steps A to B - 1 and the evaluations between them \[all].",
+        r"Record training steps A to B - 1, counted from the process's first call, and the "
+        r"evaluations between them \[all].",
         metavar="A:B",
+    ),
+    inspect.Parameter(
+        "module",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
+        ],
     ),
     inspect.Parameter(
         "script",
         inspect.Parameter.KEYWORD_ONLY,
         annotation=Annotated[
-            str, typer.Argument(metavar="SCRIPT", help="A Python file.", show_default=False)
+            str,
+            typer.Argument(
+                metavar="SCRIPT",
+                help="A Python file, or -m and a module's name.",
+                show_default=False,
+            ),
         ],
     ),
     inspect.Parameter(
@@ -98,12 +112,14 @@ _PARAMETERS = [
 ]
 
 
-def run(script: str, arguments: list[str] | None = None, **flags: Any) -> Callable[[], int]:
+def run(
+    script: str, arguments: list[str] | None = None, *, module: bool = False, **flags: Any
+) -> Callable[[], int]:
     """Run your own Megatron script readiness-first, and record it.
 
-    In the place of python, in every rank's process: the script, its arguments and
+    Takes the place of python in every rank's process: the script, its arguments and
     its exit code stay as they are. --dispatch megatron records Megatron's own
-    schedule instead. The run's directory comes out as that of rrfp train.
+    schedule instead. Every rrfp command reads the run's directory.
 
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out
     runs/ours pretrain_gpt.py --pipeline-model-parallel-size 8 ...
@@ -112,7 +128,8 @@ def run(script: str, arguments: list[str] | None = None, **flags: Any) -> Callab
         name: value for name, value in flags.items() if value is not None and value is not False
     }
     stand_in = _stand_in(given)
-    return partial(_run, Script.read(script, arguments or []), stand_in)
+    kind = Module if module else Script.read
+    return partial(_run, kind(script, arguments or []), stand_in)
 
 
 run.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
@@ -151,10 +168,10 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
                 raise UsageError(f"--no-trace records nothing; leave out --{name}")
         return None
     window = StepWindow.of(given.get("steps"))
-    # The script may change the working directory.
-    out = None if "out" not in given else Path(given["out"]).absolute()
+    out = Path(given["out"]) if "out" in given else None
     force = "force" in given
-    if out is not None and out.exists() and not force and not _is_restarted():
+    # If it may be that of an earlier start of this job, the ranks see to it when they meet.
+    if out is not None and out.exists() and not force and not may_be_restarted():
         raise UsageError(
             f"{out} exists; choose another directory with --out, or replace the run in it with "
             "--force"
@@ -162,32 +179,27 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
     return RecordingRequest(_ASKER, out, window, force)
 
 
-def _is_restarted() -> bool:
-    """Whether torchrun has started this job anew after a failure: it goes on, recorded or not."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def _run(script: Script, stand_in: StandIn | None) -> int:
-    if stand_in is not None:
-        put_after_import(stand_in, _ASKER)
-        atexit.register(_tell_if_unused, stand_in, script.path, os.getpid())
-    code: int | None = 1
+def _run(program: Program, stand_in: StandIn | None) -> int:
+    if stand_in is None:
+        return program.run(errors.tell)
+    put_after_import(stand_in, _ASKER)
+    tell_if_unused = partial(_tell_if_unused, stand_in, program.name, os.getpid())
+    # When a program has ended well, its threads may still call a schedule: so this waits for them.
     try:
-        code = script.run(errors.tell)
-    except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int | None) else 1
+        code = program.run(errors.tell)
+    except SystemExit as end:
+        if end.code in (None, 0):
+            atexit.register(tell_if_unused)
         raise
-    finally:
-        # A script that failed has other things to tell.
-        if code:
-            atexit.unregister(_tell_if_unused)
+    if code == 0:
+        atexit.register(tell_if_unused)
     return code
 
 
-def _tell_if_unused(stand_in: StandIn, path: str, pid: int) -> None:
-    """Say at the end of a script that it has called no schedule, on one rank. The processes that it
-    has forked say nothing."""
+def _tell_if_unused(stand_in: StandIn, program: str, pid: int) -> None:
+    """Say at the end of a program that it has called no schedule, on one rank. The processes that
+    it has forked say nothing."""
     rank = next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), "0")
     if rank == "0" and os.getpid() == pid and not stand_in.was_called:
         what = "recorded" if isinstance(stand_in, RecordedNative) else "dispatched or recorded"
-        tell(f"{path} called no pipeline schedule of Megatron's, so nothing was {what}")
+        tell(f"{program} called no pipeline schedule of Megatron's, so nothing was {what}")

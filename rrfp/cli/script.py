@@ -1,82 +1,108 @@
-"""Runs somebody's script in this process as `python SCRIPT ARGUMENTS` would run it."""
+"""Runs somebody's program in this process as `python SCRIPT` or `python -m MODULE` would run it."""
 
 import builtins
+import os
+import runpy
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 from rrfp.errors import RrfpError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """A script that was read, and its arguments."""
+@dataclass(frozen=True)
+class Program(ABC):
+    """A program that was named on the command line, and its arguments."""
 
-    path: str
+    name: str
     """As given."""
-    source: bytes
     arguments: Sequence[str]
+
+    def run(self, fail: Callable[[RrfpError], int]) -> int:
+        """Run the program to its end, and return the exit code of one that ended well.
+
+        What it raises is raised on, for the interpreter to report as it always does, but without
+        the frames that are ours. Our own errors are no fault of the program, so their traceback
+        would not help: `fail` says them in a sentence and gives the exit code.
+        """
+        main = ModuleType("__main__")
+        vars(main)["__builtins__"] = builtins
+        # Newer versions of Python no longer set these.
+        replaced = vars(sys.modules["__main__"])
+        if "__annotations__" in replaced:
+            vars(main)["__annotations__"] = {}
+        if "__cached__" in replaced:
+            vars(main)["__cached__"] = None
+        sys.modules["__main__"] = main
+        try:
+            self._execute(main)
+        except RrfpError as error:
+            return fail(error)
+        except BaseException:
+            _report_below(type(self)._execute)
+            raise
+        return 0
+
+    @abstractmethod
+    def _execute(self, main: ModuleType) -> None:
+        """Execute it as the module `__main__`, with `sys.argv` and `sys.path` as it expects."""
+
+
+@dataclass(frozen=True)
+class Script(Program):
+    """A Python file."""
+
+    source: bytes
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str]) -> "Script":
-        """Raises UsageError for a script that cannot be read."""
+        """Raises UsageError for a file that cannot be read."""
         try:
-            return cls(path, Path(path).read_bytes(), arguments)
+            return cls(path, arguments, Path(path).read_bytes())
         except OSError as error:
             raise UsageError(
                 f"the script {path} cannot be read ({error.strerror}); name a Python file, and its "
                 "arguments after it"
             ) from error
 
-    def run(self, fail: Callable[[RrfpError], int]) -> int:
-        """Run the script to its end, and return the exit code of a script that ended well.
-
-        What it raises is raised, for the interpreter to report as it always does, the frames below
-        the script's left out. An error of ours is the script's no more than Megatron's place for it
-        was: `fail` says it and gives the exit code.
-        """
+    def _execute(self, main: ModuleType) -> None:
         # As the interpreter does: made absolute, and nothing else.
-        file = self.path if self.path.startswith("/") else f"{Path.cwd()}/{self.path}"
-        main = ModuleType("__main__")
-        replaced = vars(sys.modules["__main__"])
-        vars(main).update(
-            __file__=file,
-            __loader__=SourceFileLoader("__main__", file),
-            __builtins__=builtins,
-            # What else the interpreter sets depends on its version.
-            **{name: None for name in ("__cached__",) if name in replaced},
-            **{name: {} for name in ("__annotations__",) if name in replaced},
-        )
-        sys.modules["__main__"] = main
-        sys.argv = [self.path, *self.arguments]
+        file = self.name if self.name.startswith("/") else f"{Path.cwd()}/{self.name}"
+        vars(main).update(__file__=file, __loader__=SourceFileLoader("__main__", file))
+        sys.argv = [self.name, *self.arguments]
         if not sys.flags.safe_path:
-            sys.path[0] = str(Path(self.path).resolve().parent)
-        code: CodeType | None = None
-        try:
-            code = compile(self.source, file, "exec", dont_inherit=True)
-            exec(code, vars(main))
-        except RrfpError as error:
-            return fail(error)
-        except BaseException:
-            _report_from(code)
-            raise
-        return 0
+            sys.path[0] = str(Path(self.name).resolve().parent)
+        exec(compile(self.source, file, "exec", dont_inherit=True), vars(main))
 
 
-def _report_from(code: CodeType | None) -> None:
-    """Have the traceback of an uncaught exception begin at the frame of this code; without code,
-    have none."""
+@dataclass(frozen=True)
+class Module(Program):
+    """A module that Python finds by its name."""
+
+    def _execute(self, main: ModuleType) -> None:
+        sys.argv = ["-m", *self.arguments]
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()  # noqa: PTH109 (text, as the interpreter has it)
+        # What the interpreter itself calls for -m. The public run_module() would take the module's
+        # names away again at its end, while threads and atexit functions still need them.
+        runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]
+
+
+def _report_below(function: Callable[..., object]) -> None:
+    """Have the traceback of an uncaught exception begin with what this function has called."""
     report = sys.excepthook
 
     def report_shorter(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        while trace is not None and trace.tb_frame.f_code is not code:
+        while trace is not None and trace.tb_frame.f_code is not function.__code__:
             trace = trace.tb_next
-        sys.last_traceback = trace
-        report(kind, error.with_traceback(trace), trace)
+        below = None if trace is None else trace.tb_next
+        sys.last_traceback = below
+        report(kind, error.with_traceback(below), below)
 
     sys.excepthook = report_shorter

@@ -115,6 +115,8 @@ class ForwardBackward:
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies: dict[tuple[Shape, bool], StepPolicy] = {}
         at_end.call(self.close)
+        self.was_called = False
+        """Whether a step has begun, on any links."""
         self.last_step: StepSummary | None = None
         """The figures of the last step on this rank."""
 
@@ -152,6 +154,7 @@ class ForwardBackward:
         PeerLostError and StallError. After any error the links are closed and the neighbours
         notified, and so are ranks that wait for links to open.
         """
+        self.was_called = True
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)

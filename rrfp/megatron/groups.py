@@ -6,6 +6,7 @@ replicas, perhaps on some stages only, so whole pipelines are coupled: if two of
 collective on one stage, they agree on all of their stages.
 """
 
+import copy
 import itertools
 import json
 from collections.abc import Sequence
@@ -18,7 +19,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from rrfp.errors import UsageError
-from rrfp.megatron.adapters.group_collections import default_groups, refuse_multi_module
+from rrfp.megatron.adapters.group_collections import (
+    default_groups,
+    pipeline_of,
+    refuse_multi_module,
+)
 from rrfp.runtime.decoding import integers, items
 from rrfp.runtime.rendezvous import Rendezvous
 
@@ -45,17 +50,28 @@ class Place:
 
 
 def step_groups(p2p_communicator: Any, pg_collection: Any) -> Any:
-    """The process groups of the step, from the caller or from Megatron's parallel state."""
+    """The process groups of the step, from the caller or from Megatron's parallel state; they have
+    `pp`, `tp` and `cp`."""
     refuse_multi_module(pg_collection)
+    if pg_collection is None and p2p_communicator is None:
+        return default_groups()
+    pipeline = pipeline_of(pg_collection, p2p_communicator)
+    if pipeline is None:
+        raise UsageError(
+            "the process groups of this step have no pp, and neither its p2p_communicator nor "
+            "Megatron's parallel state has it; add it to pg_collection"
+        )
     # As in Megatron: without pipelining there is no communicator to pass.
-    needs_both = pg_collection is None or pg_collection.pp.size() > 1
-    if needs_both and (p2p_communicator is None) != (pg_collection is None):
+    if pg_collection is None or (p2p_communicator is None and pipeline.size() > 1):
         raise UsageError(
             "p2p_communicator and pg_collection come together or not at all; pass both or neither"
         )
-    if pg_collection is not None:
+    if getattr(pg_collection, "pp", None) is not None:
         return pg_collection
-    return default_groups()
+    # The caller's own stays as it is.
+    groups = copy.copy(pg_collection)
+    groups.pp = pipeline
+    return groups
 
 
 def place_in(groups: Any, *, has_experts: bool) -> Place:

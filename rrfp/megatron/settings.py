@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from rrfp.errors import UsageError
+from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
@@ -74,6 +75,9 @@ class DispatchSettings:
                 raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
         if not isinstance(self.admit, str):
             raise UsageError(f"admit is {self.admit!r}; it must be a name or a path, as text")
+        if (file := admission_file(self.admit)) is not None:
+            # It is read at the first step, and a script may change the directory before.
+            object.__setattr__(self, "admit", str(file.absolute()))
         cost = self.admit_cost
         is_function = callable(cost) and isinstance(cost, Hashable)
         if not (cost is None or isinstance(cost, str) or is_function):

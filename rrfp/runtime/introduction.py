@@ -15,12 +15,13 @@ def introduce(
     store: Store, prefix: str, own: RankInfo, num_ranks: int, *, timeout_s: float
 ) -> RankInfo:
     """Publish who this rank is; all ranks call it. Returns `own` with its clock's offset to rank
-    0's host. Raises PeerLostError naming a rank that does not appear."""
+    0's host. Raises PeerLostError naming a rank that does not appear by the one deadline, and as
+    soon as a rank reports below the prefix that it has failed."""
     rank = own.rank
-    hosts = exchange_hosts(store, f"{prefix}/hosts", rank, num_ranks, timeout_s=timeout_s)
-    offset = clock_offset(store, f"{prefix}/clock", rank, hosts, timeout_s=timeout_s)
-    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    hosts = exchange_hosts(store, prefix, rank, num_ranks, timeout_s=timeout_s)
+    offset = clock_offset(store, prefix, rank, hosts, timeout_s=rendezvous.remaining_s)
+    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
     rendezvous.publish(f"info/{rank}", json.dumps(asdict(own)))
     return own
 

@@ -134,7 +134,13 @@ def _decode_failure(data: bytes) -> tuple[int, str]:
 
 def default_store() -> Store:
     """The store that the ranks of this job have in common."""
-    return dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
+    # torchrun keeps its store when it starts a job again, with all that the ranks of the last start
+    # have published. Its count may differ between nodes.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return dist.PrefixStore(f"start-{start}", store)
+    return store
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:

@@ -84,15 +84,15 @@ class RunDir:
         return self.records / f"rank-{rank}.jsonl"
 
 
-def create_run_dir(out: Path | None, force: bool, hint: str) -> RunDir:
-    """Make the directory of a new run: `out`, or else `runs/<time>-<hint>/`, and point
-    `runs/latest` to it.
+def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) -> RunDir:
+    """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`, and point
+    `latest` there to it.
 
     If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
     if it exists without `force`, or cannot be made.
     """
     try:
-        return _create_dated(hint) if out is None else _create_at(out, force)
+        return _create_dated(runs, hint) if out is None else _create_at(out, force)
     except OSError as error:
         raise UsageError(
             f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
@@ -137,12 +137,12 @@ def _create_at(out: Path, force: bool) -> RunDir:
     return run
 
 
-def _create_dated(hint: str) -> RunDir:
-    RUNS.mkdir(exist_ok=True)
+def _create_dated(runs: Path, hint: str) -> RunDir:
+    runs.mkdir(exist_ok=True)
     # A hint may be an order file; use its name, made fit for a directory.
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
-    path = RUNS / name
+    path = runs / name
     attempt = 1
     while True:
         try:
@@ -150,16 +150,17 @@ def _create_dated(hint: str) -> RunDir:
             break
         except FileExistsError:
             attempt += 1
-            path = RUNS / f"{name}-{attempt}"
+            path = runs / f"{name}-{attempt}"
     point_latest_to(path)
     return RunDir(path)
 
 
 def point_latest_to(path: Path) -> None:
-    """Make `runs/latest` a link to a run in `runs`. Raises UsageError if it is something else."""
-    if LATEST.exists() and not LATEST.is_symlink():
-        raise UsageError(f"{LATEST} is not a link; move it away, it has to link to the newest run")
-    link = RUNS / f".latest-{os.getpid()}"
+    """Make `latest`, beside a run, a link to it. Raises UsageError if it is something else."""
+    latest = path.with_name(LATEST.name)
+    if latest.exists() and not latest.is_symlink():
+        raise UsageError(f"{latest} is not a link; move it away, it has to link to the newest run")
+    link = path.with_name(f".latest-{os.getpid()}")
     link.unlink(missing_ok=True)
     link.symlink_to(path.name, target_is_directory=True)
-    link.replace(LATEST)
+    link.replace(latest)

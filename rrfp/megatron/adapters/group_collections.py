@@ -1,4 +1,9 @@
-"""The process groups of a step: which ones a collection holds, and of how many models."""
+"""The process groups of a step: which ones a collection holds, and of how many models.
+
+Up to 0.18 Megatron's schedules insist on all that they use. Since 0.19 they ask a loop's collection
+for `tp` and `cp` only: the pipeline's ranks come with the communicator, and the replicas matter to
+whoever finalizes the gradients.
+"""
 
 from typing import Any
 
@@ -30,6 +35,30 @@ def default_groups() -> Any:
     # From 0.18 on the biases of experts are finalised over it.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
+
+
+def pipeline_of(collection: Any, communicator: Any = None) -> Any:
+    """The ranks of the pipeline: of the collection, else of the communicator, else of Megatron's
+    parallel state. None if there is no pipeline in any of them."""
+    return (
+        getattr(collection, "pp", None)
+        or getattr(communicator, "pp_group", None)
+        or parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+    )
+
+
+def replicas_of(collection: Any) -> Any:
+    """The ranks that hold the same stages, those that share a sequence included: of the collection,
+    else of Megatron's parallel state. Raises UsageError if neither has them."""
+    found = getattr(collection, "dp_cp", None)
+    if found is not None:
+        return found
+    if pipeline_of(None) is None:
+        raise UsageError(
+            "the process groups of this step have no dp_cp, and Megatron's parallel state, which "
+            "would have it, is not set up; add it to pg_collection"
+        )
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def refuse_multi_module(collection: Any) -> None:

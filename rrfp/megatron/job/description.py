@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
@@ -29,6 +30,8 @@ class Steering:
     """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
     policy: Callable[[Described], Described]
     """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
+    connect_s: float
+    """How long the ranks may take to meet at their first step."""
 
 
 def dispatched(settings: DispatchSettings) -> Steering:
@@ -44,6 +47,7 @@ def dispatched(settings: DispatchSettings) -> Steering:
         settings.placement,
         lambda *_: asked,
         lambda _: settings.policy.described(),
+        settings.connect_s,
     )
 
 
@@ -64,6 +68,7 @@ def undispatched() -> Steering:
         Placement.LOOP,
         settings,
         lambda settings: unbound_policy(str(settings["hint"]), Dispatch.MEGATRON),
+        DispatchSettings().connect_s,
     )
 
 
@@ -79,13 +84,13 @@ def layout_of(groups: Any, num_chunks: int, *, has_experts: bool) -> Described:
         "tp": groups.tp.size(),
         "cp": groups.cp.size(),
         # Ranks that share a sequence run the same tasks, like replicas.
-        "dp": groups.dp_cp.size(),
+        "dp": replicas_of(groups).size(),
         "ep": 1 if experts is None else experts.size(),
         "chunks": num_chunks,
     }
 
 
-def model_of(chunks: Sequence[Any], arguments: dict[str, Any]) -> Described:
+def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, Any]) -> Described:
     """The model and its step; what its configuration does not know is left out."""
     config = get_model_config(chunks[0])
     parameter = next((each for chunk in chunks for each in chunk.parameters()), None)
@@ -96,7 +101,7 @@ def model_of(chunks: Sequence[Any], arguments: dict[str, Any]) -> Described:
         "heads": getattr(config, "num_attention_heads", None),
         "experts": getattr(config, "num_moe_experts", None),
         "dtype": None if parameter is None else str(parameter.dtype).removeprefix("torch."),
-        "device": "cpu" if parameter is None else parameter.device.type,
+        "device": device.type,
         "microbatches": arguments["num_microbatches"],
         "micro_batch_size": arguments.get("micro_batch_size"),
         "seq_length": arguments.get("seq_length"),

@@ -4,104 +4,169 @@ Not every process of a job need be in a pipeline. So the ranks of a recording ar
 process groups with each other, directly or by way of others.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from torch.distributed import Store
 
-from rrfp.errors import RrfpError
-from rrfp.megatron.job.request import RecordingRequest
-from rrfp.runtime.decoding import integers
+from rrfp.errors import RrfpError, first_line
+from rrfp.megatron.job.request import RecordingRequest, num_restarts
+from rrfp.megatron.job.telling import tell
+from rrfp.runtime.decoding import instance
 from rrfp.runtime.introduction import introduce, introduced
+from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir, create_run_dir
 
 T = TypeVar("T")
 
-_MEETING_S = 60.0
 _PREFIX = "rrfp/recording"
 
 
-class Meeting:
-    """The meeting of a recording's ranks, as one of them sees it; all of them call it together."""
+@dataclass(frozen=True, slots=True)
+class _Presence:
+    """What a rank says when it comes, or instead of coming."""
 
-    def __init__(self, store: Store, own: RankInfo, linked: Iterable[int]) -> None:
-        """`linked` are the ranks that share a process group with this one. Raises PeerLostError
-        naming a rank that does not come."""
+    linked: tuple[int, ...] = ()
+    """The ranks that share a process group with it."""
+    num_restarts: int = 0
+    failure: str = ""
+    """Why it cannot record; empty if it can."""
+
+
+class Meeting:
+    """The meeting of a recording's ranks, as one of them sees it; all of them call it together.
+
+    One deadline holds for all of it. As a context manager, it tells the other ranks of an exception
+    raised inside, so that none of them waits for this one.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
         self._store = store
-        self._own = own
-        rendezvous = Rendezvous(store, _PREFIX, own.rank, _MEETING_S)
-        rendezvous.publish(f"linked/{own.rank}", json.dumps(sorted(linked)))
-        found: set[int] = set()
-        new = {own.rank}
-        while new:
-            told = [rendezvous.wait_json(f"linked/{rank}", rank, integers) for rank in sorted(new)]
-            found |= new
-            new = {rank for ranks in told for rank in ranks} - found
-        self.ranks: Sequence[int] = sorted(found)
-        """Those of the recording."""
-        self.is_leader = own.rank == self.ranks[0]
+        self._rank = rank
+        self._prefix = _PREFIX
+        self._rendezvous = Rendezvous(store, _PREFIX, rank, timeout_s)
+        self._num_restarts = 0
+        self.ranks: Sequence[int] = ()
+        """Those of the recording, once they are known."""
+        self.is_leader = False
         """Whether this rank does what is done once."""
 
-        self._prefix = f"{_PREFIX}/{self.ranks[0]}"
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        failure = first_line(str(error))
+        if self.ranks:
+            self._rendezvous.fail(failure)
+        else:
+            # Only those linked to this rank learn of it; another pipeline may go on meeting.
+            with suppress(RrfpError):
+                self._say(_Presence(failure=failure))
+
+    def gather(self, linked: Iterable[int]) -> None:
+        """Find the ranks of the recording. `linked` are those that share a process group with this
+        one. Raises PeerLostError naming a rank that does not come in time or cannot record."""
+        self._say(_Presence(tuple(sorted(linked)), num_restarts()))
+        found: set[int] = set()
+        new = {self._rank}
+        while new:
+            told = [self._presence_of(rank) for rank in sorted(new)]
+            self._num_restarts += sum(each.num_restarts for each in told)
+            found |= new
+            new = {rank for each in told for rank in each.linked} - found
+        self.ranks = sorted(found)
+        self.is_leader = self._rank == self.ranks[0]
+        # From here on a failure concerns these ranks only. The store may hold what an earlier start
+        # of the job left there: torchrun keeps its own.
+        self._prefix = f"{_PREFIX}/{self.ranks[0]}/{self._num_restarts}"
+        remaining_s = self._rendezvous.remaining_s
+        self._rendezvous = Rendezvous(self._store, self._prefix, self._rank, remaining_s)
 
     def run(self, request: RecordingRequest, label: str) -> RunDir:
         """The run's directory, which the leader makes. Raises RrfpError if it cannot, or if another
         pipeline of the job is recorded already: a recording has one."""
-        leader = self.ranks[0]
-        rendezvous = Rendezvous(self._store, self._prefix, self._own.rank, _MEETING_S)
         if self.is_leader:
-            made = ""
-            try:
-                made = str(self._make(request, label).path.absolute())
-            finally:
-                rendezvous.publish("run", made)
-        told = rendezvous.wait_text("run", leader)
-        if not told:
-            raise RrfpError(
-                f"rank {leader} could not make the directory of the run; see its own warning"
-            )
-        return RunDir(Path(told))
+            self._rendezvous.publish("run", str(self._make(request, label).path))
+        return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
+
+    def introduce(self, own: RankInfo) -> RankInfo:
+        """Introduce this rank to the others; returns it with its clock compared to the leader's."""
+        placed = introduce(
+            self._store,
+            self._prefix,
+            replace(own, rank=self._index),
+            len(self.ranks),
+            timeout_s=self._rendezvous.remaining_s,
+        )
+        return replace(placed, rank=self._rank)
+
+    def introduced(self) -> list[RankInfo]:
+        """All ranks, once they have introduced themselves."""
+        found = introduced(
+            self._store,
+            self._prefix,
+            self._index,
+            len(self.ranks),
+            timeout_s=self._rendezvous.remaining_s,
+        )
+        return [replace(info, rank=rank) for info, rank in zip(found, self.ranks, strict=True)]
+
+    def share(self, name: str, value: object) -> None:
+        """Publish a JSON value about this rank."""
+        self._rendezvous.publish(f"{name}/{self._rank}", json.dumps(value))
+
+    def shared(self, name: str, decode: Callable[[object], T]) -> list[T]:
+        """What all ranks have published under this name, by rank."""
+        return [self._rendezvous.wait_json(f"{name}/{rank}", rank, decode) for rank in self.ranks]
+
+    @property
+    def _index(self) -> int:
+        return self.ranks.index(self._rank)
+
+    def _say(self, presence: _Presence) -> None:
+        self._rendezvous.publish(f"presence/{self._rank}", json.dumps(asdict(presence)))
+
+    def _presence_of(self, rank: int) -> _Presence:
+        found = self._rendezvous.wait_json(f"presence/{rank}", rank, partial(instance, _Presence))
+        if found.failure:
+            raise PeerLostError(f"rank {rank} cannot record: {found.failure}")
+        return found
 
     def _make(self, request: RecordingRequest, label: str) -> RunDir:
-        own = str(self._own.rank)
+        own = str(self._rank)
         first = self._store.compare_set(f"{_PREFIX}/leader", "", own).decode()
         if first != own:
             raise RrfpError(
                 f"rank {first} and others record a pipeline, and a run has one; record this one in "
                 "a job of its own"
             )
-        return create_run_dir(request.out, force=request.force, hint=label)
+        out, force = request.out, request.force
+        if self._num_restarts and out is not None and out.exists():
+            out, force = _free_beside(out), False
+            tell(
+                f"{request.out} holds the run of an earlier start of this job, so this one is "
+                f"recorded in {out}"
+            )
+        return create_run_dir(out, force, label, request.runs)
 
-    def introduce(self) -> RankInfo:
-        """Introduce this rank to the others; returns it with its clock compared to the leader's."""
-        index = self.ranks.index(self._own.rank)
-        own = introduce(
-            self._store,
-            self._prefix,
-            replace(self._own, rank=index),
-            len(self.ranks),
-            timeout_s=_MEETING_S,
-        )
-        return replace(own, rank=self._own.rank)
 
-    def introduced(self) -> list[RankInfo]:
-        """All ranks, once they have introduced themselves."""
-        index = self.ranks.index(self._own.rank)
-        found = introduced(self._store, self._prefix, index, len(self.ranks), timeout_s=_MEETING_S)
-        return [replace(info, rank=rank) for info, rank in zip(found, self.ranks, strict=True)]
-
-    def share(self, name: str, value: object) -> None:
-        """Publish a JSON value about this rank."""
-        Rendezvous(self._store, self._prefix, self._own.rank, _MEETING_S).publish(
-            f"{name}/{self._own.rank}", json.dumps(value)
-        )
-
-    def shared(self, name: str, decode: Callable[[object], T]) -> list[T]:
-        """What all ranks have published under this name, by rank."""
-        rendezvous = Rendezvous(self._store, self._prefix, self._own.rank, _MEETING_S)
-        return [rendezvous.wait_json(f"{name}/{rank}", rank, decode) for rank in self.ranks]
+def _free_beside(out: Path) -> Path:
+    """The first of `OUT-restart-1`, `OUT-restart-2` and so on that does not exist."""
+    candidates = (out.with_name(f"{out.name}-restart-{number}") for number in itertools.count(1))
+    return next(path for path in candidates if not path.exists())

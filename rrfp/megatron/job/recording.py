@@ -4,11 +4,10 @@ Recording begins at the first step, when the job has certainly set up its proces
 with the process. If anything fails here, the training goes on.
 """
 
-import logging
 import os
 import socket
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.groups import Place, place_in, step_groups
+from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.groups import Place, device_of, place_in, step_groups
 from rrfp.megatron.job.description import (
     Steering,
     layout_of,
@@ -47,8 +47,6 @@ _END_S = 60.0
 """How long the leader waits for the other ranks to close their records."""
 _LOOK_S = 0.05
 
-_log = logging.getLogger(__name__)
-
 
 class JobRecording:
     """This process' recording of its job.
@@ -68,13 +66,19 @@ class JobRecording:
         self._has_given_up = False
         self._num_trained = 0
         self._num_evaluated = 0
-        self._num_recorded = 0
+        self._recorded: list[int] = []
+        self._lock = threading.Lock()
+        # Guarded by the lock, because other threads record what arrives.
         self._evaluations: set[int] = set()
-        """Steps of the evaluations in the window."""
-        self._early: deque[Record] = deque()
-        """Records of evaluations that have begun on other ranks only: what they sent."""
-        self._left: tuple[int, int] | None = None
-        """The last recorded step, and when its call returned, until the next call."""
+        """Those that are to be recorded, as steps."""
+        self._last_evaluation = evaluation_step(-1)
+        """The last one that has begun on this rank, as a step."""
+        self._early: list[Record] = []
+        """What ranks that have begun an evaluation before this one have sent of it."""
+        self._script_step: int | None = None
+        """The recorded step after which the script runs; None during a step, and after others."""
+        self._script_since_ns: int | None = None
+        """Since when, if no unrecorded call is under way."""
         self.info: RankInfo | None = None
         """Who this rank is; None before the first step."""
         self.is_on_gpu = False
@@ -93,13 +97,16 @@ class JobRecording:
         recorder, step = self._recorder, record.step
         if recorder is None:
             return
-        if is_evaluation(step):
-            if step in self._evaluations:
+        if not is_evaluation(step):
+            if self._window.has_step(step):
                 recorder.record(record)
-            elif step < evaluation_step(self._num_evaluated - 1):
+            return
+        with self._lock:
+            # Evaluations count downwards.
+            if step < self._last_evaluation:
                 self._early.append(record)
-        elif self._window.has_step(step):
-            recorder.record(record)
+            elif step in self._evaluations:
+                recorder.record(record)
 
     @property
     def num_pipeline_ranks(self) -> int:
@@ -113,9 +120,8 @@ class JobRecording:
         return self.safely(lambda: self._begin(arguments))
 
     def end(self, step: int | None) -> None:
-        """The call for which `begin` gave this step has returned."""
-        if step is not None:
-            self.safely(lambda: self._end(step))
+        """The call for which `begin` gave this step, or None, has returned."""
+        self.safely(lambda: self._end(step))
 
     def safely(self, record: Callable[[], T]) -> T | None:
         """Do a part of the recording. If it fails, recording ends and the training goes on."""
@@ -133,7 +139,7 @@ class JobRecording:
         if not self._has_given_up:
             self._has_given_up = True
             what = "the run is not recorded" if recorder is None else "recording is switched off"
-            _log.warning("%s, the training goes on: %s", what, error)
+            tell(f"{what}, the training goes on: {error}")
         if recorder is not None:
             # Whoever reads the run is told by the file that this rank writes no more.
             with suppress(Exception):
@@ -148,7 +154,7 @@ class JobRecording:
         try:
             self._conclude(run)
         except Exception as error:  # the process ends well all the same
-            _log.warning("the trace is made when 'rrfp analyze' opens the run: %s", error)
+            tell(f"the trace is made when 'rrfp analyze' opens the run: {error}")
 
     def _begin(self, arguments: dict[str, Any]) -> int | None:
         now_ns = monotonic()
@@ -156,59 +162,59 @@ class JobRecording:
         chunks = [*model] if isinstance(model, list | tuple) else [model]
         has_experts = getattr(get_model_config(chunks[0]), "num_moe_experts", None) is not None
         groups = step_groups(arguments.get("p2p_communicator"), arguments.get("pg_collection"))
-        layout = place_in(groups, has_experts=has_experts), len(chunks)
+        place = place_in(groups, has_experts=has_experts)
+        layout = place, len(chunks)
         if self._layout is None:
             self._layout = layout
-            self.is_on_gpu = any(each.is_cuda for chunk in chunks for each in chunk.parameters())
-            self.info = self._identify(layout[0], groups, arguments["num_microbatches"])
-            settings = self._described(chunks, groups, arguments, has_experts=has_experts)
             try:
-                self._open(self.info, layout[0], groups, settings, chunks)
+                self._join(place, groups, chunks, arguments, has_experts=has_experts)
             except Exception as error:  # whatever it is
+                # Steps go on being counted: a profile may have their ranges.
                 self._give_up(error)
-        if layout != self._layout:
+        self._leave_script(now_ns)
+        if layout != self._layout or self.info is None:
             return None
-        if self._left is not None:
-            step, left_ns = self._left
-            self._left = None
-            self.record(PhaseRecord(left_ns, now_ns, step, Phase.SCRIPT))
+        self._script_step = None
         if self._window.is_over(self._num_trained):
             self._close_records()
             self._is_off = True
             return None
         return self._next_step(forward_only=bool(arguments.get("forward_only", False)))
 
-    def _take_early(self) -> None:
-        """Take what came too early to be told by then whether it is in the window."""
-        for _ in range(len(self._early)):
-            self.record(self._early.popleft())
+    def _leave_script(self, now_ns: int) -> None:
+        """A call begins, whether of the recorded pipeline or of another."""
+        if self._script_step is not None and self._script_since_ns is not None:
+            times_ns = self._script_since_ns, now_ns
+            self.record(PhaseRecord(*times_ns, self._script_step, Phase.SCRIPT))
+        self._script_since_ns = None
 
-    def _end(self, step: int) -> None:
-        self._take_early()
-        if self._recorder is not None:
-            self._recorder.flush(step)
+    def _end(self, step: int | None) -> None:
+        if step is not None:
+            if self._recorder is not None:
+                self._recorder.flush(step)
+                if self._recorder.is_on:
+                    self._recorded.append(step)
+            self._script_step = step
         if not self.is_on_gpu:
-            self._left = step, monotonic()
+            self._script_since_ns = monotonic()
 
     def _next_step(self, *, forward_only: bool) -> int | None:
         # Counted as the drop-in counts: a call that fails counts too.
         if forward_only:
             step = evaluation_step(self._num_evaluated)
-            is_recorded = self._window.has_evaluation(self._num_trained)
-            if is_recorded:
-                self._evaluations.add(step)
-            # Last, because other threads tell by it that this has been decided.
             self._num_evaluated += 1
-            self._take_early()
-            if not is_recorded:
-                return None
-        else:
-            step = self._num_trained
-            self._num_trained += 1
-            if not self._window.has_step(step):
-                return None
-            self._num_recorded += 1
-        return step
+            is_recorded = self._window.has_evaluation(self._num_trained)
+            with self._lock:
+                self._last_evaluation = step
+                if is_recorded:
+                    self._evaluations.add(step)
+                early, self._early = self._early, []
+            for record in early:
+                self.record(record)
+            return step if is_recorded else None
+        step = self._num_trained
+        self._num_trained += 1
+        return step if self._window.has_step(step) else None
 
     def _identify(self, place: Place, groups: Any, num_microbatches: int) -> RankInfo:
         assert self._layout is not None
@@ -219,46 +225,47 @@ class JobRecording:
             pp_rank=place.pp_rank,
             tp_rank=groups.tp.rank(),
             # Ranks that share a sequence run the same tasks, like replicas.
-            dp_rank=groups.dp_cp.rank(),
+            dp_rank=replicas_of(groups).rank(),
             stages=shape.stages_of(place.pp_rank),
             host=socket.gethostname(),
             pid=os.getpid(),
         )
 
-    def _described(
-        self, chunks: Sequence[Any], groups: Any, arguments: dict[str, Any], *, has_experts: bool
-    ) -> dict[str, object]:
-        return {
-            **self._steering.settings(chunks, groups.pp.size()),
-            **layout_of(groups, len(chunks), has_experts=has_experts),
-            **model_of(chunks, arguments),
-            "recorded_by": self._request.by,
-            "recorded_steps": str(self._window),
-            **program(),
-        }
-
-    def _open(
+    def _join(
         self,
-        own: RankInfo,
         place: Place,
         groups: Any,
-        settings: dict[str, object],
         chunks: Sequence[Any],
+        arguments: dict[str, Any],
+        *,
+        has_experts: bool,
     ) -> None:
         """Meet the other ranks and open the records. Raises RrfpError if they do not come, and if
-        the run's directory cannot be made."""
-        replicas = dist.get_process_group_ranks(groups.dp_cp)
-        meeting = Meeting(default_store(), own, {*place.pipeline, *place.sharers, *replicas})
-        run = meeting.run(self._request, self._steering.label)
-        own = meeting.introduce()
-        meeting.share("parameters", num_parameters(chunks))
-        self._recorder = Recorder(run.rank_records(own.rank), own)
-        if meeting.is_leader:
-            self._run = run
-            ranks = meeting.introduced()
-            settings["parameters"] = _by_stage(ranks, meeting.shared("parameters", integers))
-            policy = self._steering.policy(settings)
-            describe_run(run.run_json, settings, policy, len(ranks), ranks)
+        the run's directory cannot be made; the others learn why this rank cannot record."""
+        with Meeting(default_store(), place.rank, self._steering.connect_s) as meeting:
+            device = device_of(chunks, groups)
+            self.is_on_gpu = device.type == "cuda"
+            own = self.info = self._identify(place, groups, arguments["num_microbatches"])
+            settings = {
+                **self._steering.settings(chunks, groups.pp.size()),
+                **layout_of(groups, len(chunks), has_experts=has_experts),
+                **model_of(chunks, device, arguments),
+                "recorded_by": self._request.by,
+                "recorded_steps": str(self._window),
+                **program(),
+            }
+            replicas = dist.get_process_group_ranks(replicas_of(groups))
+            meeting.gather({*place.pipeline, *place.sharers, *replicas})
+            run = meeting.run(self._request, self._steering.label)
+            own = meeting.introduce(own)
+            meeting.share("parameters", num_parameters(chunks))
+            self._recorder = Recorder(run.rank_records(own.rank), own)
+            if meeting.is_leader:
+                ranks = meeting.introduced()
+                settings["parameters"] = _by_stage(ranks, meeting.shared("parameters", integers))
+                policy = self._steering.policy(settings)
+                describe_run(run.run_json, settings, policy, len(ranks), ranks)
+                self._run = run
 
     def _close_records(self) -> None:
         recorder = self._recorder
@@ -269,11 +276,12 @@ class JobRecording:
 
     def _conclude(self, run: RunDir) -> None:
         """Make the trace, once every rank has closed its records, and say where it is."""
-        if not self._num_recorded and not self._evaluations:
-            tell(
-                f"{run.path} has no steps: the job made {count_of(range(self._num_trained))}, and "
-                f"steps {self._window} were to be recorded"
-            )
+        if not self._recorded:
+            if not self._has_given_up:
+                tell(
+                    f"{run.path} has no steps: the job made {count_of(range(self._num_trained))}, "
+                    f"and steps {self._window} were to be recorded"
+                )
             return
         deadline_s = time.monotonic() + _END_S
         while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):
@@ -283,8 +291,8 @@ class JobRecording:
         # Where the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
             encode_run(run.path)
-        steps = [*range(self._num_recorded), *self._evaluations]
-        tell(f"{count_of(steps)} recorded in {run.path}; open it with: rrfp trace view {run.path}")
+        told = count_of(self._recorded)
+        tell(f"{told} recorded in {run.path}; open it with: rrfp trace view {run.path}")
 
 
 class RecordedSchedule:

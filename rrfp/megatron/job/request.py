@@ -1,5 +1,6 @@
 """What of a job is recorded, and where to. Imports no torch."""
 
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -7,6 +8,11 @@ from pathlib import Path
 from typing import Self
 
 from rrfp.errors import UsageError
+from rrfp.trace.rundir import RUNS
+
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""How often torchrun has started a job's processes anew, and how often Slurm has requeued it."""
+_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,27 @@ class RecordingRequest:
     by: str
     """What asked for it: `rrfp run`, `install()` or `trace_native()`."""
     out: Path | None = None
-    """The run's directory; None means `runs/<time>-<hint>/`."""
+    """The run's directory; None means `<time>-<hint>/` in `runs`."""
     window: StepWindow = StepWindow()
     force: bool = False
     """Whether to replace the run in `out`."""
+    runs: Path = RUNS
+
+    def __post_init__(self) -> None:
+        """Paths count from where the recording was asked for: a script may change the directory
+        before its first step."""
+        object.__setattr__(self, "runs", self.runs.absolute())
+        if self.out is not None:
+            object.__setattr__(self, "out", self.out.absolute())
+
+
+def num_restarts() -> int:
+    """How often this process' launcher says that it has started the job again. Where one node has
+    failed, torchrun counts on that node only."""
+    told = [os.environ.get(name, "") for name in _RESTART_COUNTS]
+    return sum(int(count) for count in told if count.isdecimal())
+
+
+def may_be_restarted() -> bool:
+    """Whether the job may have been started before, as far as this process alone can know."""
+    return num_restarts() > 0 or os.environ.get(_MAX_RESTARTS, "0") != "0"

@@ -15,19 +15,24 @@ from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.settings import DispatchSettings
 
 if TYPE_CHECKING:
+    from rrfp.megatron.dropin import ForwardBackward
     from rrfp.megatron.job.recording import JobRecording
+
+Schedule = Callable[..., Any]
+"""Runs a step, called as Megatron calls its schedule functions."""
 
 
 class StandIn(Protocol):
     """Replaces functions of Megatron's."""
 
-    was_called: bool
-    """Whether the job has asked for a schedule so far."""
+    @property
+    def was_called(self) -> bool:
+        """Whether the job has run a step so far, or tried to."""
 
     def check(self) -> None:
         """Raise UsageError for a Megatron-Core that rrfp does not know."""
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
+    def functions(self) -> dict[str, Schedule]:
         """The functions, by the names of those that they replace."""
 
 
@@ -40,71 +45,93 @@ def put_now(stand_in: StandIn, asker: str) -> None:
 
 
 def put_after_import(stand_in: StandIn, asker: str) -> None:
-    """Put it in place once the process has imported Megatron's schedules.
+    """Put it in place once the process has imported Megatron's schedules; that import, or this call
+    if it came before, raises UsageError if something has replaced them already.
 
     At that time most of Megatron is still to be imported, so Megatron-Core is checked when the job
     asks for a schedule.
     """
-    after_import(installation.HOME, lambda: installation.put(stand_in.functions(), asker))
+
+    def put() -> None:
+        installation.check_free(asker)
+        installation.put(stand_in.functions(), asker)
+
+    after_import(installation.HOME, put)
+
+
+def schedule_named(
+    name: str, check: Callable[[], None], run: Callable[[Schedule, dict[str, Any]], Any]
+) -> Schedule:
+    """Stands for Megatron's schedule function of this name. `check` raises UsageError for a
+    Megatron-Core that rrfp does not know; then `run` gets Megatron's own and its arguments. A model
+    that is not the pipeline's, such as a teacher that each rank has whole, Megatron runs as
+    ever."""
+    own = megatrons(name)
+
+    @wraps(own)
+    def schedule(**arguments: Any) -> Any:
+        check()
+        if name == NO_PIPELINING and not _is_whole_pipeline(arguments.get("pg_collection")):
+            return own(**arguments)
+        return run(own, arguments)
+
+    return schedule
+
+
+def _is_whole_pipeline(groups: Any) -> bool:
+    """Whether this rank alone is the pipeline of these groups."""
+    from rrfp.megatron.adapters.group_collections import pipeline_of
+
+    pipeline = pipeline_of(groups)
+    return pipeline is not None and pipeline.size() == 1
 
 
 class DropIn:
     """Our schedule, recorded if that is requested."""
 
     def __init__(self, settings: DispatchSettings, request: RecordingRequest | None) -> None:
-        self.was_called = False
         self._settings = settings
         self._request = request
         self._recording: JobRecording | None = None
+        self._own: ForwardBackward | None = None
+
+    @property
+    def was_called(self) -> bool:
+        return self._own is not None and self._own.was_called
 
     def check(self) -> None:
         check_for_drop_in(self._settings, installs=True)
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        return {GETTER: self.get} | {name: self._named(name) for name in SCHEDULES}
+    def functions(self) -> dict[str, Schedule]:
+        def check() -> None:
+            check_for_drop_in(self._settings)
+
+        def run(own: Schedule, arguments: dict[str, Any]) -> Any:
+            return self.get()(**arguments)
+
+        return {GETTER: self.get} | {name: schedule_named(name, check, run) for name in SCHEDULES}
 
     def get(
         self,
         pp_size: int | None = None,
         vp_size: int | None = None,
         schedule_pg_collection: object = None,
-    ) -> Callable[..., Any]:
+    ) -> Schedule:
         """Like Megatron's `get_forward_backward_func`."""
-        self.was_called = True
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin
 
         sizes = pp_size, vp_size, schedule_pg_collection
         if self._request is None:
-            return dropin.get_forward_backward_func(*sizes, settings=self._settings)
+            self._own = dropin.get_forward_backward_func(*sizes, settings=self._settings)
+            return self._own
         if self._recording is None:
             from rrfp.megatron.job.description import dispatched
             from rrfp.megatron.job.recording import JobRecording
 
             self._recording = JobRecording(self._request, dispatched(self._settings))
-        schedule = dropin.get_forward_backward_func(
+        self._own = dropin.get_forward_backward_func(
             *sizes, settings=self._settings, record=self._recording.record
         )
-        return self._recording.of(schedule)
-
-    def _named(self, name: str) -> Callable[..., Any]:
-        own = megatrons(name)
-
-        @wraps(own)
-        def schedule(**arguments: Any) -> Any:
-            if name == NO_PIPELINING and _is_pipelined(arguments.get("pg_collection")):
-                # A model that is not the pipeline's, such as a teacher that each rank has whole.
-                return own(**arguments)
-            return self.get()(**arguments)
-
-        return schedule
-
-
-def _is_pipelined(groups: Any) -> bool:
-    """Whether this rank's pipeline has several ranks."""
-    if groups is not None:
-        return bool(groups.pp.size() > 1)
-    from megatron.core import parallel_state
-
-    return bool(parallel_state.get_pipeline_model_parallel_world_size() > 1)
+        return self._recording.of(self._own)

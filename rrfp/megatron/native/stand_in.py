@@ -1,12 +1,11 @@
 """What stands in a job for Megatron's schedule functions to record them. Imports no torch."""
 
-from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from rrfp.megatron.compatibility import check_for_trace
-from rrfp.megatron.installation import SCHEDULES, megatrons
+from rrfp.megatron.installation import SCHEDULES
 from rrfp.megatron.job.request import RecordingRequest
+from rrfp.megatron.job.stand_ins import Schedule, schedule_named
 
 if TYPE_CHECKING:
     from rrfp.megatron.native.trace import NativeTrace
@@ -17,26 +16,26 @@ class RecordedNative:
 
     def __init__(self, request: RecordingRequest) -> None:
         self.was_called = False
+        self._is_checked = False
         self._request = request
         self._trace: NativeTrace | None = None
 
     def check(self) -> None:
         check_for_trace()
 
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        return {name: self._named(name) for name in SCHEDULES}
+    def functions(self) -> dict[str, Schedule]:
+        return {name: schedule_named(name, self._check_once, self._run) for name in SCHEDULES}
 
-    def _named(self, name: str) -> Callable[..., Any]:
-        own = megatrons(name)
+    def _check_once(self) -> None:
+        """Before the first step: during one, what is checked is replaced by what records it."""
+        if not self._is_checked:
+            self.check()
+            self._is_checked = True
 
-        @wraps(own)
-        def schedule(**arguments: Any) -> Any:
-            self.was_called = True
-            if self._trace is None:
-                self.check()
-                from rrfp.megatron.native.trace import NativeTrace
+    def _run(self, own: Schedule, arguments: dict[str, Any]) -> Any:
+        self.was_called = True
+        if self._trace is None:
+            from rrfp.megatron.native.trace import NativeTrace
 
-                self._trace = NativeTrace(self._request)
-            return self._trace.run(own, arguments)
-
-        return schedule
+            self._trace = NativeTrace(self._request)
+        return self._trace.run(own, arguments)

@@ -29,7 +29,9 @@ class NativeTrace:
         recording = self._recording
         step = recording.begin(arguments)
         if step is None:
-            return schedule(**arguments)
+            data = schedule(**arguments)
+            recording.end(None)
+            return data
         if self._schedule is None:
             self._schedule = recording.safely(self._open)
         if self._schedule is None:
