@@ -1,19 +1,28 @@
 """Checkpoints of `rrfp train`: a run that was stopped goes on as if it never had been."""
 
+import errno
 import json
 import os
+import queue
 import re
 import resource
+import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 from traceback import StackSummary
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -27,14 +36,20 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from rrfp.analyze.cache import load_frames
+from rrfp.cli import train as cli_train
 from rrfp.errors import RrfpError, UsageError
+from rrfp.megatron.cpu.checkpoints import _staged, _write
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.rundir import RunDir
+from rrfp.train.checkpoints import beginning, loading
 from rrfp.train.checkpoints.beginning import beginning_of
-from rrfp.train.checkpoints.directory import CheckpointDir
+from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
-from rrfp.train.checkpoints.plans import decoded, encoded
+from rrfp.train.checkpoints.matching import check_continues
+from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import read_tensors
+from rrfp.train.data.contents import data_contents
+from rrfp.train.ranks import launch
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
@@ -44,14 +59,16 @@ from tests.checkpointed import (
     tensors_of,
     train,
     train_cut_short,
+    work,
 )
 from tests.killed_runs import run_all
-from tests.ranks import RankFailedError
+from tests.ranks import RankFailedError, run_ranks
 from tests.trained import ENDLESS, TINY, Training, read_metrics, rrfp_here
 
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 6
+FLAGS = ("--pp=2", *TINY)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +111,12 @@ def test_a_run_goes_on_under_another_policy_to_the_last_bit(
 ) -> None:
     train(tmp_path, 4, **flags)
     assert newest(tmp_path).step == 4
+    for name in (".run.json.1", ".metrics.jsonl.1"):  # as a killed process leaves them
+        (tmp_path / "run" / name).touch()
     train(tmp_path, STEPS, **flags, resume=True, **changed)
     assert differences(tensors_of(newest(tmp_path)), tensors_of(newest(uninterrupted))) == []
     assert figures(tmp_path / "run") == figures(uninterrupted / "run")
+    assert [*(tmp_path / "run").glob(".*")] == []
 
 
 def test_saving_beside_the_training_saves_the_same(
@@ -154,7 +174,8 @@ def made_up(directory: Path, *steps: int, **flags: Any) -> CheckpointDir:
         (saving / "tensors").write_bytes(b"x" * 100)
         (saving / METRICS).write_text("".join(f'{{"step": {n}}}\n' for n in range(step)))
         run = str((directory / "run").resolve())
-        found.finish(saving, Manifest(step, settings.described(), run, {}, {}))
+        told = settings.described()
+        found.finish(saving, Manifest(step, told, run, {}, {}, data_contents(settings)))
     return found
 
 
@@ -223,6 +244,44 @@ def test_without_a_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> N
     assert beginning_of(settings, told.append).run == RunDir(tmp_path / "run")
 
 
+def test_ranks_look_again_whether_the_directory_is_unused(tmp_path: Path) -> None:
+    """Another run may have saved there after the launcher looked."""
+    settings = settings_in(tmp_path)
+    run = beginning_of(settings, lambda _: None).run
+    made_up(tmp_path, 2)
+    with pytest.raises(RankFailedError, match="has the checkpoint of step 2 of another run"):
+        run_ranks(2, work, run, settings.to_json(), None, timeout_s=120)
+
+
+def test_copied_checkpoints_leave_the_run_of_the_first_ones_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = settings_in(tmp_path)
+    beginning_of(settings, lambda _: None)
+    made_up(tmp_path, 2)
+    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
+    told: list[str] = []
+    copied = settings.changed(save=tmp_path / "copied", out=None, resume=True)
+    beginning = beginning_of(copied, told.append)
+    assert beginning.run.path.parent == Path("runs")
+    assert told[0].startswith("The run in run saves to another directory")
+    assert beginning.first_step == 2
+
+
+def test_nothing_is_made_for_a_run_that_is_done_and_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made_up(tmp_path, 2)
+    done = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--resume", "--steps=2")
+    assert done.returncode == 0, done.stderr
+    assert f"The directory of the run, {tmp_path / 'run'}, is gone" in done.stderr
+    metrics = tmp_path / "ck" / "step-00000002" / METRICS
+    assert f"All 2 steps are trained; the metrics are in {metrics}" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
 def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made_up(tmp_path, 2)
@@ -234,7 +293,6 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 REFUSED = [
     ({"hidden": 64}, "--hidden is 64 and was 32"),
     ({"seed": 7}, "--seed is 7 and was 1234"),
-    ({"data": "elsewhere.txt"}, "--data is elsewhere.txt and was not given"),
     ({"dp": 2}, "(--dp x --microbatches) is 8 and was 4"),
     ({"lr": 0.5}, "--lr is 0.5 and was 0.002"),
     ({"steps": 1}, "--steps is 1 and the checkpoint"),
@@ -248,6 +306,50 @@ def test_what_is_trained_must_stay(tmp_path: Path, changed: dict[str, Any], said
     with pytest.raises(UsageError) as raised:
         beginning_of(settings_in(tmp_path, **{"resume": True, **changed}), lambda _: None)
     assert said in str(raised.value)
+
+
+def test_data_are_what_they_hold_and_not_where_they_lie(tmp_path: Path) -> None:
+    for name, text in (("here", "one two " * 50), ("there", "one two " * 50), ("other", "3" * 300)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+    made_up(tmp_path, 2, data=str(tmp_path / "here" / "text.txt"))
+    settings = settings_in(tmp_path, resume=True, data=str(tmp_path / "there"))
+    assert beginning_of(settings, lambda _: None).first_step == 2
+    settings = settings.changed(data=tmp_path / "other")
+    with pytest.raises(UsageError, match=r"content of --data is \w{12}\.\.\. and"):
+        beginning_of(settings, lambda _: None)
+
+
+def test_a_tokenizer_is_what_it_holds(tmp_path: Path) -> None:
+    made = made_up(tmp_path).begin(2)
+    settings = settings_in(tmp_path, tokenizer="there/tokenizer.json")
+    told = settings_in(tmp_path, tokenizer="here/tokenizer.json").described()
+    contents = {"data": "a" * 64, "tokenizer": "b" * 64, "end_of_document": "</s>"}
+    checkpoint = Checkpoint(made, Manifest(2, told, "run", {}, {}, contents))
+    check_continues(settings, contents, checkpoint)
+    for other, said in (
+        ({"tokenizer": "c" * 64}, r"content of --tokenizer is c{12}\.\.\. and was b{12}\.\.\. for"),
+        ({"end_of_document": "<s>"}, "token that ends a document is <s> and was </s> for"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            check_continues(settings, {**contents, **other}, checkpoint)
+
+
+def test_images_are_told_apart_by_captions_names_and_sizes(tmp_path: Path) -> None:
+    found = []
+    for name, caption in (("here", "a dog"), ("there", "a dog"), ("other", "a cat")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number in range(2):
+            Image.new("RGB", (16, 16)).save(folder / f"{number}.png")
+        lines = [json.dumps({"image": f"{n}.png", "text": caption}) for n in range(2)]
+        (folder / "captions.jsonl").write_text("\n".join(lines))
+        found.append(data_contents(settings_in(tmp_path, model="vlm", layers=8, data=str(folder))))
+    assert found[0] == found[1] != found[2]
+    made_up(tmp_path, 2, model="vlm", layers=8)
+    settings = settings_in(tmp_path, model="vlm", layers=8, data=str(folder), resume=True)
+    with pytest.raises(UsageError, match="and was scenes drawn at run time for the checkpoint"):
+        beginning_of(settings, lambda _: None)
 
 
 def test_replicas_may_share_the_batch_in_another_way(tmp_path: Path) -> None:
@@ -318,11 +420,183 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
         train_cut_short(tmp_path, STEPS, partial(small_disk_later, num_bytes), **flags)
     assert re.search(
         rf"the checkpoint of step 4 could not be written to {tmp_path / 'ck'} "
-        rf"\((?:{reason})\); make room there, then go on from the last one with --resume",
+        rf"\((?:{reason})\); see whether it has room and is writable, then go on from the last one "
+        "with --resume",
         str(raised.value),
     )
     assert newest(tmp_path).step == 2
-    assert [*(tmp_path / "ck").glob(".saving-*")] == []
+    # The other rank may make the directory again before it is ended; the next session removes it.
+    with CheckpointDir(tmp_path / "ck").locked():
+        assert [*(tmp_path / "ck").glob(".saving-*")] == []
+
+
+def full_disk() -> None:
+    """The second checkpoint finds no room."""
+    from rrfp.train.checkpoints import directory
+
+    own, calls = directory.CheckpointDir.finish, iter(range(1, 100))
+
+    def finish(*args: Any) -> Path:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return own(*args)
+
+    setattr(directory.CheckpointDir, "finish", finish)  # noqa: B010
+
+
+def test_a_disk_without_room_is_to_get_some(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"\(No space left on device\); make room there"):
+        train_cut_short(tmp_path, STEPS, full_disk)
+    assert newest(tmp_path).step == 2
+
+
+def elsewhere_on_rank_1(directory: Path) -> None:
+    """Another host has another directory of the same name."""
+    from rrfp.train.checkpoints import saving
+
+    own = saving.Saver._begin
+
+    def begin(saver: Any, step: int) -> Path:
+        path = own(saver, step)
+        return path if os.environ["RANK"] == "0" else directory / path.name
+
+    setattr(saving.Saver, "_begin", begin)  # noqa: B010
+
+
+def test_hosts_that_do_not_share_the_directory_make_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as raised:
+        train_cut_short(tmp_path, STEPS, partial(elsewhere_on_rank_1, tmp_path / "there"))
+    assert "although all ranks have written (__1_0.distcp is missing); choose a" in str(
+        raised.value
+    )
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == [".lock"]
+
+
+def slow_rank_1(seconds: float) -> None:
+    """Rank 1 writes for longer than collectives wait."""
+    from rrfp.megatron.cpu import checkpoints
+    from rrfp.train.checkpoints import saving
+    from rrfp.train.ranks import parallel
+
+    join, write = parallel._join_the_world, checkpoints._write
+
+    def late(*args: Any) -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(seconds)
+        write(*args)
+
+    patched: Any = (parallel, checkpoints, saving)
+    patched[0]._join_the_world = lambda _: join(seconds / 2)
+    patched[1]._write = late
+    patched[2]._AGREE_S = seconds / 8
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_slow_writer(tmp_path: Path) -> None:
+    train_cut_short(tmp_path, 2, partial(slow_rank_1, 16.0))
+    assert newest(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]", "Timed out waiting"])
+def test_a_peer_lost_while_loading_is_no_fault_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    from megatron.core import dist_checkpointing
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(loading, "prepare_checkpoints", lambda: None)
+    monkeypatch.setattr(dist_checkpointing, "load", lost)
+    checkpoint = made_up(tmp_path, 2).newest()
+    assert checkpoint is not None
+    nothing: Any = SimpleNamespace(to_load=lambda _: [], pp=1, tp=1, dp=1)
+    with pytest.raises(RuntimeError, match="^" + re.escape(said)):
+        loading.load(checkpoint, settings_in(tmp_path), nothing, nothing)
+
+
+def garbled(directory: Path) -> Path:
+    """Damage a checkpoint in a way that sizes do not show."""
+    file = newest(directory).path / "__1_0.distcp"
+    file.write_bytes(b"x" * file.stat().st_size)
+    return file
+
+
+def test_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
+    train(tmp_path, 2)
+    garbled(tmp_path)
+    with pytest.raises(RankFailedError, match=r"step-00000002 cannot be loaded \(on rank \d: "):
+        train(tmp_path, 4, resume=True)
+
+
+@pytest.fixture
+def handlers_are_restored() -> Iterator[None]:
+    before = signal.getsignal(SIGTERM)
+    yield
+    signal.signal(SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+@pytest.mark.parametrize("saved", [False, True])
+def test_sigterm_before_the_ranks_run_ends_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    if saved:
+        made_up(tmp_path, 2)
+    monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--resume")
+    said = (
+        "before training went on; --resume goes on after step 2"
+        if saved
+        else "before the first step, so there is nothing to save"
+    )
+    assert (asked.returncode, asked.stderr) == (0, f"Stopped by SIGTERM {said}\n")
+    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+def test_sigterm_after_the_ranks_ran_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[RunDir] = []
+
+    def report(run: RunDir, *_: Any) -> None:
+        signal.raise_signal(SIGTERM)
+        reported.append(run)
+
+    monkeypatch.setattr(launch, "launch", lambda *_: None)
+    monkeypatch.setattr(cli_train, "_report", report)
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
+    assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
+    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+def test_the_pace_is_that_of_this_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    overs = [{"tasks": 9, "of": 10, "worst_s": 1.0}, {"tasks": 0, "of": 10, "worst_s": 0.0}, None]
+    lines = [{"step": step, "over_pace": over} for step, over in enumerate(overs)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cli_train._tell_pace(run, 1)
+    assert capsys.readouterr().err == (
+        "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
+    )
+
+
+def test_what_is_staged_and_written_is_let_go_of() -> None:
+    """A tensor that was gathered for a checkpoint is in memory once, and no longer than needed."""
+    gathered = torch.ones(3)
+    gone = weakref.ref(gathered)
+    buckets: list[Any] = [("path", "name", ([], [("item", gathered)]))]
+    del gathered
+    staged = _staged(buckets)
+    assert gone() is None
+    assert torch.equal(staged[0][2][1][0][1], torch.ones(3))
+    results: queue.Queue[Any] = queue.Queue()
+    writer = SimpleNamespace(write_preloaded_data=lambda *args: args[3].put((0, ["written"])))
+    _write(writer, [], 0, staged, results)
+    assert (results.get_nowait(), staged[0][2][1]) == ({0: ["written"]}, [])
 
 
 def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -388,6 +662,13 @@ def test_plans_travel_as_json() -> None:
     )
 
 
+def test_failures_of_ranks_travel_as_such() -> None:
+    failed = CheckpointException("", {1: (OSError(28, "No space"), StackSummary())})
+    again = decoded(json.loads(json.dumps(encoded(failed))))
+    assert isinstance(again, CheckpointException)
+    assert reason_of(again) == reason_of(failed) == "on rank 1: OSError: [Errno 28] No space"
+
+
 @pytest.mark.parametrize("planted", [os.system, subprocess.Popen, torch.load, Path("x"), b"x"])
 def test_a_plan_holds_nothing_else(planted: Any) -> None:
     with pytest.raises(RrfpError, match="which ranks do not exchange"):
@@ -405,6 +686,7 @@ def test_a_plan_holds_nothing_else(planted: Any) -> None:
         {"SavePlan": "items"},
         {"Size": ["1"]},
         {"tuple": 1, "list": 2},
+        {"failures": []},
         [1],
         {},
     ],

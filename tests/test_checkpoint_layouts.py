@@ -29,6 +29,7 @@ def save_again(settings: str, source: str, target: str) -> None:
     prepare_cpu()
     from rrfp.train.checkpoints.loading import load
     from rrfp.train.checkpoints.saving import Saver
+    from rrfp.train.checkpoints.session import Session
     from rrfp.train.checkpoints.tensors import TrainedTensors
     from rrfp.train.data.open import open_data
     from rrfp.train.models.model import build_model
@@ -41,10 +42,10 @@ def save_again(settings: str, source: str, target: str) -> None:
         tensors = TrainedTensors(model, told, layout)
         checkpoint = CheckpointDir(Path(source)).newest()
         assert checkpoint is not None
-        load(checkpoint, layout, tensors)
-        assert tensors.optimizer_step() == checkpoint.step
+        load(checkpoint, told, layout, tensors)
         run = RunDir(Path(source).parent / "run")
-        Saver(CheckpointDir(Path(target)), run, told, layout, tensors).save(checkpoint.step)
+        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors)
+        saver.save(checkpoint.step)
 
 
 def passed_on(source: Path, target: Path, **flags: Any) -> list[str]:
@@ -194,3 +195,36 @@ def named_states(settings: str, source: str, target: str) -> dict[str, bytes]:
 
     states = get_cuda_rng_tracker().get_states()
     return {name: state.numpy().tobytes() for name, state in states.items()}
+
+
+def states_after(settings: str, steps: tuple[int, ...]) -> list[list[bytes]]:
+    """On a rank: its random states as it begins, and after so many steps of another layout."""
+    prepare_cpu()
+    import torch
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from rrfp.train.checkpoints.random_states import start_again
+    from rrfp.train.ranks.parallel import parallel_groups, seed_random_states
+
+    def states() -> list[bytes]:
+        named = get_cuda_rng_tracker().get_states().values()
+        return [state.numpy().tobytes() for state in (torch.get_rng_state(), *named)]
+
+    told = TrainSettings.from_json(settings)
+    with parallel_groups(told) as layout:
+        found = [states()]
+        for step in steps:
+            seed_random_states(told, layout)
+            start_again(told, layout, step)
+            found.append(states())
+        return found
+
+
+def test_megatrons_own_schedule_repeats_no_masks_on_another_layout(tmp_path: Path) -> None:
+    """It draws from these states themselves, so none may be as it was before."""
+    settings = settings_in(tmp_path, pp=1, dispatch="megatron", dropout=0.1)
+    (found,) = run_ranks(1, states_after, settings.to_json(), (2, 3, 2))
+    fresh, after_2, after_3, after_2_again = found
+    assert after_2 == after_2_again
+    for one, other in ((fresh, after_2), (fresh, after_3), (after_2, after_3)):
+        assert all(a != b for a, b in zip(one, other, strict=True))

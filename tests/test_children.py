@@ -13,6 +13,8 @@ import pytest
 from rrfp.errors import RrfpError
 from rrfp.train.ranks import children
 from rrfp.train.ranks.children import SignalledError, run_to_end
+from rrfp.train.ranks.launch import TRAINING
+from rrfp.train.settings import TrainSettings
 
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
@@ -69,6 +71,21 @@ def test_one_failure_ends_them_all_and_its_report_is_read(tmp_path: Path) -> Non
     assert failures[1].report.sentence == "no memory"
     assert failures[3].report is None
     assert failures[1].ended_s <= failures[0].ended_s
+
+
+def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
+    """It waits for a peer that never comes, and its parent is not its launcher."""
+    settings = TrainSettings(pp=2)
+    command = (sys.executable, "-m", "rrfp.train.ranks.process", TRAINING, str(tmp_path))
+    launcher = subprocess.Popen(["true"])
+    launcher.wait()
+    told = {"RANK": "0", "WORLD_SIZE": "2", "RRFP_LAUNCHER": str(launcher.pid)}
+    store = {"RRFP_STORE": f"file:{tmp_path / 'store'}", "RRFP_ADDRESS": "127.0.0.1"}
+    ended = subprocess.run(
+        (*command, settings.to_json()), env=os.environ | told | store, check=False, timeout=60
+    )
+    assert ended.returncode == RrfpError.exit_code
+    assert "Error" not in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:

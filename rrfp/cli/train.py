@@ -65,23 +65,47 @@ def train(config: Path | None = None, **flags: Any) -> None:
     Example: rrfp train --hint bf --pp 4 --steps 20
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    settings = _settings(config, given)
+    settings = (
+        TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
+    )
+    if settings.run.save is None:
+        _check_and_run(settings)
+        return
+    from rrfp.train.ranks.stopping import StopRequestedError, stopping_on_sigterm
+
+    try:
+        with stopping_on_sigterm():
+            _check_and_run(settings)
+    except StopRequestedError:
+        _tell_stopped_early(settings.run.save)
+
+
+def _check_and_run(settings: TrainSettings) -> None:
+    _check_settings(settings)
     _check_policy(settings)
     _check_admission(settings)
     _check_pace(settings)
     _run(settings)
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> TrainSettings:
-    """What the flags and the file say, checked: nothing has been started yet."""
+def _tell_stopped_early(save: Path) -> None:
+    """Say what SIGTERM left where no ranks ran: what was saved before."""
+    from rrfp.train.checkpoints.directory import CheckpointDir
+
+    found = CheckpointDir(save).newest()
+    left = (
+        "before the first step, so there is nothing to save"
+        if found is None
+        else f"before training went on; --resume goes on after step {found.step}"
+    )
+    _tell(f"Stopped by SIGTERM {left}")
+
+
+def _check_settings(settings: TrainSettings) -> None:
     from rrfp.train.data.sources import check_data
 
-    settings = (
-        TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
-    )
     check_settings(settings)
     check_data(settings, tell=_tell)
-    return settings
 
 
 def _check_policy(settings: TrainSettings) -> None:
@@ -139,29 +163,34 @@ def _run(settings: TrainSettings) -> None:
         _train(beginning, settings)
         return
     _tell(
-        f"All {settings.num_steps} steps are trained; the metrics are in {beginning.run.metrics}, "
-        "and --steps asks for more"
+        f"All {settings.num_steps} steps are trained; the metrics are in {beginning.metrics}, and "
+        "--steps asks for more"
     )
 
 
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.train.ranks.launch import launch
+    from rrfp.train.ranks.stopping import ignore_sigterm
 
     run = beginning.run
     try:
         with TrainDisplay(run.metrics, settings, beginning.first_step):
-            launch(settings, run)
+            try:
+                launch(settings, run)
+            finally:
+                if settings.run.save is not None:
+                    ignore_sigterm()
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
         raise
-    _report(run, settings)
+    _report(run, settings, beginning.first_step)
 
 
-def _report(run: "RunDir", settings: TrainSettings) -> None:
+def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
     """What a run that came to its end has to show, and where to look next."""
     num_finished = _num_finished(run)
-    _tell_pace(run)
+    _tell_pace(run, first_step)
     _tell_heldout(run)
     if num_finished < settings.num_steps:
         _tell(
@@ -190,10 +219,15 @@ def _report(run: "RunDir", settings: TrainSettings) -> None:
     typer.echo(f"      {rrfp} analyze bubbles{where} --steps 1:", err=True)
 
 
-def _tell_pace(run: "RunDir") -> None:
-    """Say how many tasks of a paced run took longer than their model."""
-    lines = run.metrics.read_text(encoding="utf-8").splitlines()
-    steps = [over for line in lines if (over := json.loads(line)["over_pace"]) is not None]
+def _tell_pace(run: "RunDir", first_step: int) -> None:
+    """Say how many tasks of a paced session, which began with this step, took longer than their
+    model. An earlier session may have had another model."""
+    lines = map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
+    steps = [
+        line["over_pace"]
+        for line in lines
+        if line["step"] >= first_step and line["over_pace"] is not None
+    ]
     if not steps:
         return
     num_over, num_tasks = (sum(over[name] for over in steps) for name in ("tasks", "of"))

@@ -13,10 +13,22 @@ def open_whole(path: Path) -> Iterator[IO[bytes]]:
 
     If the block raises, `path` stays as it was. May raise OSError.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f"{_prefix(path)}{os.getpid()}")
     try:
         with part.open("wb") as file:
             yield file
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what writers of `path` that were killed have left beside it. Nobody may be writing it
+    now. May raise OSError."""
+    for entry in [*path.parent.iterdir()]:
+        if entry.name.startswith(_prefix(path)):
+            entry.unlink(missing_ok=True)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name}."

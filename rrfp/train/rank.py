@@ -39,7 +39,7 @@ _INTRODUCTIONS = "rrfp/ranks"
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
-    """Train this rank's chunks for all steps that are left. Raises what training raises."""
+    """Train this rank's chunks through all remaining steps. Raises whatever training raises."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     info = introduce(layout)
     with session_of(run, settings, layout) as session:

@@ -81,7 +81,8 @@ def _save_function_and_args(writer: Any) -> tuple[Callable[..., None] | None, An
 def _write(
     writer: Any, transforms: list[Any], _rank: int, buckets: list[Bucket], results: Any
 ) -> None:
-    """Write a rank's files in this thread. Raises what writing raises."""
+    """Write a rank's files in this thread, and let go of what was written. Raises what writing
+    raises."""
     written = {}
     for index, bucket in enumerate(buckets):
         own: queue.Queue[Any] = queue.Queue()
@@ -92,12 +93,15 @@ def _write(
         if isinstance(found, Exception):
             raise found
         written[index] = found
+        _, _, (_, tensors) = bucket
+        tensors.clear()
     results.put(written)
 
 
 def _staged(buckets: list[Bucket]) -> list[Bucket]:
-    """Copies of all tensors that are to be written."""
-    return [
-        (path, name, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
-        for path, name, (objects, tensors) in buckets
-    ]
+    """Put a copy in the place of every tensor that is to be written. Some are copies already, such
+    as gathered ones: these are let go of, one by one."""
+    for _, _, (_, tensors) in buckets:
+        for index, (item, tensor) in enumerate(tensors):
+            tensors[index] = item, tensor.clone()
+    return buckets

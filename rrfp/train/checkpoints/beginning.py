@@ -13,7 +13,9 @@ from rrfp.errors import UsageError
 from rrfp.trace.rundir import RUNS, RunDir, create_run_dir, point_latest_to
 from rrfp.trace.sessions import read_description
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
-from rrfp.train.checkpoints.matching import check_continues
+from rrfp.train.checkpoints.manifest import METRICS
+from rrfp.train.checkpoints.matching import check_continues, check_unused
+from rrfp.train.data.contents import data_contents
 from rrfp.train.description import write_description
 from rrfp.train.settings import TrainSettings
 
@@ -24,11 +26,20 @@ class Beginning:
 
     run: RunDir
     first_step: int = 0
+    checkpoint: Checkpoint | None = None
+    """What it goes on from."""
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics of the steps before: the run's, or the checkpoint's if that run is gone."""
+        if self.checkpoint is None or self.run.metrics.exists():
+            return self.run.metrics
+        return self.checkpoint.path / METRICS
 
 
 def beginning_of(settings: TrainSettings, tell: Callable[[str], None]) -> Beginning:
-    """Make the run's directory, or find the one that goes on. `tell` receives sentences for people
-    about what is resumed.
+    """Make the run's directory, or find the one that goes on; none is made if all steps are
+    trained. `tell` receives sentences for people about what is resumed.
 
     Raises UsageError if checkpoints cannot be written, if there are some and nobody asked to go on
     from them, or if these settings train something else than they hold.
@@ -40,19 +51,18 @@ def beginning_of(settings: TrainSettings, tell: Callable[[str], None]) -> Beginn
     directory.prepare()
     found = directory.newest(tell)
     if not asked.resume:
-        if found is not None:
-            raise UsageError(
-                f"{asked.save} has the checkpoint of step {found.step} of another run; go on from "
-                "it with --resume, or choose another directory with --save"
-            )
+        check_unused(asked.save, found)
         return Beginning(_new_run(settings))
     if found is None:
         tell(f"No checkpoint in {asked.save} is whole, so training starts anew")
-        return Beginning(_run_of(settings, None) or _new_run(settings))
-    check_continues(settings, found)
-    run = _run_of(settings, found) or _new_run(settings)
+        return Beginning(_run_at(settings, asked.out) or _new_run(settings))
+    check_continues(settings, data_contents(settings), found)
+    run = _run_of(settings, found, tell)
+    if found.step >= settings.num_steps:
+        return Beginning(run or RunDir(Path(found.manifest.run)), found.step, found)
+    run = run or _new_run(settings)
     tell(f"Going on after step {found.step}, from {found.path}")
-    return Beginning(run, found.step)
+    return Beginning(run, found.step, found)
 
 
 def _new_run(settings: TrainSettings) -> RunDir:
@@ -61,27 +71,45 @@ def _new_run(settings: TrainSettings) -> RunDir:
     return run
 
 
-def _run_of(settings: TrainSettings, checkpoint: Checkpoint | None) -> RunDir | None:
+def _run_of(
+    settings: TrainSettings, checkpoint: Checkpoint, tell: Callable[[str], None]
+) -> RunDir | None:
     """The directory of the run that goes on: `--out`, or else where the checkpoint's run is. None
-    if there is none yet. Raises UsageError if `--out` holds another run."""
-    out, save = settings.run.out, settings.run.save
-    assert save is not None
-    if out is None:
-        if checkpoint is None or not Path(checkpoint.manifest.run).is_dir():
-            return None
-        path = Path(os.path.relpath(checkpoint.manifest.run))
-        if path.parent == RUNS:
-            point_latest_to(path)
-        return RunDir(path)
-    if not out.exists():
+    if there is none yet, or no longer. Raises UsageError if `--out` holds another run."""
+    if settings.run.out is not None:
+        return _run_at(settings, settings.run.out)
+    path = Path(checkpoint.manifest.run)
+    if not path.is_dir():
+        tell(f"The directory of the run, {path}, is gone")
+        return None
+    path = Path(os.path.relpath(path))
+    if not _saves_to(settings, path):
+        # The checkpoints were copied or moved, and that run may go on as well.
+        tell(f"The run in {path} saves to another directory, so a new one is made for this run")
+        return None
+    if path.parent == RUNS:
+        point_latest_to(path)
+    return RunDir(path)
+
+
+def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
+    """The directory that `--out` names, if it exists. Raises UsageError if it holds another run."""
+    if out is None or not out.exists():
         return None
     if not out.is_dir():
         raise UsageError(f"{out} is a file; choose a directory with --out")
-    run = RunDir(out)
-    saved = read_description(run.run_json).get("settings", {}).get("save")
-    if not (saved is not None and Path(saved).resolve() == save.resolve()) and any(out.iterdir()):
+    if not _saves_to(settings, out):
         raise UsageError(
-            f"{out} is not the directory of a run that saves to {save}; choose another one with "
-            "--out, or leave it out to go on where the run was"
+            f"{out} is not the directory of a run that saves to {settings.run.save}; choose "
+            "another one with --out, or leave it out to go on where the run was"
         )
-    return run
+    return RunDir(out)
+
+
+def _saves_to(settings: TrainSettings, run: Path) -> bool:
+    """Whether a directory is that of a run with these checkpoints; an empty one may become it."""
+    assert settings.run.save is not None
+    told = read_description(RunDir(run).run_json).get("settings", {}).get("save")
+    if told is None:
+        return not any(run.iterdir())
+    return Path(told).resolve() == settings.run.save.resolve()

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError
@@ -96,7 +96,16 @@ class CheckpointDir:
         return path
 
     def finish(self, saving: Path, manifest: Manifest) -> Path:
-        """Give a checkpoint whose files are all written its name. May raise OSError."""
+        """Give a checkpoint whose files are all written its name. The manifest lists those that
+        must be there; it gets the others, too. Raises RrfpError if one is not, and may raise
+        OSError."""
+        lacking = missing_part(saving, manifest)
+        if lacking is not None:
+            raise RrfpError(
+                f"the checkpoint of step {manifest.step} is not whole in {self.path} although all "
+                f"ranks have written ({lacking}); choose a directory with --save that all hosts "
+                "share"
+            )
         files = {
             str(file.relative_to(saving)): file.stat().st_size
             for file in sorted(saving.rglob("*"))
@@ -104,9 +113,7 @@ class CheckpointDir:
         }
         for name in files:
             _sync(saving / name)
-        manifest = Manifest(
-            manifest.step, manifest.settings, manifest.run, manifest.versions, files
-        )
+        manifest = replace(manifest, files=files)
         (saving / FILE).write_text(manifest.to_json(), encoding="utf-8")
         _sync(saving / FILE)
         _sync(saving)
@@ -118,7 +125,8 @@ class CheckpointDir:
         return path
 
     def remove_older(self, keep: int) -> None:
-        """Remove all whole checkpoints but the newest `keep`. Failing to is no reason to stop."""
+        """Remove all whole checkpoints except the newest `keep`. A run goes on even if that
+        fails."""
         for checkpoint in [*self._whole()][keep:]:
             with suppress(OSError):
                 self._remove(checkpoint.path)
@@ -152,7 +160,7 @@ class CheckpointDir:
             yield
 
     def _named(self) -> list[tuple[int, Path]]:
-        """Everything that is named as a whole checkpoint is, with its step."""
+        """Everything that has the name of a whole checkpoint, with its step."""
         try:
             entries = [*self.path.iterdir()]
         except FileNotFoundError:
@@ -180,7 +188,7 @@ def _is_locked_by_us(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # This file system has no locks; then nothing tells of another run.
+        # This file system has no locks, so nothing shows another run.
         return True
     return True
 

@@ -2,19 +2,26 @@
 
 from typing import Any
 
-from rrfp.errors import RrfpError, first_line
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rrfp.errors import RrfpError
 from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
 from rrfp.train.checkpoints import random_states
 from rrfp.train.checkpoints.directory import Checkpoint
-from rrfp.train.checkpoints.plans import plans_exchanged
+from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
 from rrfp.train.checkpoints.tensors import TrainedTensors
+from rrfp.train.ranks.failure import is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.settings import TrainSettings
 
 
-def load(checkpoint: Checkpoint, layout: Layout, tensors: TrainedTensors) -> None:
+def load(
+    checkpoint: Checkpoint, settings: TrainSettings, layout: Layout, tensors: TrainedTensors
+) -> None:
     """Load parameters, the optimizer's state and random states; every rank calls this.
 
-    Raises RrfpError if the checkpoint cannot be read, or does not fit the model.
+    Raises RrfpError if the checkpoint cannot be read, or does not fit the model, and what torch
+    raises if another rank is lost meanwhile.
     """
     from megatron.core import dist_checkpointing
 
@@ -32,19 +39,20 @@ def load(checkpoint: Checkpoint, layout: Layout, tensors: TrainedTensors) -> Non
             )
         except RrfpError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
+            if is_torchs_loss(error) or is_torchs_silence(error):
+                raise
             raise RrfpError(
-                f"the checkpoint {checkpoint.path} cannot be loaded "
-                f"({type(error).__name__}: {first_line(str(error))}); choose a --tp that divides "
-                "64 as did that of the run that saved it, or move the checkpoint away to go on "
-                "from the one before"
+                f"the checkpoint {checkpoint.path} cannot be loaded ({reason_of(error)}); choose a "
+                "--tp that divides 64 as did that of the run that saved it, or move the checkpoint "
+                "away to go on from the one before"
             ) from error
     for number, part in enumerate(parts):
         part.finish(loaded["tensors"][str(number)])
     if same_layout:
         random_states.restore(loaded["random_states"])
     else:
-        random_states.start_again(checkpoint.step)
+        random_states.start_again(settings, layout, checkpoint.step)
 
 
 def _saved_layout(checkpoint: Checkpoint) -> str:

@@ -5,7 +5,7 @@ Imports no torch: the launcher reads it before it starts any process.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +31,8 @@ class Manifest:
     """Those of Python and of the packages that saved it."""
     files: Mapping[str, int]
     """Every other file of the checkpoint with its size in bytes."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """What the data were (`rrfp.train.data.contents`); empty if nobody looked."""
 
     def to_json(self) -> str:
         told = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
@@ -47,7 +49,15 @@ class Manifest:
             raise ValueError(f"{FILE} does not describe a checkpoint of rrfp")
         if told.get("version") != _VERSION:
             raise ValueError(f"{FILE} has version {told.get('version')} and not {_VERSION}")
-        kinds = {"step": int, "settings": dict, "run": str, "versions": dict, "files": dict}
+        told.setdefault("contents", {})  # early checkpoints lack them
+        kinds = {
+            "step": int,
+            "settings": dict,
+            "run": str,
+            "versions": dict,
+            "files": dict,
+            "contents": dict,
+        }
         for name, kind in kinds.items():
             if not isinstance(told.get(name), kind):
                 raise ValueError(f"{FILE} has no valid '{name}'")

@@ -13,8 +13,9 @@ from rrfp.train.models.vision_share import num_vision_stages
 from rrfp.train.setting_groups import ModelKind
 from rrfp.train.settings import DECLARED, TrainSettings
 
-_MAY_CHANGE = ("recompute", "microbatches")
-"""Settings of the model and the data that do not decide by themselves what is trained."""
+_MAY_CHANGE = ("recompute", "microbatches", "data", "tokenizer", "end_of_document")
+"""Settings of the model and the data that do not decide by themselves what is trained. The last
+three name contents, which are compared instead."""
 
 _SAME = tuple(
     flag
@@ -23,20 +24,45 @@ _SAME = tuple(
 )
 """The settings that decide what is trained, besides those that are computed from several."""
 
-_PATHS = tuple(flag for flag in _SAME if DECLARED[flag].kind is Path)
+_CONTENTS = {
+    "data": "the content of --data",
+    "tokenizer": "the content of --tokenizer",
+    "end_of_document": "the token that ends a document",
+}
+
+_SHA256_DIGITS, _SHOWN_DIGITS = 64, 12
 
 
-def check_continues(settings: TrainSettings, checkpoint: Checkpoint) -> None:
-    """Raise UsageError, naming the setting and both values, if these settings train something else
-    than the checkpoint holds, or for fewer steps than it has."""
+def check_unused(save: Path, found: Checkpoint | None) -> None:
+    """Raise UsageError if the directory of a new run has a checkpoint."""
+    if found is not None:
+        raise UsageError(
+            f"{save} has the checkpoint of step {found.step} of another run; go on from it with "
+            "--resume, or choose another directory with --save"
+        )
+
+
+def check_continues(
+    settings: TrainSettings, contents: Mapping[str, str], checkpoint: Checkpoint
+) -> None:
+    """Raise UsageError, naming the setting and both values, if these settings and data train
+    something else than the checkpoint holds, or for fewer steps than it has."""
     asked, saved = settings.described(), checkpoint.manifest.settings
     where = f"the checkpoint {checkpoint.path}"
     for flag in _SAME:
-        if flag in saved and _comparable(flag, saved[flag]) != _comparable(flag, asked[flag]):
+        if flag in saved and saved[flag] != asked[flag]:
             raise UsageError(
                 f"--{DECLARED[flag].spelled} is {_told(asked[flag])} and was "
                 f"{_told(saved[flag])} for {where}, which --resume cannot change; give the same, "
                 "or start a new run with another --save"
+            )
+    then = checkpoint.manifest.contents
+    for flag, name in _CONTENTS.items():
+        if then and then.get(flag) != contents.get(flag):
+            raise UsageError(
+                f"{name} is {_told(contents.get(flag))} and was {_told(then.get(flag))} for "
+                f"{where}, which --resume cannot change; give the same, or start a new run with "
+                "another --save"
             )
     for name, of, advice in _COMPUTED:
         if of(asked) != of(saved):
@@ -76,9 +102,7 @@ _COMPUTED: tuple[tuple[str, Callable[[Mapping[str, Any]], int], str], ...] = (
 )
 
 
-def _comparable(flag: str, value: Any) -> Any:
-    return str(Path(value).resolve()) if flag in _PATHS and value is not None else value
-
-
 def _told(value: object) -> str:
+    if isinstance(value, str) and len(value) == _SHA256_DIGITS:
+        return f"{value[:_SHOWN_DIGITS]}..."
     return "not given" if value is None else str(value)

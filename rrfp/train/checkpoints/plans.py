@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import mapping
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime.decoding import items
+from rrfp.runtime.decoding import integer, items, text
 from rrfp.train.ranks.exchange import all_gather_json, broadcast_json
 
 _COORDINATOR = 0
@@ -140,8 +141,11 @@ def encoded(value: Any) -> object:
         return {"stack": None}  # it is in the log of the rank that failed
     if isinstance(value, tuple | list):
         return {"tuple" if isinstance(value, tuple) else "list": [encoded(part) for part in value]}
+    if isinstance(value, CheckpointException):
+        failures = value.failures.items()
+        return {"failures": [[rank, _told(error)] for rank, (error, _) in failures]}
     if isinstance(value, BaseException):
-        return {"error": f"{name}: {first_line(str(value))}"}
+        return {"error": _told(value)}
     raise RrfpError(
         f"the plan of a checkpoint holds a {type(value).__module__}.{name}, which ranks do not "
         "exchange; report this as a bug"
@@ -175,12 +179,39 @@ def decoded(value: object) -> Any:
         return torch.Size(_integers(content))
     if kind == "stack":
         return traceback.StackSummary()
+    if kind == "failures":
+        pairs = (items(each, 2) for each in items(content))
+        return _of_ranks({integer(rank): text(told) for rank, told in pairs})
     if kind == "error":
-        return RuntimeError(str(content))
+        return RuntimeError(text(content))
     if kind not in ("tuple", "list"):
         raise ValueError("it has a value of an unknown kind")
     made = [decoded(part) for part in items(content)]
     return tuple(made) if kind == "tuple" else made
+
+
+def reason_of(error: BaseException) -> str:
+    """Why saving or loading failed; torch gathers the failures of all ranks in an exception of its
+    own."""
+    if not isinstance(error, CheckpointException):
+        return _told(error)
+    rank, (of_rank, _) = min(error.failures.items())
+    # That of another rank came as text.
+    told = str(of_rank) if type(of_rank) is RuntimeError else _told(of_rank)
+    return f"on rank {rank}: {told}"
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(str(error))}"
+
+
+def _of_ranks(failures: dict[int, str]) -> CheckpointException:
+    if not failures:
+        raise ValueError("it has a failure of no rank")
+    nowhere = traceback.StackSummary()
+    return CheckpointException(
+        "", {rank: (RuntimeError(told), nowhere) for rank, told in failures.items()}
+    )
 
 
 def _made(of: Any, parts: dict[str, Any]) -> Any:

@@ -2,9 +2,12 @@
 
 They belong to a rank's place in the layout. Under another layout there is nobody to take them over:
 ranks then start from the seed, as in a new run, and their states advance by as many steps as are
-finished. That is where these ranks would stand if they had trained from the start.
+finished. That is where these ranks would stand if they had trained from the start. Under Megatron's
+own schedule only training itself can tell how far that is, and the same seed would repeat the first
+steps' masks, so these ranks start from another seed, made of the run's and the step.
 """
 
+import hashlib
 import random
 from typing import Any
 
@@ -14,7 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from rrfp.megatron.step.random_streams import advance_named_states
-from rrfp.train.ranks.parallel import Layout
+from rrfp.schedule.policy import Dispatch
+from rrfp.train.ranks.parallel import Layout, seed_random_states
+from rrfp.train.settings import TrainSettings
 
 
 def captured(layout: Layout) -> ShardedObject:
@@ -48,9 +53,13 @@ def restore(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["megatron"])
 
 
-def start_again(step: int) -> None:
-    """Advance the named states of a run that begins as if it had trained `step` steps."""
-    advance_named_states(step)
+def start_again(settings: TrainSettings, layout: Layout, step: int) -> None:
+    """Set the random states of ranks that begin after `step` steps of another layout."""
+    if settings.policy.dispatch is Dispatch.MEGATRON:
+        digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
+        seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)
+    else:
+        advance_named_states(step)
 
 
 def _sharded(layout: Layout, data: object) -> ShardedObject:

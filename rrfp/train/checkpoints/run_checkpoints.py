@@ -22,9 +22,9 @@ class RunCheckpoints:
         self._settings = settings
         tensors = TrainedTensors(model, settings, layout)
         if session.checkpoint is not None:
-            load(session.checkpoint, layout, tensors)
+            load(session.checkpoint, settings, layout, tensors)
         directory = CheckpointDir(settings.run.save)
-        self._saver = Saver(directory, session.run, settings, layout, tensors)
+        self._saver = Saver(directory, session, settings, layout, tensors)
 
     def finish_step(self, step: int) -> bool:
         """Save after a step if it is time to. Returns whether the run ends here: a rank was asked

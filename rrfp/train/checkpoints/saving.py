@@ -1,33 +1,44 @@
 """Saves a run's checkpoints, at once or beside the training.
 
 All ranks plan a checkpoint together and write their own files. It counts when every rank has
-written: rank 0 then describes it and gives it its name.
+written: rank 0 sees that all their files are where it looks, describes it and gives it its name.
 """
 
+import errno
 import shutil
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
-from rrfp.runtime.decoding import text
+from rrfp.runtime.decoding import integer, items, text
 from rrfp.trace.description import versions
-from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints import random_states
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
-from rrfp.train.checkpoints.plans import plans_exchanged
+from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
+from rrfp.train.checkpoints.session import Session
 from rrfp.train.checkpoints.tensors import TrainedTensors
 from rrfp.train.ranks.exchange import all_gather_json, broadcast_json
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.ranks.stopping import agree
 from rrfp.train.settings import TrainSettings
+
+_AGREE_S = 10.0
+"""How often ranks that wait for writers hear from each other. Collectives give a rank up after some
+minutes, and files may take longer than that."""
+_WRITING_S = 3600.0
+"""How long a rank may take to write its files."""
 
 
 class Saver:
@@ -36,13 +47,13 @@ class Saver:
     def __init__(
         self,
         directory: CheckpointDir,
-        run: RunDir,
+        session: Session,
         settings: TrainSettings,
         layout: Layout,
         tensors: TrainedTensors,
     ) -> None:
         self._directory = directory
-        self._run = run
+        self._session = session
         self._settings = settings
         self._layout = layout
         self._tensors = tensors
@@ -52,7 +63,7 @@ class Saver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes a checkpoint beside the training."""
-        return self._pending is not None and self._pending.thread.is_alive()
+        return self._pending is not None and self._pending.writing.is_alive()
 
     @property
     def is_pending(self) -> bool:
@@ -69,13 +80,13 @@ class Saver:
                 request = self._request(saving)
                 if self._layout.rank == 0:
                     # Now, because steps that are trained meanwhile add to them.
-                    shutil.copyfile(self._run.metrics, saving / METRICS)
-            except (OSError, RuntimeError) as error:
-                if (reason := _reason_of_disk(error)) is None:
+                    shutil.copyfile(self._session.run.metrics, saving / METRICS)
+            except (OSError, RuntimeError, CheckpointException) as error:
+                if isinstance(error, RuntimeError) and _reason_of_disk(error) is None:
                     raise
                 self._directory.discard(saving)
-                raise self._failed(step, reason) from error
-        self._pending = _Pending(step, saving, request, _writing(request, staged=self._is_async))
+                raise self._failed(step, error) from error
+        self._pending = _begun(step, saving, request, staged=self._is_async)
         if not self._is_async:
             self.finish()
 
@@ -84,23 +95,51 @@ class Saver:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        pending.thread.join()
-        reasons = [reason for reason in all_gather_json(pending.thread.error, text) if reason]
-        if reasons:
-            if self._layout.rank == 0:
-                self._directory.discard(pending.saving)
-            raise self._failed(pending.step, reasons[0])
+        self._await(pending, pending.writing)
+        sentence, files = self._told(pending)
+        if sentence:
+            self._directory.discard(pending.saving)
+            raise RrfpError(sentence)
         try:
             with plans_exchanged():
-                for finalize in pending.request.finalize_fns:
+                for finalize in pending.finalize:
                     finalize()
-            if self._layout.rank == 0:
-                self._name(pending)
-        except OSError as error:
+        except (OSError, CheckpointException) as error:
             self._directory.discard(pending.saving)
-            raise self._failed(pending.step, str(error.strerror)) from error
+            raise self._failed(pending.step, error) from error
+        naming = None
+        if self._layout.rank == 0:
+            # Putting many files on the disk may take long, too.
+            naming = _Thread(partial(self._name, pending, files))
+        self._await(pending, naming)
         # No rank goes on, or ends, before the checkpoint counts.
-        dist.barrier()
+        sentence = broadcast_json(self._sentence(pending, naming), text)
+        if sentence:
+            self._directory.discard(pending.saving)
+            raise RrfpError(sentence)
+
+    def _await(self, pending: "_Pending", own: "_Thread | None") -> None:
+        """Wait until a thread of this rank, and those of all others, have ended. Raises RrfpError
+        if this rank's takes too long."""
+        deadline_s = time.monotonic() + _WRITING_S
+        is_busy = True
+        while is_busy:
+            if own is not None:
+                own.join(_AGREE_S)
+            _, is_busy = agree(is_busy=own is not None and own.is_alive())
+            if own is not None and own.is_alive() and time.monotonic() > deadline_s:
+                raise RrfpError(
+                    f"rank {self._layout.rank} has been writing the checkpoint of step "
+                    f"{pending.step} to {self._directory.path} for {_WRITING_S:.0f} s; see what "
+                    "holds up that disk, then go on from the last one with --resume"
+                )
+
+    def _told(self, pending: "_Pending") -> tuple[str, dict[str, int]]:
+        """What a rank says failed, if any does, and all ranks' files with their sizes."""
+        sentence = self._sentence(pending, pending.writing)
+        told = all_gather_json([sentence, [*pending.sizes.items()]], _decode_told)
+        sentences = [each for each, _ in told if each]
+        return next(iter(sentences), ""), {name: n for _, of_rank in told for name, n in of_rank}
 
     @property
     def _is_async(self) -> bool:
@@ -113,7 +152,7 @@ class Saver:
             try:
                 name = self._directory.begin(step).name
             except OSError as error:
-                raise self._failed(step, str(error.strerror)) from error
+                raise self._failed(step, error) from error
         return self._directory.path / broadcast_json(name, text)
 
     def _request(self, saving: Path) -> Any:
@@ -130,75 +169,107 @@ class Saver:
         }
         return save(state, str(saving), async_sharded_save=True, **chosen)
 
-    def _name(self, pending: "_Pending") -> None:
+    def _name(self, pending: "_Pending", files: Mapping[str, int]) -> None:
         manifest = Manifest(
             step=pending.step,
             settings=self._settings.described(),
-            run=str(self._run.path.resolve()),
+            run=str(self._session.run.path.resolve()),
             versions=versions(),
-            files={},
+            files=files,
+            contents=self._session.contents,
         )
         self._directory.finish(pending.saving, manifest)
         self._directory.remove_older(self._settings.run.keep)
 
-    def _failed(self, step: int, reason: str) -> RrfpError:
+    def _sentence(self, pending: "_Pending", thread: "_Thread | None") -> str:
+        """Why what a thread of this rank did for a checkpoint failed; empty if it did not."""
+        if thread is None or thread.error is None:
+            return ""
+        if isinstance(thread.error, RrfpError):
+            return str(thread.error)
+        return str(self._failed(pending.step, thread.error))
+
+    def _failed(self, step: int, error: BaseException) -> RrfpError:
+        reason = _reason_of_disk(error) or reason_of(error)
+        advice = "make room there" if _is_full(error) else "see whether it has room and is writable"
         return RrfpError(
             f"the checkpoint of step {step} could not be written to {self._directory.path} "
-            f"({reason}); make room there, then go on from the last one with --resume"
+            f"({reason}); {advice}, then go on from the last one with --resume"
         )
 
 
-class _Writing(threading.Thread):
-    """Writes a rank's files. It is a thread also where the run waits for it, so that there is one
-    way."""
+class _Thread(threading.Thread):
+    """Does something with files beside the main thread, also where that waits for it: it can then
+    talk to other ranks meanwhile, and there is one way."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="rrfp-checkpoint")
-        self._write = write
-        self.error = ""
-        """Why it failed; empty if it did not."""
+        self._work = work
+        self.error: Exception | None = None
+        """Why it failed."""
+        self.start()
 
     def run(self) -> None:
         try:
-            self._write()
+            self._work()
         except Exception as error:
-            told = f"{type(error).__name__}: {first_line(str(error))}"
-            self.error = _reason_of_disk(error) or told
+            self.error = error
 
 
-def _reason_of_disk(error: BaseException) -> str | None:
-    """Why a file could not be written; None for an error of another kind. torch's writer of files
-    raises a RuntimeError, sometimes on top of the system's own error and sometimes without it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause.strerror or str(cause)
-        cause = cause.__cause__ or cause.__context__
-    frames = traceback.extract_tb(error.__traceback__)
-    is_of_writing = any(frame.filename == torch.serialization.__file__ for frame in frames)
-    return f"torch says: {first_line(str(error))}" if is_of_writing else None
-
-
+@dataclass(frozen=True, slots=True)
 class _Pending:
     """A checkpoint that is being written."""
 
-    def __init__(self, step: int, saving: Path, request: Any, thread: _Writing) -> None:
-        self.step = step
-        self.saving = saving
-        self.request = request
-        self.thread = thread
+    step: int
+    saving: Path
+    sizes: Mapping[str, int]
+    """Those of this rank's files, when it has written them."""
+    finalize: list[Callable[[], None]]
+    """What all ranks do when all have written."""
+    writing: _Thread
 
 
-def _writing(request: Any, *, staged: bool) -> _Writing:
-    """Start writing what a request asks for; staged, training may change the tensors meanwhile."""
+def _begun(step: int, saving: Path, request: Any, *, staged: bool) -> _Pending:
+    """Start writing what Megatron's AsyncRequest asks for; staged, training may change the tensors
+    meanwhile."""
     arguments = [*request.async_fn_args]
+    names = [str(name) for _, name, _ in arguments[1]] if arguments else []
+    sizes: dict[str, int] = {}
     if staged and request.preload_fn is not None:
         arguments[1] = request.preload_fn()
 
     def write() -> None:
         if request.async_fn is not None:
             request.async_fn(*arguments, **request.async_fn_kwargs)
+        sizes.update((name, (saving / name).stat().st_size) for name in names)
 
-    thread = _Writing(write)
-    thread.start()
-    return thread
+    return _Pending(step, saving, sizes, request.finalize_fns, _Thread(write))
+
+
+def _decode_told(value: object) -> tuple[str, list[tuple[str, int]]]:
+    sentence, files = items(value, 2)
+    pairs = (items(each, 2) for each in items(files))
+    return text(sentence), [(text(name), integer(size)) for name, size in pairs]
+
+
+def _reason_of_disk(error: BaseException) -> str | None:
+    """Why a file could not be written; None for an error of another kind. torch's writer of files
+    raises a RuntimeError, sometimes on top of the system's own error and sometimes without it."""
+    of_system = _of_system(error)
+    if of_system is not None:
+        return of_system.strerror or str(of_system)
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_writing = any(frame.filename == torch.serialization.__file__ for frame in frames)
+    return f"torch says: {first_line(str(error))}" if is_of_writing else None
+
+
+def _is_full(error: BaseException) -> bool:
+    of_system = _of_system(error)
+    return of_system is not None and of_system.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _of_system(error: BaseException | None) -> OSError | None:
+    """The system's own error that this one is, or that it came of."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -1,18 +1,19 @@
 """A session: what one call of `rrfp train` adds to a run that saves checkpoints."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.decoding import integer, member, text
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import next_session
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.whole_file import open_whole, remove_unfinished
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
-from rrfp.train.checkpoints.matching import check_continues
+from rrfp.train.checkpoints.matching import check_continues, check_unused
+from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.exchange import broadcast_json
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
@@ -25,6 +26,8 @@ class Session:
     run: RunDir
     checkpoint: Checkpoint | None = None
     """What it goes on from; None for a start from the seed."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """What the data are, on rank 0, which describes the checkpoints."""
 
     @property
     def first_step(self) -> int:
@@ -46,10 +49,16 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
     leads = layout.rank == 0
     with directory.locked() if leads else nullcontext():
         told: dict[str, object] = {}
+        contents: dict[str, str] = {}
         if leads:
-            found = directory.newest() if settings.run.resume else None
-            if found is not None:
-                check_continues(settings, found)
+            contents = data_contents(settings)
+            found = directory.newest()
+            if not settings.run.resume:
+                check_unused(directory.path, found)
+            elif found is not None:
+                check_continues(settings, contents, found)
+            for file in (run.run_json, run.metrics):
+                remove_unfinished(file)
             run = next_session(run.path)
             restore_metrics(run, found)
             told = {"session": run.session, "name": "" if found is None else found.path.name}
@@ -66,7 +75,7 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
                     f"rank {layout.rank} cannot read the checkpoint {path} ({error}); see whether "
                     "all hosts share that directory"
                 ) from error
-        yield Session(RunDir(run.path, number), checkpoint)
+        yield Session(RunDir(run.path, number), checkpoint, contents)
 
 
 def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:

@@ -19,7 +19,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from rrfp.errors import RrfpError
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.models.parameters import is_second_copy, whole_name
 from rrfp.train.ranks.parallel import Layout
@@ -67,20 +66,6 @@ class TrainedTensors:
             else:
                 found += _whole_states(optimizer, parameters)
         return found
-
-    def optimizer_step(self) -> int:
-        """How many updates the optimizer has made."""
-        steps = {
-            int(state[_STEP])
-            for optimizer in self._optimizers
-            for state in optimizer.optimizer.state.values()
-        }
-        if len(steps) != 1:
-            raise RrfpError(
-                f"the optimizer counts {sorted(steps)} updates for different parameters, which a "
-                "checkpoint cannot hold; report this as a bug"
-            )
-        return steps.pop()
 
     @torch.no_grad()
     def to_load(self, optimizer_step: int) -> list[Loading]:

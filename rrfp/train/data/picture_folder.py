@@ -5,6 +5,8 @@ text, `image`: the path of a file inside the folder, relative to the folder. One
 least one, is held out with all its captions.
 """
 
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +62,8 @@ class PictureFolder:
             Part.HELDOUT: [line for line in lines if line.image in heldout],
         }
         self.has_texts = bool(self._texts)
+        self._lines = lines
+        self._root = folder.resolve()
         self._seed = settings.run.seed
         self._image_size = settings.data.image_size
         self._patch_size = settings.data.patch_size
@@ -82,6 +86,17 @@ class PictureFolder:
             for line in captions:
                 with _opened(line):
                     pass
+
+    def digest(self) -> str:
+        """The SHA-256 of the captions and texts, in their order, and of the images' paths in the
+        folder and sizes in bytes."""
+        digest = hashlib.sha256()
+        for line in self._lines:
+            told: list[object] = [hashlib.sha256(line.text).hexdigest()]
+            if line.image is not None:
+                told += [str(line.image.relative_to(self._root)), line.image.stat().st_size]
+            digest.update(json.dumps(told).encode())
+        return digest.hexdigest()
 
     def _read(self, line: _Line) -> Pixels:
         """An image, scaled down to the largest size and cropped around its centre to whole

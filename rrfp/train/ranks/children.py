@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.errors import RrfpError
+from rrfp.runtime import variables
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -83,9 +84,11 @@ def run_to_end(
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], error_file: Path) -> _Child:
-    environment = {**os.environ, **environment, ERROR_FILE: str(error_file)}
+    ours = {ERROR_FILE: str(error_file), variables.LAUNCHER: str(os.getpid())}
     try:
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment, **ours}, start_new_session=True
+        )
     except OSError as error:
         raise RrfpError(
             f"a rank's process cannot be started ({error}); see whether this host allows one more"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rrfp.errors import first_line
 from rrfp.trace.whole_file import open_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -52,3 +53,18 @@ class FailureReport:
         if isinstance(message, dict) and "report" in message:
             return cls(**message["report"])
         return None
+
+
+def is_torchs_loss(error: BaseException) -> bool:
+    """Whether a collective of torch failed because the connection to a peer broke. It raises a bare
+    RuntimeError, and only the message says why."""
+    return _is_torchs(error, "connection")
+
+
+def is_torchs_silence(error: BaseException) -> bool:
+    """Whether a collective of torch failed because a peer was silent for too long."""
+    return _is_torchs(error, "timed out")
+
+
+def _is_torchs(error: BaseException, sign: str) -> bool:
+    return isinstance(error, RuntimeError) and sign in first_line(str(error)).lower()

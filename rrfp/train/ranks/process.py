@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line
+from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.failure import FailureReport
-from rrfp.train.ranks.stopping import take_sigterm_as_request
+from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
+from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
 from rrfp.train.settings import TrainSettings
 
 _PARENT_CHECK_S = 1.0
@@ -33,7 +34,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
         take_sigterm_as_request()
-    threading.Thread(target=_end_with_launcher, args=(os.getppid(),), daemon=True).start()
+    launcher = int(os.environ[variables.LAUNCHER])
+    threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
     try:
         from rrfp.megatron.cpu.patches import prepare_cpu
         from rrfp.train.ranks.exchange import no_objects
@@ -48,6 +50,8 @@ def main() -> None:
             except Exception as error:
                 # Do not leave the groups: that could wait for ranks that wait for this one.
                 _fail(error)
+        if settings.run.save is not None:
+            ignore_sigterm()
     except Exception as error:
         _fail(error)
 
@@ -63,11 +67,8 @@ def _fail(error: Exception) -> NoReturn:
         detail = str(error).partition("\n")[2]
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
-    # Torch's collectives raise a bare RuntimeError if a peer's connection breaks or the peer is
-    # silent; only the message says which.
-    is_torchs = isinstance(error, RuntimeError)
-    is_silence = isinstance(error, PeerSilentError) or (is_torchs and "timed out" in text.lower())
-    is_lost = isinstance(error, PeerLostError) or (is_torchs and "connection" in text.lower())
+    is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)
+    is_lost = isinstance(error, PeerLostError) or is_torchs_loss(error)
     FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence, detail).write()
     logging.shutdown()
     os._exit(exit_code)

@@ -1,8 +1,43 @@
-"""SIGTERM as a request: a rank ends after the step under way, together with all others."""
+"""SIGTERM as a request: ranks end together after the step under way, and a launcher without ranks
+at once."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 _asked = False
+
+
+class StopRequestedError(BaseException):
+    """SIGTERM came to a launcher whose ranks do not run; like Ctrl-C, nobody handles it on the
+    way."""
+
+
+@contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Raise StopRequestedError when SIGTERM first comes in this block. While ranks run, their
+    launcher passes the signal on instead (`rrfp.train.ranks.children`). Must run on the main
+    thread."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, _stop)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _stop:
+            signal.signal(signal.SIGTERM, before)
+
+
+def ignore_sigterm() -> None:
+    """Let SIGTERM have no effect until this process ends: what it asks for has happened. Python
+    itself drops handlers as it ends, so a late signal would kill the process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _stop(*_: object) -> NoReturn:
+    ignore_sigterm()
+    raise StopRequestedError
 
 
 def take_sigterm_as_request() -> None:
