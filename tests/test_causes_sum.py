@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.bubbles import CAUSES, bubbles, divide
-from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
+from rrfp.analyze.path.critical_path import critical_path
 from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.schedule.causes import Cause

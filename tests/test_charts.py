@@ -84,19 +84,10 @@ def test_every_kind_is_a_valid_chart_of_every_run(kind: ChartKind, frames: Any) 
     assert "null" not in spec["title"]["text"]
 
 
-NEED_MESSAGES = (ChartKind.MISALIGNMENT, ChartKind.MESSAGE_TIMES)
-"""Megatron's own transfers leave none behind."""
-
-
+@pytest.mark.parametrize("trace", [OURS, MEGATRONS], ids=lambda path: path.stem)
 @pytest.mark.parametrize("kind", ChartKind)
-def test_runs_that_were_recorded_are_drawn_or_lack_messages(kind: ChartKind) -> None:
-    spec_of(draw(kind, recorded(OURS)))
-    megatrons = recorded(MEGATRONS)
-    if kind in NEED_MESSAGES:
-        with pytest.raises(RrfpError, match="the trace has no messages"):
-            draw(kind, megatrons)
-    else:
-        spec_of(draw(kind, megatrons))
+def test_runs_that_were_recorded_are_drawn(kind: ChartKind, trace: Path) -> None:
+    spec_of(draw(kind, recorded(trace)))
 
 
 def test_the_bars_of_a_rank_are_its_bubble() -> None:

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.compare import Comparison, compare
-from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment
+from rrfp.analyze.path.critical_path import critical_path
+from rrfp.analyze.path.segments import LINK
 from rrfp.replay.whatif import Change, what_if
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.order import Order, parse_order

@@ -13,8 +13,8 @@ from hypothesis import given
 
 from rrfp.analyze import deviations, misalignment
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.critical_path import Owner, critical_path
 from rrfp.analyze.frames import MESSAGES, SCHEMAS, frames_of
+from rrfp.analyze.path.critical_path import Owner, critical_path
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.order import parse_order

@@ -17,8 +17,8 @@ import pytest
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.chosen import choose
-from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
+from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.report.page import report
 from rrfp.errors import UsageError
 from rrfp.megatron.job.request import RecordingRequest

@@ -11,10 +11,6 @@ is divided further, and the parts still sum to the step:
   another rank meanwhile, that time is theirs instead.
 - *Link*: messages under way between two tasks. From the moment one member of a group has its
   message until the last one has, the time is *coordination*.
-
-Megatron's own transfers leave no messages in a trace, so a wait for a slow stage looks like a wait
-for a transfer. There the slow stage gets as much of the transfers as the busiest rank works more
-than the median one.
 """
 
 from collections import defaultdict
@@ -26,8 +22,9 @@ from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.path.critical_path import critical_path
+from rrfp.analyze.path.segments import LINK, Segment
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.tasks import Kind
@@ -114,7 +111,6 @@ class _Division:
         for (_, kind), ns in self._mean_ns.items():
             by_kind[kind].append(ns)
         self._middle_ns = {kind: median_low(means) for kind, means in by_kind.items()}
-        self._has_messages = not frames.messages.is_empty()
         self._first_came_ns = _first_came_ns(frames)
         self._waits = frames.waits.select("step", "pp_rank", "cause", "start_ns", "end_ns")
         self._paths = {step: critical_path(frames, step).segments for step in steps}
@@ -123,19 +119,17 @@ class _Division:
         owners_ns: defaultdict[Owner, float] = defaultdict(float)
         uneven_ns: defaultdict[int, float] = defaultdict(float)
         for step, path in self._paths.items():
-            for index, segment in enumerate(path):
+            for segment in path:
                 if segment.kind in list(Kind):
                     self._divide_work(segment, owners_ns, uneven_ns)
                 elif segment.kind == LINK:
-                    sender = path[index - 1].pp_rank if index else None
-                    self._divide_link(step, segment, sender, owners_ns)
+                    self._divide_link(step, segment, owners_ns)
                 else:
                     own = _OWN.get(segment.kind, segment.kind)
                     owners_ns[Owner(own, segment.pp_rank)] += segment.end_ns - segment.start_ns
         num_steps = len(self._steps)
         owners_ns = defaultdict(float, {o: ns / num_steps for o, ns in owners_ns.items()})
         self._settle_uneven(owners_ns, {r: ns / num_steps for r, ns in uneven_ns.items()})
-        self._settle_transfers(owners_ns)
         self._settle_work(owners_ns)
         found = sorted(owners_ns.items(), key=lambda item: (-item[1], str(item[0])))
         return Blame(
@@ -162,12 +156,11 @@ class _Division:
         self,
         step: int,
         segment: Segment,
-        sender: int | None,
         owners_ns: defaultdict[Owner, float],
     ) -> None:
         """A message for a group is under way until one member has its share; after that the members
         wait for each other."""
-        start_ns, end_ns, pp_rank, _ = segment
+        start_ns, end_ns, pp_rank, _, sender = segment
         first_ns = self._first_came_ns.get((step, pp_rank, end_ns), end_ns)
         shared_ns = end_ns - max(first_ns, start_ns)
         owners_ns[Owner(Cause.COORDINATION, pp_rank)] += shared_ns
@@ -184,15 +177,6 @@ class _Division:
             return
         for rank, ns in long_ns.items():
             owners_ns[Owner(Fault.UNEVEN, rank)] = ns * total_ns / sum(long_ns.values())
-
-    def _settle_transfers(self, owners_ns: defaultdict[Owner, float]) -> None:
-        """Without recorded messages, what a slow stage adds was counted as transfers."""
-        if self._has_messages:
-            return
-        slow = Owner(Fault.SLOW_STAGE, self._busiest)
-        extra_ns = self._busy_ns[self._busiest] - self._usual_ns - owners_ns[slow]
-        transfers = [owner for owner in owners_ns if owner.what == Cause.TRANSFER]
-        owners_ns[slow] += _take(owners_ns, transfers, extra_ns)
 
     def _settle_work(self, owners_ns: defaultdict[Owner, float]) -> None:
         """Work beyond what the median stage has is series, or was withheld."""

@@ -13,6 +13,7 @@ import polars as pl
 
 from rrfp.analyze.blame import Blame, Fault, Owner
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.settings import run_settings
 from rrfp.analyze.units import tell
 from rrfp.replay.recorded import RecordedRun
@@ -274,7 +275,7 @@ class _Teller:
         )
 
     def _message_time(self, owner: Owner) -> str:
-        of_link = self._frames.messages.filter(
+        of_link = timed_messages(self._frames).filter(
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
         middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()

@@ -3,16 +3,23 @@
 A message is *queued* from its arrival until its task starts: work waited for the stage. A stage is
 *starved* while it idles until the message that ends its wait arrives: the stage waited for work. A
 message that arrives while the stage works, or that does not end its wait, starves nobody.
+
+Where transfers block, as in Megatron's own schedules, a message arrives only once its stage takes
+it: there the work is queued at its sender, which waits for the stage.
 """
+
+from itertools import chain
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import MESSAGES, Frames, Schema
+from rrfp.analyze.meetings import met_replicas, transfers_block
 from rrfp.errors import RrfpError
 from rrfp.trace.records import NS_PER_S, Phase
 
 LINK = ("from", "to", "direction")
 _OF_A_STEP = ("to_rank", "step")
+_TIMES: Schema = {"queued_ns": pl.Int64, "starved_ns": pl.Int64}
 
 
 def misalignment(frames: Frames) -> pl.DataFrame:
@@ -61,6 +68,43 @@ def as_json(report: pl.DataFrame) -> dict[str, object]:
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
     """Every message with its link, and how long in ns it was queued and starved its stage."""
+    messages = _met(frames) if transfers_block(frames) else _sent(frames)
+    direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
+    return messages.with_columns(
+        pl.col("from_pp_rank").alias("from"),
+        pl.col("to_pp_rank").alias("to"),
+        direction.alias("direction"),
+    )
+
+
+def _met(frames: Frames) -> pl.DataFrame:
+    """The messages of a run with blocking transfers. One is queued while its sender waits for its
+    receiver, and starves that from when it is there until the message has passed."""
+    windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
+    rows = [
+        (
+            step,
+            *(str(meeting.task.kind), meeting.task.stage, meeting.task.microbatch),
+            *(replica.members[end.pp_rank][0] for end in (meeting.sender, meeting.receiver)),
+            *(end.pp_rank for end in (meeting.sender, meeting.receiver)),
+            0,
+            meeting.began_ns,
+            meeting.passed_ns,
+            rank.spans[meeting.task][0],
+            max(0, meeting.began_ns - meeting.sender.there_ns),
+            max(0, meeting.passed_ns - meeting.receiver.there_ns),
+        )
+        for step, replicas in met_replicas(frames, windows)
+        for replica in replicas
+        for rank in replica.ranks
+        for meeting in chain.from_iterable(rank.meetings)
+        if meeting.receiver.pp_rank == rank.pp_rank
+    ]
+    return pl.DataFrame(rows, schema={**MESSAGES, **_TIMES}, orient="row")
+
+
+def _sent(frames: Frames) -> pl.DataFrame:
+    """The messages of a run whose transfers pass beside the work."""
     # Since when a rank was idle: the end of its last task, or its entry into the step. A message
     # that comes before the entry finds neither, and starves nobody.
     entries = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE).select(
@@ -76,7 +120,6 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
         pl.col("end_ns").alias("idle_ns"),
     )
     free = pl.concat([entries, tasks]).sort("since_ns")
-    direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
     return (
         frames.messages.sort("came_ns")
         .join_asof(
@@ -89,9 +132,6 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
             check_sortedness=False,
         )
         .with_columns(
-            pl.col("from_pp_rank").alias("from"),
-            pl.col("to_pp_rank").alias("to"),
-            direction.alias("direction"),
             (pl.col("used_ns") - pl.col("came_ns")).clip(0).alias("queued_ns"),
             pl.when(pl.col("came_ns") == pl.col("came_ns").max().over(*_OF_A_STEP, "since_ns"))
             .then((pl.col("came_ns") - pl.col("idle_ns")).fill_null(0).clip(0))

@@ -13,24 +13,19 @@ Measured of each step are
 - the tail from the last task of all to the end of the step's window: gradient synchronisation.
 """
 
-from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
+from rrfp.replay.meetings import Span, meet, spans_of
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.redispatch import redispatch
 from rrfp.replay.step_records import Members, StepRecords
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import Stretch, Transfer
-from rrfp.trace.records import WaitRecord
 from rrfp.trace.stimuli import task_of
-
-Span = tuple[int, int]
-"""From and to, in ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +134,13 @@ def _measure(run: RecordedRun, records: StepRecords) -> MeasuredStep:
     return MeasuredStep(end_ns - start_ns, replicas, end_ns - last_ns)
 
 
-def _spans(members: Members) -> dict[Task, Span]:
-    """From when the last member began each task to when the last one ended it, in the sequence in
-    which they ran."""
-    spans: dict[Task, Span] = {}
-    for rank in members:
-        for record in rank.tasks:
-            task = task_of(record)
-            start_ns, end_ns = spans.get(task, (record.start_ns, record.end_ns))
-            spans[task] = max(start_ns, record.start_ns), max(end_ns, record.end_ns)
-    return dict(sorted(spans.items(), key=lambda item: item[1]))
-
-
 def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
     """A step over asynchronous links."""
     spans: dict[Task, Span] = {}
     could_run_ns: dict[Task, int] = {}
     came_ns: dict[Task, int] = {}
     for members in replica:
-        of_rank = _spans(members)
+        of_rank = spans_of(members)
         could_run, came = _decided(run, members, of_rank, start_ns)
         spans |= of_rank
         could_run_ns |= could_run
@@ -222,90 +205,24 @@ def _decided(
 
 
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
-    """A step over blocking transfers.
-
-    Runs of Megatron's own schedules record only the waits for transfers. There a message has passed
-    when the first of its two ranks goes on, and its transfer began when both were ready for it.
-    """
-    shape = run.shape
-    recorded = {
-        task_of(receive): receive[:2] for members in replica for receive in members[0].receives
-    }
-    ranks = [_BlockingRank(members, start_ns) for members in replica]
-    ends_ns = {task: end_ns for rank in ranks for task, (_, end_ns) in rank.spans.items()}
-    passes_ns: dict[Task, int] = {}
-    meetings: dict[Task, list[tuple[_BlockingRank, _Place]]] = {}
-    for task in ends_ns:
-        sender, link = shape.sender(task), shape.link(task)
-        if sender is None or link is None:
-            continue
-        source, destination = (ranks[rank] for rank in link)
-        found = [(destination, destination.receives(task)), (source, source.sends(sender))]
-        meetings[task] = [(rank, place) for rank, place in found if place is not None]
-        if task in recorded:
-            passes_ns[task] = recorded[task][1]
-        else:
-            goes_on_ns = [rank.wait(place).end_ns for rank, place in meetings[task]]
-            passes_ns[task] = max(ends_ns[sender], min(goes_on_ns, default=0))
-        for rank, place in meetings[task]:
-            rank.pass_by(place, passes_ns[task])
-    transfers_ns = {}
-    for task, places in meetings.items():
-        both_there_ns = max((rank.there_ns(place) for rank, place in places), default=0)
-        begin_ns, end_ns = recorded.get(task, (both_there_ns, passes_ns[task]))
-        transfers_ns[task] = max(0, end_ns - begin_ns)
+    """A step over blocking transfers."""
+    ranks = meet(run.shape, replica, [start_ns] * len(replica))
+    meetings = {each.task: each for rank in ranks for gap in rank.meetings for each in gap}
     overheads_ns: dict[Task, int] = {}
     for rank in ranks:
         for gap, (task, (begin_ns, _)) in enumerate(rank.spans.items()):
-            could_run_ns = rank.there_ns((gap, len(rank.waits[gap])))
+            passed_ns = [each.passed_ns for each in rank.meetings[gap]]
+            could_run_ns = max(rank.free_ns[gap], *(ns for ns in passed_ns if ns <= begin_ns), 0)
             overheads_ns[task] = max(0, begin_ns - could_run_ns)
-    durations_ns = {
-        task: end_ns - begin_ns for rank in ranks for task, (begin_ns, end_ns) in rank.spans.items()
-    }
-    return ReplicaStep(durations_ns, overheads_ns, transfers_ns)
-
-
-_Place = tuple[int, int]
-"""A wait of a rank: the gap before its task of that number, and which of the gap's waits."""
-
-
-class _BlockingRank:
-    """The tasks of a rank, and its waits for transfers in the gaps before, between and after."""
-
-    def __init__(self, members: Members, start_ns: int) -> None:
-        self.spans = _spans(members)
-        self._number = {task: number for number, task in enumerate(self.spans)}
-        starts_ns = sorted(task.start_ns for task in members[0].tasks)
-        self.waits: list[list[WaitRecord]] = [[] for _ in range(len(starts_ns) + 1)]
-        for wait in sorted(members[0].waits):
-            if wait.cause != Cause.GRADIENT_SYNC:
-                self.waits[bisect_left(starts_ns, wait.end_ns)].append(wait)
-        self._free_ns = [start_ns, *(end_ns for _, end_ns in self.spans.values())]
-        self._passed_ns: defaultdict[_Place, int] = defaultdict(int)
-
-    def receives(self, task: Task) -> _Place | None:
-        """Where the rank waits for a task's input: right before it, or before an earlier task."""
-        gaps = range(self._number[task], -1, -1)
-        return next(((gap, len(self.waits[gap]) - 1) for gap in gaps if self.waits[gap]), None)
-
-    def sends(self, task: Task) -> _Place | None:
-        """Where the rank waits for a task's output to go: right after it, or after a later task."""
-        gaps = range(self._number[task] + 1, len(self.waits))
-        return next(((gap, 0) for gap in gaps if self.waits[gap]), None)
-
-    def wait(self, place: _Place) -> WaitRecord:
-        gap, index = place
-        return self.waits[gap][index]
-
-    def pass_by(self, place: _Place, now_ns: int) -> None:
-        """A message that the rank waits for there has passed."""
-        self._passed_ns[place] = max(self._passed_ns[place], now_ns)
-
-    def there_ns(self, place: _Place) -> int:
-        """When the rank comes to that wait: it is free, and its earlier messages have passed."""
-        gap, index = place
-        earlier = (self._passed_ns[gap, before] for before in range(index))
-        return max((self._free_ns[gap], *earlier))
+    return ReplicaStep(
+        {
+            task: end_ns - begin_ns
+            for rank in ranks
+            for task, (begin_ns, end_ns) in rank.spans.items()
+        },
+        overheads_ns,
+        {task: each.passed_ns - each.began_ns for task, each in meetings.items()},
+    )
 
 
 def _transfers_ns(

@@ -7,7 +7,7 @@ from rrfp.replay.recorded_policy import RecordedSettings
 from rrfp.replay.step_records import StepRecords, split_by_step
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape, shape_of_stages
 from rrfp.schedule.tasks import Kind
-from rrfp.trace.records import RankRecords, Recording
+from rrfp.trace.records import RankRecords, Recording, TaskRecord
 from rrfp.trace.rundir import expected_ranks
 from rrfp.trace.steps import Window
 
@@ -83,6 +83,16 @@ class RecordedLayout:
         )
         if not tasks:
             raise RrfpError("no step of the trace has any task; see 'rrfp trace check'")
+        if all(task.kind == Kind.F for task in tasks):
+            raise RrfpError("the steps of the trace have no backward; choose a run that trains")
+        return self._shape(tasks)
+
+    def shape_of(self, step: StepRecords) -> Shape:
+        """The shape of a step, which may be an evaluation. Raises RrfpError when the tasks or the
+        stages are of no shape."""
+        return self._shape([task for members in step.replicas[0] for task in members[0].tasks])
+
+    def _shape(self, tasks: list[TaskRecord]) -> Shape:
         found = {task.kind for task in tasks}
         kinds = next(
             (k for k in (FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD) if found == set(k)), None
@@ -92,8 +102,6 @@ class RecordedLayout:
                 f"the steps of the trace have tasks of kind {', '.join(sorted(found))}, which are "
                 "not F, F B or F B W; see 'rrfp trace check'"
             )
-        if kinds == FORWARD_ONLY:
-            raise RrfpError("the steps of the trace have no backward; choose a run that trains")
         num_microbatches = 1 + max(task.microbatch for task in tasks)
         shape = shape_of_stages(self._stages, num_microbatches, kinds)
         if shape is None:

@@ -16,6 +16,7 @@ from rrfp.analyze.charts.style import (
     some_places,
 )
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.units import Unit
 from rrfp.errors import RrfpError
 
@@ -36,13 +37,11 @@ def task_times(frames: Frames) -> Any:
 
 def message_times(frames: Frames) -> Any:
     """The times of the messages that each rank received, over all steps: from the first byte
-    written to the last one received. Raises RrfpError for a run that recorded no messages."""
-    times = frames.messages.select(
+    written to the last one received or, where transfers block, from when both ranks were there.
+    Raises RrfpError for a run without messages."""
+    times = timed_messages(frames).select(
         pl.col("to_pp_rank").alias("pp_rank"),
-        pl.when(pl.col("kind") == "F")
-        .then(pl.lit("forward"))
-        .otherwise(pl.lit("backward"))
-        .alias("what"),
+        pl.col("direction").alias("what"),
         (pl.col("came_ns") - pl.col("left_ns")).alias("ns"),
     )
     return _distributions(

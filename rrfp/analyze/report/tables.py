@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rrfp.analyze.bubbles import CAUSES, bubbles
-from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import Markup, paragraph, table
 from rrfp.analyze.misalignment import misalignment
+from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.units import Unit, tell
 from rrfp.replay.whatif import WhatIf
 from rrfp.trace.steps import step_name

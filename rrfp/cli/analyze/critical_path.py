@@ -32,7 +32,7 @@ def critical_path(
     The chain goes from the end of the step back to its start, each time to
     what came last of the things that a task needed.
     """
-    from rrfp.analyze.critical_path import critical_path as find_path
+    from rrfp.analyze.path.critical_path import critical_path as find_path
 
     frames = read_frames(path, steps, evaluations)
     report = find_path(frames, step_asked(frames, step, evaluations=evaluations))

@@ -1,0 +1,162 @@
+"""Follows the chain of one step from its end, message by message."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import polars as pl
+
+from rrfp.analyze.bubbles import OVERHEAD
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.path.segments import LINK, Segment, Wait, disjoint, idle
+from rrfp.errors import RrfpError
+from rrfp.schedule.causes import Cause
+from rrfp.schedule.shape import sending_stage
+from rrfp.trace.records import Phase
+from rrfp.trace.steps import step_name
+
+
+class ChainTask(NamedTuple):
+    """A task on a rank."""
+
+    start_ns: int
+    end_ns: int
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(slots=True)
+class RankInChain:
+    """What one rank did in the step."""
+
+    pp_rank: int
+    group: tuple[int, int]
+    entry_ns: int
+    tasks: list[ChainTask]
+    waits: list[Wait]
+    """In order of time, without overlaps."""
+
+
+class Backtrace:
+    """Follows the chain of one step from its end."""
+
+    def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
+        self._step = step
+        self._window = window
+        self._ranks: dict[int, RankInChain] = {}
+        schedules = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
+        for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
+            rank, pp_rank, dp_rank, entry_ns = row
+            self._ranks[rank] = RankInChain(pp_rank, (pp_rank, dp_rank), entry_ns, [], [])
+        columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
+        for row in frames.tasks.select(columns).iter_rows():
+            task = ChainTask(*row)
+            self._ranks[task.rank].tasks.append(task)
+        for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
+            self._ranks[rank].waits.append(Wait(*wait))
+        self._syncs = [
+            (rank, wait)
+            for rank, of_rank in self._ranks.items()
+            for wait in of_rank.waits
+            if wait.cause == Cause.GRADIENT_SYNC
+        ]
+        for of_rank in self._ranks.values():
+            of_rank.tasks.sort()
+            of_rank.waits = disjoint(of_rank.waits)
+        self._senders = {
+            (task.rank, task.kind, task.stage, task.microbatch): task
+            for of_rank in self._ranks.values()
+            for task in of_rank.tasks
+        }
+        # The last message for a task of a group: when it came, and the rank that sent it.
+        self._came: dict[tuple[tuple[int, int], str, int, int], tuple[int, int]] = {}
+        names = ("to_rank", "kind", "stage", "microbatch", "came_ns", "from_rank")
+        for to_rank, kind, stage, microbatch, came_ns, from_rank in frames.messages.select(
+            names
+        ).iter_rows():
+            key = (self._ranks[to_rank].group, kind, stage, microbatch)
+            self._came[key] = max(self._came.get(key, (0, 0)), (came_ns, from_rank))
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The chain, in order of time and without gaps."""
+        tasks = [task for of_rank in self._ranks.values() for task in of_rank.tasks]
+        start_ns, end_ns = self._window
+        if not tasks:
+            raise RrfpError(
+                f"{step_name(self._step)} of the trace has no tasks; see 'rrfp trace check'"
+            )
+        last = max(tasks, key=lambda task: (task.end_ns, -task.rank))
+        back = [*self._tail(last, end_ns)]
+        back += self.chain(last)
+        until_ns = back[-1].start_ns
+        if until_ns > start_ns:
+            back.append(Segment(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
+        # A damaged trace may have tasks outside of their step.
+        within = (
+            each._replace(start_ns=max(each.start_ns, start_ns), end_ns=min(each.end_ns, end_ns))
+            for each in reversed(back)
+        )
+        return tuple(each for each in within if each.start_ns < each.end_ns)
+
+    def chain(self, last: ChainTask) -> Iterator[Segment]:
+        """From the end of the last task back to the entry of the rank that the chain begins on."""
+        task: ChainTask | None = last
+        until_ns = last.end_ns
+        passed: set[ChainTask] = set()
+        while task is not None:
+            if task in passed:
+                raise RrfpError(
+                    f"in {step_name(self._step)} of the trace tasks wait for each other in a ring, "
+                    "so that its times cannot be right; choose another step with --step"
+                )
+            passed.add(task)
+            begin_ns = min(task.start_ns, until_ns)
+            yield Segment(begin_ns, until_ns, self._ranks[task.rank].pp_rank, task.kind)
+            back: list[Segment] = []
+            task, until_ns = self._before(task, begin_ns, back)
+            yield from back
+
+    def _before(
+        self, task: ChainTask, begin_ns: int, back: list[Segment]
+    ) -> tuple[ChainTask | None, int]:
+        """The task that this one waited for, and when the wait for it began; adds to `back` what
+        lies between the two."""
+        of_rank = self._ranks[task.rank]
+        place = bisect_left(of_rank.tasks, task)
+        previous = of_rank.tasks[place - 1] if place else None
+        free_ns = of_rank.entry_ns if previous is None else previous.end_ns
+        came_ns, from_rank = self._came.get(
+            (of_rank.group, task.kind, task.stage, task.microbatch), (0, 0)
+        )
+        sender = self._sender(task, from_rank) if came_ns > free_ns else None
+        if sender is None:
+            reached_ns = min(free_ns, begin_ns)
+            back += idle(of_rank.pp_rank, of_rank.waits, reached_ns, begin_ns, OVERHEAD)
+            return previous, reached_ns
+        came_ns = min(came_ns, begin_ns)
+        back += idle(of_rank.pp_rank, of_rank.waits, came_ns, begin_ns, OVERHEAD)
+        left_ns = min(sender.end_ns, came_ns)
+        sent_by = self._ranks[sender.rank].pp_rank
+        back.append(Segment(left_ns, came_ns, of_rank.pp_rank, LINK, sent_by))
+        return sender, left_ns
+
+    def _sender(self, task: ChainTask, from_rank: int) -> ChainTask | None:
+        """The task whose output the message for this one carried."""
+        stage = sending_stage(task.kind, task.stage)
+        if stage is None:
+            return None
+        return self._senders.get((from_rank, task.kind, stage, task.microbatch))
+
+    def _tail(self, last: ChainTask, end_ns: int) -> Iterator[Segment]:
+        """Why the step went on after its last task, from the end back: a rank synchronised
+        gradients, or the pipeline drained."""
+        synced_ns = defaultdict(int, {last.rank: 0})
+        for rank, sync in self._syncs:
+            synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
+        longest = max(synced_ns, key=lambda rank: (synced_ns[rank], rank == last.rank))
+        syncs = disjoint(sync for _, sync in self._syncs)
+        return idle(self._ranks[longest].pp_rank, syncs, last.end_ns, end_ns, Cause.DRAIN)

@@ -1,0 +1,110 @@
+"""The critical path against a second, naive one, and where transfers block."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+
+from rrfp.analyze.frames import frames_of
+from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.path.critical_path import critical_path
+from rrfp.analyze.path.segments import LINK
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.schedule.tasks import Kind
+from rrfp.simulate.world import TaskTimes, World
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.cases import SEEDS, Case, cases
+from tests.effort import examples
+from tests.naive_path import naive_path
+from tests.simulated import simulated_case
+from tests.step_times import MEGATRONS, policy_of, random_times, simulated
+
+BLOCKING = [
+    ("gpipe", Shape(3, 5)),
+    ("1f1b", Shape(2, 6)),
+    ("1f1b", Shape(4, 8)),
+    ("zb-h1", Shape(4, 8, kinds=SPLIT_BACKWARD)),
+    ("interleaved", Shape(3, 6, 2)),
+    ("interleaved", Shape(4, 8, 2)),
+]
+
+
+def work(recording: Recording, step: int) -> dict[tuple[int, str], int]:
+    """What tasks own of a step's path, by pipeline rank and kind."""
+    owners = critical_path(frames_of(recording), step).owners
+    return {
+        (owner.pp_rank, str(owner.kind)): owner.time_ns
+        for owner in owners
+        if owner.kind in list(Kind)
+    }
+
+
+@examples(quick=80, thorough=2000)
+@given(cases())
+def test_the_tasks_are_those_of_the_naive_path(case: Case) -> None:
+    recording = simulated_case(
+        case,
+        random_times(random.Random(case.seed), case.shape),
+        transfer=lambda *_: case.seed % 150,
+        lateness=lambda member, _: case.seed % 40 * member,
+    )
+    expected = naive_path(recording, 0)
+    assert work(recording, 0) == {who: ns for who, ns in expected.items() if who[1] != LINK and ns}
+
+
+def test_so_they_are_under_megatrons_own_schedule() -> None:
+    recording = read_trace(MEGATRONS)
+    for step in step_windows(recording):
+        expected = {who: ns for who, ns in naive_path(recording, step).items() if who[1] != LINK}
+        assert work(recording, step) == pytest.approx(expected, abs=1000)
+
+
+@pytest.mark.parametrize(("hint", "whole"), BLOCKING)
+@examples(quick=15, thorough=500)
+@given(SEEDS)
+def test_where_transfers_take_no_time_the_path_is_work(hint: str, whole: Shape, seed: int) -> None:
+    """Whoever waits, waits for somebody's task: the rank that came last to a meeting."""
+    policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
+    world = World(random_times(random.Random(seed), shape), blocking=True)
+    recording = simulated(policy, shape, [world], links="blocking")
+    path = critical_path(frames_of(recording), 0)
+    assert {segment.kind for segment in path.segments} <= set(Kind)
+    assert all(before.end_ns == after.start_ns for before, after in pairwise(path.segments))
+
+
+@pytest.mark.parametrize(("hint", "whole"), BLOCKING)
+@examples(quick=15, thorough=500)
+@given(SEEDS)
+def test_what_transfers_take_is_theirs(hint: str, whole: Shape, seed: int) -> None:
+    policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)
+    rng = random.Random(seed)
+    times = random_times(rng, shape)
+    took_ns = {
+        (rank, rank + step): rng.randrange(1, 200)
+        for rank in range(shape.num_ranks)
+        for step in (-1, 1, 1 - shape.num_ranks, shape.num_ranks - 1)
+    }
+    world = World(times, lambda sender, receiver, _: took_ns[sender, receiver], blocking=True)
+    recording = simulated(policy, shape, [world], links="blocking")
+    path = critical_path(frames_of(recording), 0)
+    for segment in path.segments:
+        assert segment.kind in (*Kind, LINK)
+        if segment.kind == LINK:
+            assert segment.sender is not None
+            link = segment.sender, segment.pp_rank
+            assert segment.end_ns - segment.start_ns == took_ns[link]
+
+
+def test_where_transfers_block_work_is_queued_at_its_sender() -> None:
+    policy, shape = policy_of("gpipe", Shape(2, 3), dispatch=Dispatch.FIXED)
+    times = TaskTimes([[10] * 3, [30] * 3], [[10] * 3] * 2, [[0] * 3] * 2)
+    recording = simulated(policy, shape, [World(times, blocking=True)], links="blocking")
+    messages = timed_messages(frames_of(recording)).sort("microbatch")
+    forwards = messages.filter(direction="forward")
+    # The second stage is there before the first message, and later than the others.
+    assert forwards["queued_ns"].to_list() == [0, 20, 20]
+    assert forwards["starved_ns"].to_list() == [10, 0, 0]
