@@ -124,7 +124,7 @@ def bench(
     """
     from rrfp.race.lineup import Asked, line_up
     from rrfp.race.modelled import model_entries
-    from rrfp.race.peers import Project
+    from rrfp.race.peers import Project, check_installed
     from rrfp.race.presets import PRESETS, SCALES, preset_named
     from rrfp.race.results import results
     from rrfp.race.runner import BenchDir, Hosts, check
@@ -134,8 +134,12 @@ def bench(
     for name in names:
         if name not in PRESETS:
             raise UsageError(f"'{name}' is not a preset ({', '.join(PRESETS)})")
+    peers = tuple(each for each in Project if peer in (PeerChoice.ALL, each))
+    if peer is not PeerChoice.ALL:
+        for project in peers:
+            check_installed(project, f"--peer {peer}")
     asked = Asked(
-        peers=tuple(each for each in Project if peer in (PeerChoice.ALL, each)),
+        peers=peers,
         holds=tuple(_bound(text) for text in hold or ()),
         profiles=tuple(dict.fromkeys(profile or ())),
         systems=tuple(system_named(name) for name in system or ()),

@@ -132,8 +132,9 @@ class Lineup:
     def to_json(self) -> str:
         """The lineup as text. Equal lineups give equal texts, unless a file of costs, the software
         or the machine has changed."""
+        projects = {PEERS[entry.peer].project for entry in self.entries.values() if entry.peer}
         lineup = {
-            "versions": versions(),
+            "versions": versions(*sorted(projects - {Project.TORCH})),
             "cores": os.cpu_count(),
             "entries": [entry.to_json() for entry in self.entries.values()],
         }

@@ -23,7 +23,9 @@ class Project(StrEnum):
 
     @property
     def is_installed(self) -> bool:
-        return importlib.util.find_spec(self) is not None
+        # A folder of that name in the working directory has a spec, too, but no origin.
+        spec = importlib.util.find_spec(self)
+        return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,7 @@ def check_peer(name: str, settings: TrainSettings) -> None:
     if name not in PEERS:
         raise UsageError(f"'{name}' is not a peer that can run here ({', '.join(PEERS)})")
     peer = PEERS[name]
-    _require(
-        peer.project.is_installed,
-        f"{name} needs {peer.project}, which is not installed; run pip install {peer.project}",
-    )
+    check_installed(peer.project, name)
     _require(
         settings.layout.pp > 1,
         f"{name} has nothing to schedule on --pp {settings.layout.pp}; use 2 ranks or more",
@@ -95,6 +94,14 @@ def check_peer(name: str, settings: TrainSettings) -> None:
     )
     problem = why_not(name, settings.layout.pp, settings.data.microbatches)
     _require(problem is None, f"{name} {problem}")
+
+
+def check_installed(project: Project, what: str) -> None:
+    """Raise UsageError if a project is missing that something needs."""
+    _require(
+        project.is_installed,
+        f"{what} needs {project}, which is not installed; run pip install {project}",
+    )
 
 
 def why_not(name: str, num_ranks: int, number: int) -> str | None:

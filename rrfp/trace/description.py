@@ -47,11 +47,12 @@ def describe_run(
         file.write(f"{json.dumps(described, indent=2)}\n".encode())
 
 
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a run's figures depend on."""
+def versions(*more: str) -> dict[str, str]:
+    """The versions of Python and of the packages that a run's figures depend on; `more` names
+    further ones."""
     return {
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in (*_PACKAGES, *more)},
     }
 
 
