@@ -22,7 +22,8 @@ from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment
 from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.path.segments import LINK
-from rrfp.replay.whatif import Change, what_if
+from rrfp.replay.change import Change
+from rrfp.replay.whatif import what_if
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.order import Order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy

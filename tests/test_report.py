@@ -129,9 +129,9 @@ def test_a_report_has_every_part() -> None:
     assert len(page.charts) == 7
     # Every chart says in words what it shows.
     assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 20 for attrs in plots)
-    assert "The limit withholds forwards of stage 0" in page.text
+    assert "The bound on what a rank holds withholds forwards (bf ready, limit 1)" in page.text
     assert "Try --limit 2, if memory allows." in page.text
-    saved = re.search(r"Replayed with bf, limit 2, a step takes ([\d.]+)% less", page.text)
+    saved = re.search(r"Replayed with it mended, a step takes ([\d.]+)% less", page.text)
     assert saved is not None
     assert float(saved[1]) > 5
     assert (
@@ -148,7 +148,7 @@ def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:
 
 
 def test_steps_that_take_long_to_replay_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.analyze.report.replays._SAMPLE", StepSample(6_000, 35))
+    monkeypatch.setattr("rrfp.analyze.findings.replays._SAMPLE", StepSample(6_000, 35))
     page = read(replayable())
     assert "a step has 36 tasks, more than the 35 that are replayed here" in page.text
     assert "'rrfp analyze whatif' replays them all" in page.text

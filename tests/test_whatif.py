@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
+from rrfp.replay.change import Change
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import read_run
 from rrfp.replay.structural import structural
-from rrfp.replay.whatif import Change, what_if
+from rrfp.replay.whatif import what_if
 from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.policy import Dispatch

@@ -54,6 +54,13 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
+class TextFormat(StrEnum):
+    """How what is no table is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 FrameFormat = Annotated[Format, typer.Option("--format", help="How to print the report.")]
 
 

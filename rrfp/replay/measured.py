@@ -14,9 +14,9 @@ Measured of each step are
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, median_low
+from statistics import mean, median, median_low
 
 from rrfp.replay.meetings import Span, meet, spans_of
 from rrfp.replay.recorded import RecordedRun
@@ -85,6 +85,53 @@ class ReplicaStep:
         """The same step with messages that take no time."""
         return replace(self, transfers_ns={})
 
+    def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "ReplicaStep":
+        """The same step with the messages of one link, by its pipeline ranks, as fast in the mean
+        as those of the median link, if they are slower."""
+        by_link: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for task, time_ns in self.transfers_ns.items():
+            by_link[_link(task, shape)].append(time_ns)
+        means_ns = {each: mean(times_ns) for each, times_ns in by_link.items()}
+        if link not in means_ns or means_ns[link] <= median(means_ns.values()):
+            return self
+        factor = median(means_ns.values()) / means_ns[link]
+        transfers_ns = {
+            task: round(time_ns * factor) if _link(task, shape) == link else time_ns
+            for task, time_ns in self.transfers_ns.items()
+        }
+        return replace(self, transfers_ns=transfers_ns)
+
+    def with_even_microbatches(self) -> "ReplicaStep":
+        """The same step with microbatches that weigh the same. A microbatch's weight is how much
+        longer than the mean of their stage and kind its tasks take, in the mean; the tasks keep
+        what else makes them differ."""
+        means_ns = _means(self.durations_ns)
+        shares: defaultdict[int, list[float]] = defaultdict(list)
+        for task, time_ns in self.durations_ns.items():
+            shares[task.microbatch].append(time_ns / max(1, means_ns[task[:2]]))
+        weights = {microbatch: mean(each) for microbatch, each in shares.items()}
+        durations_ns = {
+            task: round(time_ns / weights[task.microbatch]) if weights[task.microbatch] else time_ns
+            for task, time_ns in self.durations_ns.items()
+        }
+        return replace(self, durations_ns=durations_ns)
+
+    def scaled_to(
+        self, peers: Sequence["ReplicaStep"], pp_ranks: Collection[int], shape: Shape
+    ) -> "ReplicaStep":
+        """The same step with the tasks of these pipeline ranks as fast in the mean as those of the
+        median peer, if they are slower; each stage and kind by itself."""
+        means_ns = _means(self.durations_ns)
+        of_peers = [_means(peer.durations_ns) for peer in peers]
+        durations_ns = dict(self.durations_ns)
+        for task, time_ns in self.durations_ns.items():
+            if shape.rank_of(task.stage) in pp_ranks:
+                key = task[:2]
+                usual_ns = median(means[key] for means in of_peers if key in means)
+                if means_ns[key] > usual_ns:
+                    durations_ns[task] = round(time_ns * usual_ns / means_ns[key])
+        return replace(self, durations_ns=durations_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
@@ -107,6 +154,24 @@ class MeasuredStep:
     def with_free_links(self) -> "MeasuredStep":
         """The same step with messages that take no time."""
         return self._with(ReplicaStep.with_free_links)
+
+    def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "MeasuredStep":
+        """The same step with one link as fast as the median link, in every replica."""
+        return self._with(lambda replica: replica.with_usual_link(link, shape))
+
+    def with_even_microbatches(self) -> "MeasuredStep":
+        """The same step with microbatches that weigh the same within their replica."""
+        return self._with(ReplicaStep.with_even_microbatches)
+
+    def with_usual_ranks(
+        self, number: int, pp_ranks: Collection[int], shape: Shape
+    ) -> "MeasuredStep":
+        """The same step with some pipeline ranks of a replica as fast as those of the median one
+        of the other replicas."""
+        peers = [peer for other, peer in enumerate(self.replicas) if other != number]
+        replicas = list(self.replicas)
+        replicas[number] = replicas[number].scaled_to(peers, pp_ranks, shape)
+        return replace(self, replicas=tuple(replicas))
 
     def _with(self, change: Callable[[ReplicaStep], ReplicaStep]) -> "MeasuredStep":
         return replace(self, replicas=tuple(map(change, self.replicas)))
@@ -241,6 +306,13 @@ def _transfers_ns(
         came_ns[receiver] = free_ns[link] = max(leaves_ns, came_ns[receiver])
         transfers_ns[receiver] = came_ns[receiver] - leaves_ns
     return transfers_ns
+
+
+def _link(task: Task, shape: Shape) -> tuple[int, int]:
+    """The pipeline ranks that send and receive the message for a task."""
+    link = shape.link(task)
+    assert link is not None, "it is a message between ranks"
+    return link
 
 
 def _means(times_ns: Mapping[Task, int]) -> dict[tuple[int, Kind], int]:

@@ -48,6 +48,15 @@ class RecordedRun:
             words.append(f"hold {policy.hold}")
         return ", ".join(words)
 
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The replica and the pipeline rank of a rank. Raises UsageError if the run has no such
+        rank."""
+        for number, replica in enumerate(self.steps[0].replicas):
+            for pp_rank, members in enumerate(replica):
+                if rank in (member.info.rank for member in members):
+                    return number, pp_rank
+        raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
+
     def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, int | Fraction | None]:
         """The limit and the hold that the run keeps under another dispatch. The usual limit belongs
         to `ready` dispatch: an order that binds is not held to it."""

@@ -8,97 +8,23 @@ replay with the same step's replay as it was, because some steps are long whatev
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from statistics import median
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.change import Change
 from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.replay.replayed import W_SHARE, replay
 from rrfp.replay.structural import Structural, structural
-from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
-from rrfp.schedule.rehearsal import fitted
-from rrfp.schedule.shape import Shape
 from rrfp.simulate.step import SimulatedStep
 from rrfp.trace.records import NS_PER_S, Recording
 
 _LEAST_SAVING = 0.005
 """A smaller saving is not worth a word."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What to change in a replay. A changed policy is `ready` unless it says `fixed`, keeps the
-    bound that the run was given unless it has its own, and runs over asynchronous links."""
-
-    hint: Hint | None = None
-    dispatch: Dispatch | None = None
-    limit: int | None = None
-    hold: int | None = None
-    """In microbatches of the whole rank."""
-    unbound: bool = False
-    """Without the bound that the run was given."""
-    without_jitter: bool = False
-    median_stage: int | None = None
-    """Make this stage as fast as the median stage."""
-    free_links: bool = False
-
-    @property
-    def has_policy(self) -> bool:
-        return self.unbound or any(
-            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold)
-        )
-
-    def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
-        """The changed policy, and the shape whose backward is split as it says.
-
-        Raises UsageError for bounds that exclude each other, or that a binding order passes.
-        """
-        hint = self.hint or run.policy.hint
-        dispatch = self.dispatch or Dispatch.READY
-        limit: int | None = self.limit
-        hold: int | Fraction | None = self.hold
-        if limit is None and hold is None and not self.unbound:
-            limit, hold = run.bounds_under(dispatch)
-        own = run.policy
-        if dispatch is Dispatch.FIXED:
-            return fitted(Policy(hint, None, dispatch, limit, hold), run.shape)
-        w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
-        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement)
-        return fitted(policy, run.shape, counts_places=False)
-
-    def apply(self, step: MeasuredStep) -> MeasuredStep:
-        """The step with every change but that of the policy."""
-        if self.median_stage is not None:
-            step = step.with_median_stage(self.median_stage)
-        if self.without_jitter:
-            step = step.without_jitter()
-        return step.with_free_links() if self.free_links else step
-
-    def told(self, run: RecordedRun) -> str:
-        """In a few words: `bfw, hold 8, free links`."""
-        words = []
-        if self.has_policy:
-            name = self.hint.name if self.hint is not None else run.hint_name
-            dispatch = self.policy(run)[0].dispatch
-            is_told = self.dispatch is not None or dispatch is not run.policy.dispatch
-            words.append(f"{name} {dispatch}" if is_told else name)
-        if self.unbound and self.hold is None:
-            words.append("no bound")
-        for what, value in (("limit", self.limit), ("hold", self.hold)):
-            if value is not None:
-                words.append(f"{what} {value}")
-        if self.without_jitter:
-            words.append("without jitter")
-        if self.median_stage is not None:
-            words.append(f"stage {self.median_stage} as fast as the median")
-        if self.free_links:
-            words.append("free links")
-        return ", ".join(words) or "as it was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +135,11 @@ class _WhatIf:
 
     def _play(self, change: Change) -> list[SimulatedStep]:
         run = self._run
-        stage, num_stages = change.median_stage, run.shape.num_stages
-        if stage is not None and not 0 <= stage < num_stages:
-            raise UsageError(f"the run has no stage {stage}; choose one from 0 to {num_stages - 1}")
+        change.check(run)
         policy, shape = change.policy(run) if change.has_policy else (None, None)
         return [
-            replay(run, change.apply(step), policy, shape, self._w_share) for step in self._steps
+            replay(run, change.apply(step, run), policy, shape, self._w_share)
+            for step in self._steps
         ]
 
     def _row(self, change: Change) -> Row:

@@ -1,37 +1,30 @@
-"""What matters in a run, in words: what owns most of a step, and what to try.
+"""What owns most of a step, in words, and what to try.
 
 `blame` says who owns how much. Here the owners are gathered by what they are, the largest first,
-each with a sentence of figures and one of advice. A finding only names its remedy; a replay says
-how much it would save.
+each with a sentence of figures and one of advice. What mending one would save, this cannot tell.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from rrfp.analyze.blame import Blame, Fault, Owner
+from rrfp.analyze.findings.blame import Blame, Fault, Owner
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.settings import run_settings
 from rrfp.analyze.units import tell
-from rrfp.replay.recorded import RecordedRun
-from rrfp.replay.whatif import Change
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.hints.hint import Hint
-from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.steps import is_evaluation
 
-NUM_FINDINGS = 3
 _LEAST_SHARE = 0.01
 """Of a step; a smaller share is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Share:
     """One thing that makes a step long."""
 
     what: str
@@ -49,12 +42,10 @@ class Finding:
     title: str
     told: str
     advice: str
-    remedy: Callable[[RecordedRun], Change] | None
-    """The change to replay the run with; None when no replay can show its effect."""
 
 
-def findings(frames: Frames, found: Blame) -> list[Finding]:
-    """The findings that own at least 1% of a step, the largest first; at most three."""
+def shares(frames: Frames, found: Blame) -> list[Share]:
+    """What owns at least 1% of a step, the largest first."""
     gathered: dict[str, dict[Owner, float]] = {}
     for owner, time_ns in found.owners_ns.items():
         if owner.what != Fault.WORK:
@@ -62,8 +53,8 @@ def findings(frames: Frames, found: Blame) -> list[Finding]:
     told = _Teller(frames, found)
     largest = sorted(gathered.values(), key=lambda owners: -sum(owners.values()))
     return [
-        told.finding(owners)
-        for owners in largest[:NUM_FINDINGS]
+        told.share(owners)
+        for owners in largest
         if sum(owners.values()) >= _LEAST_SHARE * found.step_ns
     ]
 
@@ -111,8 +102,8 @@ class _Teller:
             return f"stage {stages[0]}"
         return f"rank {pp_rank} (stages {', '.join(map(str, stages))})"
 
-    def finding(self, owners: dict[Owner, float]) -> Finding:
-        """The finding that owners of one kind amount to."""
+    def share(self, owners: dict[Owner, float]) -> Share:
+        """The share that owners of one kind amount to."""
         most = max(owners, key=lambda owner: owners[owner])
         time_ns = sum(owners.values())
         share = time_ns / self._found.step_ns
@@ -122,14 +113,14 @@ class _Teller:
         at = self.place(most.pp_rank)
         amount = f"{tell(time_ns)} ({share:.0%})"
         part = "" if len(owners) == 1 else f", {tell(owners[most])} of it there"
-        title, told, advice, remedy = self._words(most, stage, at, amount, part)
-        return Finding(
-            most.what, most.pp_rank, most.sender, stage, time_ns, share, title, told, advice, remedy
+        title, told, advice = self._words(most, stage, at, amount, part)
+        return Share(
+            most.what, most.pp_rank, most.sender, stage, time_ns, share, title, told, advice
         )
 
     def _words(
         self, owner: Owner, stage: int, at: str, amount: str, part: str
-    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+    ) -> tuple[str, str, str]:
         """Title, figures, advice, and the change to replay the run with."""
         match owner.what:
             case Fault.SLOW_STAGE:
@@ -138,7 +129,6 @@ class _Teller:
                     f"Its tasks take {amount} of a step longer than those of the stage in the "
                     "middle, and the others wait for it.",
                     f"Give stage {stage} less of the model, or a faster device.",
-                    lambda run: Change(median_stage=stage),
                 )
             case Fault.SERIES:
                 return (
@@ -146,7 +136,6 @@ class _Teller:
                     f"For {amount} of a step they wait in a row, each for the one before it: while "
                     "the pipeline fills, while it drains, and on the way there and back.",
                     self._advice_on_series(),
-                    (lambda run: Change(_split_hint(run))) if self._can_split else None,
                 )
             case Fault.UNEVEN:
                 return self._on_uneven(at, amount, part)
@@ -158,7 +147,6 @@ class _Teller:
                     f"{self._message_time(owner)} there, the median.",
                     f"Look at the link from {sender} to {at}: its bandwidth, and what else it "
                     "carries. Forwards that run ahead (a higher --limit or --hold) hide latency.",
-                    lambda run: Change(free_links=True),
                 )
             case Cause.LIMIT | Cause.HOLD:
                 return self._on_bound(owner, at, amount, part)
@@ -168,7 +156,6 @@ class _Teller:
                     f"The order binds, and {amount} of a step pass while something else was ready"
                     f"{part}.",
                     "Try --dispatch ready: the same hint then ranks what is ready.",
-                    lambda run: Change(dispatch=Dispatch.READY),
                 )
             case Cause.COORDINATION:
                 return (
@@ -181,21 +168,18 @@ class _Teller:
                         if self._settings.get("agreement") == "unanimous"
                         else ""
                     ),
-                    None,
                 )
             case Cause.TRANSFER:
                 return (
                     f"Blocking transfers hold up {at}",
                     f"Transfers that lie on the compute path own {amount} of a step{part}.",
                     "Try --dispatch ready: messages then pass beside the work.",
-                    _ready_hint,
                 )
             case Cause.GRADIENT_SYNC:
                 return (
                     "Replicas sum their gradients while nothing runs",
                     f"That takes {amount} of a step.",
                     "More --microbatches a step make it a smaller share.",
-                    None,
                 )
             case Fault.ENTRY:
                 return (
@@ -203,7 +187,6 @@ class _Teller:
                     f"The others wait {amount} of a step for its entry into the schedule{part}.",
                     f"See what it does before, its data and optimizer phases, in 'rrfp trace "
                     f"view'; {at} loads more or shares its cores.",
-                    None,
                 )
             case _:
                 return (
@@ -212,7 +195,6 @@ class _Teller:
                     f"{part}.",
                     "Where ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
                     "larger --micro-batch-size makes tasks longer, and the gaps a smaller share.",
-                    None,
                 )
 
     def _advice_on_series(self) -> str:
@@ -223,9 +205,7 @@ class _Teller:
             words.append("--chunks 2 shortens the way.")
         return " ".join(words)
 
-    def _on_uneven(
-        self, at: str, amount: str, part: str
-    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+    def _on_uneven(self, at: str, amount: str, part: str) -> tuple[str, str, str]:
         title = "Task times are uneven"
         told = (
             f"The tasks that a step waits for take {amount} of it longer than the mean of their "
@@ -236,32 +216,26 @@ class _Teller:
                 title,
                 told,
                 "Try --dispatch ready: what is ready then runs in the meantime.",
-                _ready_hint,
             )
         if self._can_split:
             return (
                 title,
                 told,
                 "Try --hint bfw: weight gradients then wait for such gaps.",
-                lambda run: Change(_split_hint(run)),
             )
         if self._is_bound:
             return (
                 title,
                 told,
                 "A higher --limit or --hold keeps more work at hand for such gaps.",
-                lambda run: Change(unbound=True),
             )
         return (
             title,
             told,
             "See what makes them long: their microbatches, or what else ran on the machine.",
-            None,
         )
 
-    def _on_bound(
-        self, owner: Owner, at: str, amount: str, part: str
-    ) -> tuple[str, str, str, Callable[[RecordedRun], Change] | None]:
+    def _on_bound(self, owner: Owner, at: str, amount: str, part: str) -> tuple[str, str, str]:
         flag = f"--{owner.what}"
         value = self._settings.get(owner.what)
         is_given = type(value) is int
@@ -271,7 +245,6 @@ class _Teller:
             f"Forwards were there and {flag}{f' {value}' if is_given else ''} withheld them for "
             f"{amount} of a step{part}.",
             f"Try {flag} {doubled or 'with a higher number'}, if memory allows.",
-            lambda run: Change(**{owner.what: doubled} if doubled else {"unbound": True}),
         )
 
     def _message_time(self, owner: Owner) -> str:
@@ -280,11 +253,3 @@ class _Teller:
         )
         middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
         return tell(middle_ns or 0)
-
-
-def _ready_hint(run: RecordedRun) -> Change:
-    return Change(HINTS["bf" if run.shape.num_chunks == 1 else "bf-deep"])
-
-
-def _split_hint(run: RecordedRun) -> Hint:
-    return HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from rrfp import __version__
-from rrfp.analyze.blame import Blame, blame
 from rrfp.analyze.charts.causes import bubble_causes
 from rrfp.analyze.charts.durations import message_times, task_times
 from rrfp.analyze.charts.files import VEGA_LITE, spec_of
@@ -20,7 +19,10 @@ from rrfp.analyze.charts.hint_order import hint_order
 from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.chosen import choose
-from rrfp.analyze.findings import Finding, findings, headline
+from rrfp.analyze.findings.blame import Blame, blame
+from rrfp.analyze.findings.findings import NUM_FINDINGS, Finding, findings
+from rrfp.analyze.findings.replays import Replays, replays
+from rrfp.analyze.findings.shares import headline
 from rrfp.analyze.frames import Frames, frames_of
 from rrfp.analyze.html import (
     Markup,
@@ -33,7 +35,6 @@ from rrfp.analyze.html import (
     section,
     text,
 )
-from rrfp.analyze.report.replays import Replays, replays
 from rrfp.analyze.report.tables import (
     bubble_table,
     critical_path_table,
@@ -51,8 +52,6 @@ from rrfp.trace.check import check_contents
 from rrfp.trace.cost import recording_fraction
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.steps import EVALUATION, count_of, counted, step_names
-
-_LEAST_SAVING = 0.005
 
 
 def report(
@@ -158,7 +157,9 @@ class _Page:
 
     @cached_property
     def _found(self) -> list[Finding]:
-        return findings(self._frames, self._blame)
+        replayed = self._replays
+        found = findings(self._frames, self._blame, replayed.run, replayed.culprits)
+        return found[:NUM_FINDINGS]
 
     def _findings(self) -> Parts:
         yield lambda: element("p", text(headline(self._frames, self._blame)), class_="lead")
@@ -166,24 +167,28 @@ class _Page:
             lambda: (
                 element("ol", *map(self._finding, self._found), class_="findings")
                 if self._found
-                else paragraph("Nothing else owns as much as 1% of a step.")
+                else paragraph("Mending any one thing would save less than 1% of a step.")
             )
         )
 
     def _finding(self, found: Finding) -> Markup:
-        saving = self._replays.savings.get(found.what)
+        part = found.share if found.saving is None else found.saving
         return element(
             "li",
-            element("span", text(f"{found.share:.0%}"), class_="share"),
+            element("span", text(f"{part:.0%}"), class_="share"),
             element("h3", text(found.title)),
             advice(found.told),
             advice(found.advice),
-            *([paragraph(_saving(*saving))] if saving else []),
+            paragraph(
+                f"It owns {part:.0%} of a step; what mending it saves is not known."
+                if found.saving is None
+                else f"Replayed with it mended, a step takes {part:.1%} less."
+            ),
         )
 
     @cached_property
     def _replays(self) -> Replays:
-        return replays(self._frames, lambda: self._found)
+        return replays(self._frames, with_usual=True)
 
     def _bubbles(self) -> Parts:
         shares = structural_shares(self._frames)
@@ -214,7 +219,7 @@ class _Page:
             yield lambda: element("p", text(_sentence(why_not)), class_="why")
             return
         yield lambda: paragraph(
-            f"{self._replays.num_steps} steps, evenly over the run, replayed in virtual time. As "
+            f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. As "
             f"it was, the replay is {usual.replay_error:.1%} off what was measured."
         )
         yield lambda: whatif_table(usual)
@@ -253,14 +258,6 @@ class _Page:
                 f"The clocks of {run['host'].n_unique()} hosts were compared; times may be off by "
                 f"{tell(error_ns)} between them."
             )
-
-
-def _saving(what: str, saving: float) -> str:
-    if abs(saving) < _LEAST_SAVING:
-        return f"Replayed with {what}, a step takes as long as before."
-    return (
-        f"Replayed with {what}, a step takes {abs(saving):.1%} {'less' if saving > 0 else 'more'}."
-    )
 
 
 def _sentence(words: str) -> str:

@@ -1,17 +1,45 @@
 """`rrfp analyze`: reports from a run's trace."""
 
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from rrfp.cli.analyze.bubbles import bubbles
 from rrfp.cli.analyze.chart import chart
 from rrfp.cli.analyze.compare import compare
 from rrfp.cli.analyze.critical_path import critical_path
 from rrfp.cli.analyze.deviations import deviations
+from rrfp.cli.analyze.findings import findings
 from rrfp.cli.analyze.misalignment import misalignment
 from rrfp.cli.analyze.report import report
 from rrfp.cli.analyze.whatif import whatif
 
-app = typer.Typer(help="Reports from a run's trace.", no_args_is_help=True)
+
+class _FindingsByDefault(TyperGroup):
+    """Without a report's name, what is given are the arguments of `findings`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or self._is_argument(args[0], ctx.help_option_names):
+            args = ["findings", *args]
+        return super().parse_args(ctx, args)
+
+    def _is_argument(self, text: str, help_options: list[str]) -> bool:
+        """Whether it is neither a report's name, nor meant as one."""
+        if text in self.commands or text in help_options:
+            return False
+        return Path(text).exists() or not get_close_matches(text, self.commands)
+
+
+app = typer.Typer(
+    cls=_FindingsByDefault,
+    help="What makes a run's steps long, and reports from its trace. Without a report's name, the "
+    "findings: rrfp analyze [RUN].",
+)
+
+app.command(epilog="Example: rrfp analyze runs/latest --steps 1:")(findings)
 
 app.command(epilog="Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4")(
     bubbles

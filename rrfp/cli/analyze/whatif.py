@@ -1,5 +1,6 @@
 """`rrfp analyze whatif`: a run replayed otherwise."""
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +14,14 @@ from rrfp.cli.output import (
     tell_evaluations,
     tell_left_out,
 )
+from rrfp.errors import UsageError
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
+    from rrfp.replay.change import Change
     from rrfp.replay.recorded import RecordedRun
-    from rrfp.replay.whatif import Change, WhatIf
+    from rrfp.replay.whatif import WhatIf
 
 
 def whatif(
@@ -53,6 +56,27 @@ def whatif(
     free_links: Annotated[
         bool, typer.Option("--free-links", help="Let messages take no time.")
     ] = False,
+    usual_link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Make the messages between two pipeline ranks as fast as on the link in the "
+            "middle.",
+        ),
+    ] = None,
+    usual_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="RANK", help="Make a rank as fast as those of the other replicas."
+        ),
+    ] = None,
+    usual_replica: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="REPLICA", help="Make a replica as fast as the others."),
+    ] = None,
+    even_microbatches: Annotated[
+        bool, typer.Option("--even-microbatches", help="Let all microbatches weigh the same.")
+    ] = False,
     w_share: Annotated[
         float | None,
         typer.Option(
@@ -77,10 +101,12 @@ def whatif(
     from rrfp.analyze.frames import recording_of
     from rrfp.analyze.whatif import whatif_frame
     from rrfp.cli.sweep import count_or_none, read_dispatch
-    from rrfp.replay.whatif import Change, what_if
+    from rrfp.replay.change import Change
+    from rrfp.replay.whatif import what_if
 
     chosen = None if dispatch is None else read_dispatch("dispatch", dispatch)
     bound = None if limit is None else count_or_none("limit", limit)
+    link = None if usual_link is None else _parse_link(usual_link)
 
     def changes(run: "RecordedRun") -> "list[Change]":
         hints = [resolve_hint(text).on(run.shape) for text in hint] if hint else [None]
@@ -94,12 +120,17 @@ def whatif(
                 without_jitter=without_jitter,
                 median_stage=median_stage,
                 free_links=free_links,
+                usual_link=link,
+                usual_rank=usual_rank,
+                usual_replica=usual_replica,
+                even_microbatches=even_microbatches,
             )
             for each in hints
         ]
 
-    choices = (hint, dispatch, limit, hold, without_jitter or None, median_stage)
-    is_asked = free_links or any(choice is not None for choice in choices)
+    switches = (without_jitter, free_links, even_microbatches)
+    choices = (hint, dispatch, limit, hold, median_stage, link, usual_rank, usual_replica)
+    is_asked = any(switches) or any(choice is not None for choice in choices)
     frames = read_frames(path, steps, evaluations=False)
     report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
     tell_left_out(report.run.left_out, NOT_WHOLE)
@@ -108,6 +139,15 @@ def whatif(
     as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
     print_frame(whatif_frame(report), as_json, output_format, lambda: _print_table(report))
     check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
+
+
+def _parse_link(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text, re.ASCII)
+    if found is None:
+        raise UsageError(
+            f"--usual-link takes two pipeline ranks such as 0-1, its sender first, not '{text}'"
+        )
+    return int(found[1]), int(found[2])
 
 
 def _print_table(report: "WhatIf") -> None:

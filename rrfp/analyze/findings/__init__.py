@@ -1,0 +1,1 @@
+"""What makes the steps of a run long, in words, and what mending it would save."""

@@ -1,0 +1,150 @@
+"""What a culprit is, what it does, and what to try, in words."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import polars as pl
+
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.settings import run_settings
+from rrfp.analyze.units import tell
+from rrfp.replay.culprits import Culprit, CulpritKind
+from rrfp.replay.recorded import RecordedRun
+from rrfp.trace.steps import step_name
+
+_MOST_LATER = 0.8
+"""So large a share of the later steps must be slow, too, for a rank to be slow since a step."""
+
+
+class CulpritWords:
+    """Puts the culprits of one run into words: a title, figures, and advice."""
+
+    def __init__(self, frames: Frames, run: RecordedRun) -> None:
+        self._frames = frames
+        self._run = run
+        self._settings = run_settings(frames)
+
+    def tell(self, culprit: Culprit) -> tuple[str, str, str]:
+        change = culprit.change
+        longer = f"{culprit.excess:.0%} longer"
+        match culprit.kind:
+            case CulpritKind.SLOW_STAGE:
+                stage = change.median_stage
+                assert stage is not None
+                return (
+                    f"Stage {stage} has more work than the others",
+                    f"Its tasks take {longer} than those of the stage in the middle, and the "
+                    "others wait for it.",
+                    self._on_layers(stage, culprit.excess),
+                )
+            case CulpritKind.SLOW_RANK:
+                assert change.usual_rank is not None
+                return (
+                    f"Rank {change.usual_rank} is slower than its peers",
+                    f"On {self._host(change.usual_rank)}: its tasks take {longer} than those of "
+                    f"the same stages in other replicas, {self._since(change.usual_rank)}.",
+                    "Look at that device and its host: clocks, temperature, what else runs there.",
+                )
+            case CulpritKind.REPLICA:
+                return (
+                    f"Replica {change.usual_replica} is slower than the others",
+                    f"Its tasks take {longer}, and the others wait for it at the end of a step.",
+                    "Look at its hosts, and at what its share of the data costs: longer sequences "
+                    "take longer.",
+                )
+            case CulpritKind.SLOW_LINK:
+                assert change.usual_link is not None
+                sender, receiver = change.usual_link
+                return (
+                    f"Messages from pipeline rank {sender} to {receiver} are slower than others",
+                    f"One takes {self._message_time(sender, receiver)} there, the median, {longer} "
+                    "than on the link in the middle.",
+                    "Look at that link: its bandwidth, and what else it carries.",
+                )
+            case CulpritKind.UNEVEN_MICROBATCHES:
+                return (
+                    "Some microbatches are heavier than others",
+                    "All stages take longer for them, and the light ones do not make up for it.",
+                    "Pack sequences to one length, or try --admit pyramid: light microbatches "
+                    "then go first and last.",
+                )
+            case CulpritKind.ORDER:
+                return (
+                    "A binding order keeps ready work waiting",
+                    "Each rank runs the next task of its order, also while another one is ready"
+                    + (", and its transfers block it." if self._run.is_blocking else "."),
+                    f"Try {change.flags}: the hint then ranks what is ready.",
+                )
+            case CulpritKind.BOUND:
+                return (
+                    f"The bound on what a rank holds withholds forwards ({self._run.told})",
+                    "They were ready, and would have filled gaps.",
+                    f"Try {change.flags}, if memory allows.",
+                )
+            case CulpritKind.UNEVEN_TASKS:
+                return (
+                    "Task times scatter",
+                    "Tasks of one stage and kind take different times, and a step waits for the "
+                    "long ones.",
+                    "See what makes them long: their data, or what else ran on the machine.",
+                )
+            case CulpritKind.PIPELINE_DEPTH:
+                return (
+                    "Stages work one after another while the pipeline fills and drains",
+                    f"{self._run.shape.num_microbatches} microbatches a step fill "
+                    f"{self._run.shape.num_stages} stages.",
+                    f"Try {change.flags}: weight gradients then fill the drain. More microbatches "
+                    "a step make it a smaller share.",
+                )
+
+    def _on_layers(self, stage: int, excess: float) -> str:
+        layers = self._settings.get("layers")
+        if isinstance(layers, int) and layers % self._run.shape.num_stages == 0:
+            own = layers // self._run.shape.num_stages
+            fewer = round(own * excess / (1 + excess))
+            if 0 < fewer < own:
+                return (
+                    f"Give it {fewer} of its {own} layers less, or a faster device: that would "
+                    "even them out."
+                )
+        return f"Give stage {stage} less of the model, or a faster device."
+
+    def _host(self, rank: int) -> str:
+        return str(self._frames.run.filter(pl.col("rank") == rank)["host"][0])
+
+    def _since(self, rank: int) -> str:
+        """Since when a rank is slower than its peers."""
+        run = self._frames.run
+        own = run.filter(pl.col("rank") == rank).row(0, named=True)
+        peers = run.filter(
+            (pl.col("pp_rank") == own["pp_rank"]) & (pl.col("tp_rank") == own["tp_rank"])
+        )
+        busy = (
+            self._frames.tasks.filter(pl.col("rank").is_in(peers["rank"].implode()))
+            .group_by("step", "rank")
+            .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+            .sort("step")
+        )
+        excesses = [
+            (step, _excess(dict(of_step.select("rank", "ns").iter_rows()), rank))
+            for (step,), of_step in busy.group_by("step", maintain_order=True)
+        ]
+        slow = [excess > max(e for _, e in excesses) / 4 for _, excess in excesses]
+        for place, (step, _) in enumerate(excesses):
+            if slow[place] and sum(slow[place:]) >= _MOST_LATER * len(slow[place:]):
+                return "in all steps" if place == 0 else f"since {step_name(step)}"
+        return "in some steps"
+
+    def _message_time(self, sender: int, receiver: int) -> str:
+        of_link = timed_messages(self._frames).filter(
+            (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
+        )
+        times: Sequence[int] = (of_link["came_ns"] - of_link["left_ns"]).to_list()
+        return tell(median(times) if times else 0)
+
+
+def _excess(busy_ns: dict[int, int], rank: int) -> float:
+    """By how much more than its peers a rank works in a step."""
+    others = [ns for each, ns in busy_ns.items() if each != rank]
+    return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

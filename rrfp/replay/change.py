@@ -1,0 +1,164 @@
+"""What to change in the replay of a run: its policy, or what slowed it."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rrfp.errors import UsageError
+from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to change in a replay. A changed policy is `ready` unless it says `fixed`, keeps the
+    bound that the run was given unless it has its own, and runs over asynchronous links."""
+
+    hint: Hint | None = None
+    dispatch: Dispatch | None = None
+    limit: int | None = None
+    hold: int | None = None
+    """In microbatches of the whole rank."""
+    unbound: bool = False
+    """Without the bound that the run was given."""
+    without_jitter: bool = False
+    median_stage: int | None = None
+    """Make this stage as fast as the median stage."""
+    free_links: bool = False
+    usual_link: tuple[int, int] | None = None
+    """Make the messages from the first pipeline rank to the second as fast as the median link's."""
+    usual_rank: int | None = None
+    """Make the tasks of this rank, and of those that run them with it, as fast as in the median of
+    the other replicas."""
+    usual_replica: int | None = None
+    """Make all ranks of this replica as fast as those of the median one of the others."""
+    even_microbatches: bool = False
+    """Let all microbatches weigh the same."""
+
+    @property
+    def has_policy(self) -> bool:
+        return self.unbound or any(
+            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold)
+        )
+
+    def check(self, run: RecordedRun) -> None:
+        """Raise UsageError for a stage, link, rank or replica that the run does not have, or that
+        has nothing to be compared with."""
+        shape, num_replicas = run.shape, len(run.steps[0].replicas)
+        if self.median_stage is not None and not 0 <= self.median_stage < shape.num_stages:
+            raise UsageError(
+                f"the run has no stage {self.median_stage}; choose one from 0 to "
+                f"{shape.num_stages - 1}"
+            )
+        if self.usual_link is not None and (
+            not 0 <= self.usual_link[0] < shape.num_ranks
+            or self.usual_link[1] not in shape.neighbours(self.usual_link[0])
+        ):
+            sender, receiver = self.usual_link
+            raise UsageError(
+                f"the run has no link from pipeline rank {sender} to {receiver}; see 'rrfp analyze "
+                "misalignment' for those that it has"
+            )
+        if self.usual_replica is not None and not 0 <= self.usual_replica < num_replicas:
+            raise UsageError(
+                f"the run has no replica {self.usual_replica}; choose one from 0 to "
+                f"{num_replicas - 1}"
+            )
+        if self.usual_rank is not None:
+            run.place_of(self.usual_rank)
+        if (self.usual_rank, self.usual_replica) != (None, None) and num_replicas == 1:
+            raise UsageError(
+                "the run has one replica, so that its ranks have no peers; choose another change"
+            )
+
+    def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
+        """The changed policy, and the shape whose backward is split as it says.
+
+        Raises UsageError for bounds that exclude each other, or that a binding order passes.
+        """
+        hint = self.hint or run.policy.hint
+        dispatch = self.dispatch or Dispatch.READY
+        limit: int | None = self.limit
+        hold: int | Fraction | None = self.hold
+        if limit is None and hold is None and not self.unbound:
+            limit, hold = run.bounds_under(dispatch)
+        own = run.policy
+        if dispatch is Dispatch.FIXED:
+            return fitted(Policy(hint, None, dispatch, limit, hold), run.shape)
+        w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
+        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement)
+        return fitted(policy, run.shape, counts_places=False)
+
+    def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:
+        """The step with every change but that of the policy."""
+        if self.usual_rank is not None:
+            replica, pp_rank = run.place_of(self.usual_rank)
+            step = step.with_usual_ranks(replica, [pp_rank], run.shape)
+        if self.usual_replica is not None:
+            pp_ranks = range(run.shape.num_ranks)
+            step = step.with_usual_ranks(self.usual_replica, pp_ranks, run.shape)
+        if self.usual_link is not None:
+            step = step.with_usual_link(self.usual_link, run.shape)
+        if self.even_microbatches:
+            step = step.with_even_microbatches()
+        if self.median_stage is not None:
+            step = step.with_median_stage(self.median_stage)
+        if self.without_jitter:
+            step = step.without_jitter()
+        return step.with_free_links() if self.free_links else step
+
+    @property
+    def flags(self) -> str:
+        """The flags of `rrfp analyze whatif` for it."""
+        words = []
+        if self.hint is not None:
+            words.append(f"--hint {self.hint.name}")
+        values: tuple[tuple[str, object], ...] = (
+            ("dispatch", self.dispatch),
+            ("limit", "none" if self.unbound else self.limit),
+            ("hold", self.hold),
+            ("usual-rank", self.usual_rank),
+            ("usual-replica", self.usual_replica),
+            ("usual-link", self.usual_link and f"{self.usual_link[0]}-{self.usual_link[1]}"),
+            ("median-stage", self.median_stage),
+        )
+        words += [f"--{name} {value}" for name, value in values if value is not None]
+        switches = (
+            ("even-microbatches", self.even_microbatches),
+            ("without-jitter", self.without_jitter),
+            ("free-links", self.free_links),
+        )
+        return " ".join([*words, *(f"--{name}" for name, is_on in switches if is_on)])
+
+    def told(self, run: RecordedRun) -> str:
+        """In a few words: `bfw, hold 8, free links`."""
+        words = []
+        if self.has_policy:
+            name = self.hint.name if self.hint is not None else run.hint_name
+            dispatch = self.policy(run)[0].dispatch
+            is_told = self.dispatch is not None or dispatch is not run.policy.dispatch
+            words.append(f"{name} {dispatch}" if is_told else name)
+        if self.unbound and self.hold is None:
+            words.append("no bound")
+        for what, value in (("limit", self.limit), ("hold", self.hold)):
+            if value is not None:
+                words.append(f"{what} {value}")
+        if self.without_jitter:
+            words.append("without jitter")
+        if self.median_stage is not None:
+            words.append(f"stage {self.median_stage} as fast as the median")
+        if self.usual_rank is not None:
+            words.append(f"rank {self.usual_rank} as fast as its peers")
+        if self.usual_replica is not None:
+            words.append(f"replica {self.usual_replica} as fast as the others")
+        if self.even_microbatches:
+            words.append("even microbatches")
+        if self.usual_link is not None:
+            sender, receiver = self.usual_link
+            words.append(f"link {sender} to {receiver} as fast as the median")
+        if self.free_links:
+            words.append("free links")
+        return ", ".join(words) or "as it was"

@@ -1,0 +1,225 @@
+"""What is wrong with a run, by what mending it would save.
+
+Every suspect is replayed as if it were like its peers: a stage like the median stage, a rank or a
+replica like the same ranks of the others, a link like the median link, microbatches like each
+other; and the policy without its binding order, or with twice its bound. What saves most is worth
+most, whoever seems to wait.
+
+Some things make every step longer than its work, whatever is wrong with the run: that a pipeline
+fills and drains, and that task times scatter. They count only where they hide nothing else: where
+they save more than twice what any other culprit does.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import mean, median
+
+from rrfp.errors import UsageError
+from rrfp.replay.change import Change
+from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.recorded import RecordedRun
+from rrfp.replay.replayed import W_SHARE, replay
+from rrfp.schedule.hints.hint import Hint
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.tasks import Kind
+
+LEAST_SAVING = 0.01
+"""Of a step; what saves less is not worth a word."""
+
+_LEAST_EXCESS = 0.02
+"""Peers are never quite equal; this much over them is no suspicion."""
+_MOST_OF_A_KIND = 3
+"""So many suspects of a kind are replayed, the worst ones."""
+_BACKGROUND_FACTOR = 2
+"""What lies in the nature of a pipeline must save so many times what the worst culprit does."""
+_SAME_SHARE = 0.8
+"""Two culprits are one if mending the smaller saves so much of what mending the larger does."""
+
+
+class CulpritKind(StrEnum):
+    """What may be wrong with a run."""
+
+    SLOW_STAGE = "slow_stage"
+    SLOW_RANK = "slow_rank"
+    REPLICA = "replica"
+    SLOW_LINK = "slow_link"
+    UNEVEN_MICROBATCHES = "uneven_microbatches"
+    ORDER = "order"
+    BOUND = "bound"
+    UNEVEN_TASKS = "uneven_tasks"
+    PIPELINE_DEPTH = "pipeline_depth"
+
+
+BACKGROUND = (CulpritKind.UNEVEN_TASKS, CulpritKind.PIPELINE_DEPTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """One thing that is wrong, and what mending it would save."""
+
+    kind: CulpritKind
+    change: Change
+    pp_rank: int | None = None
+    """Where: of a stage or a rank."""
+    excess: float = 0.0
+    """By how much more than its peers it takes, as a share of what they take."""
+    saving: float = 0.0
+    """The share of a step that mending it saves in a replay, the median over the steps."""
+
+
+def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
+    """What is worth mending, the largest saving first. `steps` are the run's, measured."""
+    own_ns = [replay(run, step).makespan_ns for step in steps]
+    found = []
+    for suspect in _suspects(run, steps):
+        saving = _saving(run, steps, own_ns, suspect.change)
+        if saving is not None and saving >= LEAST_SAVING:
+            found.append(
+                Culprit(suspect.kind, suspect.change, suspect.pp_rank, suspect.excess, saving)
+            )
+    found = _told_apart(run, found)
+    most = max((each.saving for each in found if each.kind not in BACKGROUND), default=0.0)
+    return sorted(
+        (
+            each
+            for each in found
+            if each.kind not in BACKGROUND or each.saving > _BACKGROUND_FACTOR * most
+        ),
+        key=lambda each: -each.saving,
+    )
+
+
+def _saving(
+    run: RecordedRun, steps: Sequence[MeasuredStep], own_ns: Sequence[int], change: Change
+) -> float | None:
+    """What a change saves; None if the run cannot have it."""
+    try:
+        policy, shape = change.policy(run) if change.has_policy else (None, None)
+    except UsageError:
+        return None
+    after_ns = [
+        replay(run, change.apply(step, run), policy, shape, W_SHARE).makespan_ns for step in steps
+    ]
+    return median(1 - after / own for after, own in zip(after_ns, own_ns, strict=True))
+
+
+def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """What may be wrong, not replayed yet."""
+    yield from _worst(_slow_stages(run, steps))
+    yield from _worst(_slow_ranks(run, steps))
+    yield from _worst(_slow_replicas(run, steps))
+    yield from _worst(_slow_links(run, steps))
+    yield Culprit(CulpritKind.UNEVEN_MICROBATCHES, Change(even_microbatches=True))
+    yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
+    if run.policy.dispatch is Dispatch.FIXED:
+        yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
+    if run.policy.limit is not None:
+        yield Culprit(CulpritKind.BOUND, Change(limit=2 * run.policy.limit))
+    if run.policy.hold is not None:
+        yield Culprit(CulpritKind.BOUND, Change(hold=int(2 * run.policy.hold)))
+    if Kind.W not in run.shape.kinds:
+        split = HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]
+        yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(split))
+
+
+def _own_ready_hint(run: RecordedRun) -> Hint:
+    """The hint of the same tasks that suits readiness."""
+    name = "bfw" if run.shape.splits_backward else "bf"
+    return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
+
+
+def _worst(suspects: Iterator[Culprit]) -> list[Culprit]:
+    found = [each for each in suspects if each.excess > _LEAST_EXCESS]
+    return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
+
+
+def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Stages with more work than the median one."""
+    work_ns = [0] * run.shape.num_stages
+    for step in steps:
+        for replica in step.replicas:
+            for task, time_ns in replica.durations_ns.items():
+                work_ns[task.stage] += time_ns
+    usual_ns = max(1, median(work_ns))
+    for stage, ns in enumerate(work_ns):
+        yield Culprit(
+            CulpritKind.SLOW_STAGE,
+            Change(median_stage=stage),
+            run.shape.rank_of(stage),
+            ns / usual_ns - 1,
+        )
+
+
+def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Ranks with more work than the same ranks of the other replicas."""
+    busy_ns = _busy_ns(run, steps)
+    for number, of_ranks in enumerate(busy_ns):
+        for pp_rank, ns in enumerate(of_ranks):
+            others = [each[pp_rank] for each in busy_ns if each is not of_ranks]
+            if others:
+                rank = run.steps[0].replicas[number][pp_rank][0].info.rank
+                excess = ns / max(1, median(others)) - 1
+                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+
+
+def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Replicas with more work than the others."""
+    busy_ns = _busy_ns(run, steps)
+    for number, of_ranks in enumerate(busy_ns):
+        others = [sum(each) for each in busy_ns if each is not of_ranks]
+        if others:
+            excess = sum(of_ranks) / max(1, median(others)) - 1
+            yield Culprit(CulpritKind.REPLICA, Change(usual_replica=number), excess=excess)
+
+
+def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]:
+    """Time in tasks, by replica and pipeline rank."""
+    totals_ns = [[0] * run.shape.num_ranks for _ in run.steps[0].replicas]
+    for step in steps:
+        for of_ranks, replica in zip(totals_ns, step.replicas, strict=True):
+            for pp_rank, ns in enumerate(replica.busy_ns(run.shape)):
+                of_ranks[pp_rank] += ns
+    return totals_ns
+
+
+def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Links whose messages take longer than the median link's."""
+    times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for step in steps:
+        for replica in step.replicas:
+            for task, time_ns in replica.transfers_ns.items():
+                link = run.shape.link(task)
+                if link is not None:
+                    times_ns[link].append(time_ns)
+    means_ns = {link: mean(each) for link, each in times_ns.items()}
+    if not means_ns:
+        return
+    usual_ns = max(1, median(means_ns.values()))
+    for link, ns in means_ns.items():
+        yield Culprit(CulpritKind.SLOW_LINK, Change(usual_link=link), link[1], ns / usual_ns - 1)
+
+
+def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
+    """Without what is part of another culprit, or only seems to be one because of it: a slow rank
+    makes its stage and its replica look slow, too."""
+    ranks = [each for each in found if each.kind is CulpritKind.SLOW_RANK]
+    replicas = [each for each in found if each.kind is CulpritKind.REPLICA]
+    dropped: list[Culprit] = []
+    for rank in ranks:
+        assert rank.change.usual_rank is not None
+        number, _ = run.place_of(rank.change.usual_rank)
+        for replica in replicas:
+            if replica.change.usual_replica == number:
+                is_rank = rank.saving >= _SAME_SHARE * replica.saving
+                dropped.append(replica if is_rank else rank)
+        dropped += [
+            each
+            for each in found
+            if each.kind is CulpritKind.SLOW_STAGE
+            and each.pp_rank == rank.pp_rank
+            and rank.saving >= _SAME_SHARE * each.saving
+        ]
+    return [each for each in found if each not in dropped]

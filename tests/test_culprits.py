@@ -1,0 +1,318 @@
+"""Runs with one planted cause: the first finding names it and its place, by what mending saves."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rrfp.analyze.findings.blame import blame
+from rrfp.analyze.findings.findings import Finding, findings
+from rrfp.analyze.findings.replays import replays
+from rrfp.analyze.frames import frames_of
+from rrfp.cli import main as cli
+from rrfp.replay.change import Change
+from rrfp.replay.culprits import LEAST_SAVING, Culprit, CulpritKind, culprits
+from rrfp.replay.measured import measure
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.whatif import what_if
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Task
+from rrfp.simulate.world import TaskTimes, World
+from rrfp.trace.perfetto.writer import write_trace
+from rrfp.trace.records import Recording
+from tests.step_times import policy_of, simulated
+
+F_NS, B_NS, W_NS = 10_000, 9_000, 6_000
+Factor = Callable[[int, int, int], float]
+"""How many times longer a task takes, by replica, stage and microbatch."""
+
+
+def run_of(
+    shape: Shape,
+    factor: Factor = lambda *_: 1,
+    *,
+    hint: str = "bf",
+    replicas: int = 1,
+    scatter: float = 0.0,
+    seed: int = 0,
+    slow_link: tuple[tuple[int, int], float] | None = None,
+    message_ns: int = 300,
+    **policy_bounds: int | Dispatch,
+) -> Recording:
+    """Three steps whose tasks take their mean times, but for `factor` and a lognormal scatter."""
+    policy, shape = policy_of(hint, shape, **policy_bounds)
+    rng = random.Random(seed)
+
+    def rows(replica: int, mean_ns: int) -> list[list[int]]:
+        return [
+            [
+                max(1, round(mean_ns * factor(replica, stage, m) * rng.lognormvariate(0, scatter)))
+                for m in range(shape.num_microbatches)
+            ]
+            for stage in range(shape.num_stages)
+        ]
+
+    def transfer(sender: int, receiver: int, task: Task) -> int:
+        is_slow = slow_link is not None and slow_link[0] == (sender, receiver)
+        return round(message_ns * (slow_link[1] if slow_link and is_slow else 1))
+
+    worlds = [
+        World(TaskTimes(*(rows(replica, ns) for ns in (F_NS, B_NS, W_NS))), transfer)
+        for replica in range(replicas)
+    ]
+    return simulated(policy, shape, worlds, num_steps=3)
+
+
+def first(recording: Recording) -> tuple[Culprit, RecordedRun]:
+    run = read_run(recording)
+    return culprits(run, measure(run))[0], run
+
+
+@pytest.mark.parametrize("factor", [1.3, 2.0])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_slow_stage(stage: int, factor: float) -> None:
+    slow = run_of(Shape(4, 16), lambda _, s, __: factor if s == stage else 1, scatter=0.05)
+    found, _ = first(slow)
+    assert (found.kind, found.pp_rank) == (CulpritKind.SLOW_STAGE, stage)
+    assert found.change.median_stage == stage
+    assert found.excess == pytest.approx(factor - 1, abs=0.05)
+
+
+@pytest.mark.parametrize("factor", [1.3, 2.0])
+def test_a_slow_rank_is_neither_its_stage_nor_its_replica(factor: float) -> None:
+    slow = run_of(
+        Shape(4, 16),
+        lambda replica, stage, _: factor if (replica, stage) == (2, 1) else 1,
+        replicas=4,
+        scatter=0.02,
+    )
+    run = read_run(slow)
+    found = culprits(run, measure(run))
+    assert found[0].kind is CulpritKind.SLOW_RANK
+    assert found[0].change.usual_rank is not None
+    assert run.place_of(found[0].change.usual_rank) == (2, 1)
+    assert {each.kind for each in found} & {CulpritKind.SLOW_STAGE, CulpritKind.REPLICA} == set()
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_late_replica(replicas: int) -> None:
+    slow = run_of(Shape(4, 16), lambda replica, *_: 1.3 if replica == 1 else 1, replicas=replicas)
+    found, _ = first(slow)
+    assert (found.kind, found.change.usual_replica) == (CulpritKind.REPLICA, 1)
+
+
+def test_heavy_microbatches() -> None:
+    slow = run_of(Shape(4, 16), lambda _, __, m: 3 if m % 4 == 0 else 1)
+    assert first(slow)[0].kind is CulpritKind.UNEVEN_MICROBATCHES
+
+
+@pytest.mark.parametrize("link", [(1, 2), (3, 2)])
+def test_a_slow_link(link: tuple[int, int]) -> None:
+    slow = run_of(Shape(4, 16), slow_link=(link, 3.0), message_ns=10_000)
+    found, _ = first(slow)
+    assert (found.kind, found.change.usual_link) == (CulpritKind.SLOW_LINK, link)
+    assert found.excess == pytest.approx(2, abs=0.01)
+
+
+def test_a_link_that_costs_nothing_is_never_named() -> None:
+    """Its messages take three times as long and are hidden behind work."""
+    slow = run_of(Shape(4, 16), slow_link=((1, 2), 3.0), message_ns=100)
+    run = read_run(slow)
+    assert CulpritKind.SLOW_LINK not in {each.kind for each in culprits(run, measure(run))}
+
+
+def test_a_small_bound() -> None:
+    assert first(run_of(Shape(4, 16), limit=1))[0].kind is CulpritKind.BOUND
+
+
+def test_an_order_that_blocks_ready_work() -> None:
+    blocked = run_of(
+        Shape(4, 16),
+        lambda _, stage, m: 4 if (m + stage) % 3 == 0 else 1,
+        hint="1f1b",
+        dispatch=Dispatch.FIXED,
+    )
+    assert first(blocked)[0].kind is CulpritKind.ORDER
+
+
+def test_an_even_run_has_only_its_depth() -> None:
+    run = read_run(run_of(Shape(4, 8)))
+    assert [each.kind for each in culprits(run, measure(run))] == [CulpritKind.PIPELINE_DEPTH]
+    run = read_run(run_of(Shape(4, 64), hint="bfw", message_ns=0))
+    assert culprits(run, measure(run)) == []
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A cause, drawn from a seed."""
+
+    kind: CulpritKind
+    place: object
+    recording: Recording
+
+    @classmethod
+    def draw(cls, seed: int) -> "Planted":
+        rng = random.Random(seed)
+        kind = rng.choice([CulpritKind.SLOW_STAGE, CulpritKind.SLOW_RANK, CulpritKind.REPLICA])
+        num_ranks = rng.choice([2, 4, 8])
+        shape = Shape(num_ranks, num_ranks * rng.choice([2, 4]))
+        stage, replica, times = rng.randrange(num_ranks), rng.randrange(3), rng.uniform(1.2, 3)
+        hits: dict[CulpritKind, Factor] = {
+            CulpritKind.SLOW_STAGE: lambda _, s, __: times if s == stage else 1,
+            CulpritKind.SLOW_RANK: lambda r, s, _: times if (r, s) == (replica, stage) else 1,
+            CulpritKind.REPLICA: lambda r, *_: times if r == replica else 1,
+        }
+        place: object = {
+            CulpritKind.SLOW_STAGE: stage,
+            CulpritKind.SLOW_RANK: (replica, stage),
+            CulpritKind.REPLICA: replica,
+        }[kind]
+        return cls(
+            kind,
+            place,
+            run_of(
+                shape,
+                hits[kind],
+                hint=rng.choice(["bf", "bfw", "1f1b"]),
+                replicas=3,
+                scatter=rng.choice([0, 0.02, 0.05, 0.1]),
+                seed=seed,
+            ),
+        )
+
+    def is_found(self) -> bool:
+        found, run = first(self.recording)
+        change = found.change
+        rank = None if change.usual_rank is None else run.place_of(change.usual_rank)
+        places = (change.median_stage, rank, change.usual_replica)
+        return found.kind is self.kind and self.place in places
+
+
+@pytest.mark.parametrize(
+    "number", [40, pytest.param(500, marks=pytest.mark.slow)], ids=lambda number: f"{number}"
+)
+def test_a_planted_cause_comes_first(number: int) -> None:
+    missed = [seed for seed in range(number) if not Planted.draw(seed).is_found()]
+    assert len(missed) <= 0.05 * number, missed
+
+
+# In words, and on the command line.
+
+
+def found_in(recording: Recording) -> list[Finding]:
+    frames = frames_of(recording)
+    replayed = replays(frames)
+    return findings(frames, blame(frames), replayed.run, replayed.culprits)
+
+
+def test_a_finding_saves_what_its_command_replays() -> None:
+    recording = run_of(Shape(4, 16), lambda _, s, __: 2 if s == 2 else 1)
+    finding = found_in(recording)[0]
+    (row,) = what_if(recording, lambda _: [Change(median_stage=2)]).rows
+    assert finding.saving == pytest.approx(row.saving, abs=0.001)
+    assert finding.command("runs/one") == "rrfp analyze whatif runs/one --median-stage 2"
+
+
+def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
+    """The first of four steps is that of an even run."""
+    even = run_of(Shape(2, 8), replicas=3)
+    slow = run_of(Shape(2, 8), lambda r, s, _: 2 if (r, s) == (1, 0) else 1, replicas=3)
+    later = [each for each in found_in(slow) if each.kind == CulpritKind.SLOW_RANK]
+    assert "in all steps" in later[0].told
+    gap_ns = 10**9
+    for mixed, before in zip(slow.ranks, even.ranks, strict=True):
+        for name, records in mixed.by_name().items():
+            num_times = 1 if name in ("stimulus", "cost", "loss") else 2
+            records[:] = [
+                *(each for each in before.by_name()[name] if each.step == 0),
+                *(
+                    each._replace(step=each.step + 1)._replace(
+                        **{
+                            field: getattr(each, field) + gap_ns
+                            for field in each._fields[:num_times]
+                        }
+                    )
+                    for each in records
+                ),
+            ]
+    words = [each.told for each in found_in(slow) if each.kind == CulpritKind.SLOW_RANK]
+    assert "since step 1" in words[0]
+
+
+@pytest.fixture
+def rrfp(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, str]]:
+    """`rrfp("analyze", ...)` beside a run `slow.pftrace` with a slow rank, 80 columns wide."""
+    recording = run_of(
+        Shape(2, 8), lambda r, s, _: 1.5 if (r, s) == (1, 1) else 1, replicas=3, limit=32
+    )
+    write_trace(tmp_path / "slow.pftrace", recording)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+        code = cli.main()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_the_screen_fits_a_terminal(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, err = rrfp("analyze", "slow.pftrace")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 24
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert "1. Rank 4 is slower than its peers: mending it saves" in out
+    assert "rrfp analyze whatif slow.pftrace --usual-rank 4" in out
+    assert out.splitlines()[-1].startswith("Next: rrfp analyze report slow.pftrace")
+
+
+def test_the_json_has_the_keys_that_other_tools_read(
+    rrfp: Callable[..., tuple[int, str, str]],
+) -> None:
+    found = json.loads(rrfp("analyze", "slow.pftrace", "--format", "json")[1])
+    assert found.keys() == {"run", "step_time_s", "bubble_fraction", "findings"}
+    savings = [each["saving_fraction"] for each in found["findings"]]
+    assert savings == sorted(savings, reverse=True)
+    assert min(savings) >= LEAST_SAVING
+    slow_rank = found["findings"][0]
+    assert {name: slow_rank[name] for name in ("kind", "pp_rank", "rank", "link")} == {
+        "kind": "slow_rank",
+        "pp_rank": 1,
+        "rank": 4,
+        "link": None,
+    }
+    code, out, _ = rrfp(*slow_rank["command"].split()[1:], "--format", "json")
+    assert code == 0
+    assert json.loads(out)["rows"][0]["saving"] == pytest.approx(savings[0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--usual-rank", "9"), "the run has no rank 9"),
+        (("--usual-replica", "3"), "the run has no replica 3; choose one from 0 to 2"),
+        (("--usual-link", "0-2"), "the run has no link from pipeline rank 0 to 2"),
+        (("--usual-link", "01"), "--usual-link takes two pipeline ranks such as 0-1"),
+        (("--median-stage", "2"), "the run has no stage 2; choose one from 0 to 1"),
+    ],
+)
+def test_what_the_run_does_not_have_is_refused(
+    flags: tuple[str, ...], told: str, rrfp: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, err = rrfp("analyze", "whatif", "slow.pftrace", *flags)
+    assert code == 2
+    assert told in err
+
+
+def test_a_misspelt_report_is_no_run(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+    assert "Did you mean 'bubbles'?" in rrfp("analyze", "bubles")[2]
+    assert "there is no run or trace at elsewhere" in rrfp("analyze", "elsewhere")[2]
