@@ -47,7 +47,7 @@ def paragraph(words: object) -> Markup:
 
 def advice(words: str) -> Markup:
     """A paragraph in which flags, with their values, are code."""
-    flag = r"--[a-z]+( (\d+|bfw|ready|intersection)\b)?"
+    flag = r"--[a-z-]+( (\d[\d-]*|bfw?(-deep)?|ready|intersection|pyramid)\b)?"
     return element("p", Markup(re.sub(flag, r"<code>\g<0></code>", text(words))))
 
 
