@@ -193,6 +193,7 @@ class Planted:
         return found.kind is self.kind and self.place in places
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "number", [40, pytest.param(500, marks=pytest.mark.slow)], ids=lambda number: f"{number}"
 )

@@ -204,10 +204,15 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
 
 def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
     """Without what is part of another culprit, or only seems to be one because of it: a slow rank
-    makes its stage and its replica look slow, too."""
+    makes its stage and its replica look slow, and all microbatches of a slow replica look heavy."""
     ranks = [each for each in found if each.kind is CulpritKind.SLOW_RANK]
     replicas = [each for each in found if each.kind is CulpritKind.REPLICA]
-    dropped: list[Culprit] = []
+    dropped = [
+        each
+        for each in found
+        if each.kind is CulpritKind.UNEVEN_MICROBATCHES
+        and any(slow.saving >= _SAME_SHARE * each.saving for slow in replicas + ranks)
+    ]
     for rank in ranks:
         assert rank.change.usual_rank is not None
         number, _ = run.place_of(rank.change.usual_rank)

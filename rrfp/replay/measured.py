@@ -101,15 +101,14 @@ class ReplicaStep:
         }
         return replace(self, transfers_ns=transfers_ns)
 
-    def with_even_microbatches(self) -> "ReplicaStep":
-        """The same step with microbatches that weigh the same. A microbatch's weight is how much
-        longer than the mean of their stage and kind its tasks take, in the mean; the tasks keep
+    def with_microbatches_of(self, means_ns: Mapping[tuple[int, Kind], int]) -> "ReplicaStep":
+        """The same step with microbatches that all weigh as much as one whose tasks take these
+        means. A microbatch's weight is how much longer its tasks take, in the median; they keep
         what else makes them differ."""
-        means_ns = _means(self.durations_ns)
         shares: defaultdict[int, list[float]] = defaultdict(list)
         for task, time_ns in self.durations_ns.items():
             shares[task.microbatch].append(time_ns / max(1, means_ns[task[:2]]))
-        weights = {microbatch: mean(each) for microbatch, each in shares.items()}
+        weights = {microbatch: median(each) for microbatch, each in shares.items()}
         durations_ns = {
             task: round(time_ns / weights[task.microbatch]) if weights[task.microbatch] else time_ns
             for task, time_ns in self.durations_ns.items()
@@ -160,8 +159,10 @@ class MeasuredStep:
         return self._with(lambda replica: replica.with_usual_link(link, shape))
 
     def with_even_microbatches(self) -> "MeasuredStep":
-        """The same step with microbatches that weigh the same within their replica."""
-        return self._with(ReplicaStep.with_even_microbatches)
+        """The same step with microbatches that weigh the same in all replicas."""
+        of_replicas = [_means(replica.durations_ns) for replica in self.replicas]
+        means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
+        return self._with(lambda replica: replica.with_microbatches_of(means_ns))
 
     def with_usual_ranks(
         self, number: int, pp_ranks: Collection[int], shape: Shape

@@ -42,8 +42,8 @@ class CulpritWords:
                 assert change.usual_rank is not None
                 return (
                     f"Rank {change.usual_rank} is slower than its peers",
-                    f"On {self._host(change.usual_rank)}: its tasks take {longer} than those of "
-                    f"the same stages in other replicas, {self._since(change.usual_rank)}.",
+                    f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of the "
+                    f"same stages in other replicas, {self._since(change.usual_rank)}.",
                     "Look at that device and its host: clocks, temperature, what else runs there.",
                 )
             case CulpritKind.REPLICA:
@@ -65,7 +65,8 @@ class CulpritWords:
             case CulpritKind.UNEVEN_MICROBATCHES:
                 return (
                     "Some microbatches are heavier than others",
-                    "All stages take longer for them, and the light ones do not make up for it.",
+                    "All stages take longer for them, and light ones elsewhere do not make up for "
+                    "it.",
                     "Pack sequences to one length, or try --admit pyramid: light microbatches "
                     "then go first and last.",
                 )
@@ -110,8 +111,10 @@ class CulpritWords:
                 )
         return f"Give stage {stage} less of the model, or a faster device."
 
-    def _host(self, rank: int) -> str:
-        return str(self._frames.run.filter(pl.col("rank") == rank)["host"][0])
+    def _on_host(self, rank: int) -> str:
+        """Imported traces do not tell the host."""
+        host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
+        return "" if host == "unknown" else f" on {host}"
 
     def _since(self, rank: int) -> str:
         """Since when a rank is slower than its peers."""
