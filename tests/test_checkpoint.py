@@ -12,6 +12,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM
@@ -49,7 +50,7 @@ from rrfp.train.checkpoints.matching import check_continues
 from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import read_tensors
 from rrfp.train.data.contents import data_contents
-from rrfp.train.ranks import launch
+from rrfp.train.ranks import children, meeting
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
@@ -368,6 +369,26 @@ def test_vision_layers_stay_vision_layers(tmp_path: Path) -> None:
         )
 
 
+def test_a_checkpoint_that_does_not_say_what_its_data_were_is_refused(tmp_path: Path) -> None:
+    made_up(tmp_path, 2)
+    file = tmp_path / "ck" / "step-00000002" / "checkpoint.json"
+    told = json.loads(file.read_text())
+    del told["contents"]
+    file.write_text(json.dumps(told))
+    with pytest.raises(UsageError, match="step-00000002 does not say what its data were"):
+        beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
+
+
+def test_a_run_goes_on_where_a_launcher_was_killed_before_it_described_it(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.json.123").write_text('{"settings": {"sa')
+    settings = settings_in(tmp_path, resume=True)
+    assert beginning_of(settings, lambda _: None).run == RunDir(tmp_path / "run")
+    (tmp_path / "run" / "notes.txt").touch()
+    with pytest.raises(UsageError, match="is not the directory of a run that saves to"):
+        beginning_of(settings, lambda _: None)
+
+
 def test_another_runs_directory_is_left_alone(tmp_path: Path) -> None:
     made_up(tmp_path, 2)
     (tmp_path / "run").mkdir()
@@ -472,6 +493,29 @@ def test_hosts_that_do_not_share_the_directory_make_no_checkpoint(tmp_path: Path
     assert [path.name for path in (tmp_path / "ck").iterdir()] == [".lock"]
 
 
+def looking_together(directory: Path) -> None:
+    """No rank has read the data before all of them read."""
+    from rrfp.train.checkpoints import session
+
+    def look(settings: TrainSettings) -> dict[str, str]:
+        (directory / f"looks-{os.environ['RANK']}").touch()
+        deadline_s = time.monotonic() + 30.0
+        while len([*directory.glob("looks-*")]) < 2:
+            if time.monotonic() > deadline_s:
+                raise RrfpError("this rank reads the data alone")
+            time.sleep(0.02)
+        return data_contents(settings)
+
+    patched: Any = session
+    patched.data_contents = look
+
+
+def test_no_rank_waits_while_another_reads_the_data(tmp_path: Path) -> None:
+    """Who waits in a collective gives the others up after 300 s."""
+    train_cut_short(tmp_path, 2, partial(looking_together, tmp_path))
+    assert newest(tmp_path).manifest.contents == data_contents(settings_in(tmp_path))
+
+
 def slow_rank_1(seconds: float) -> None:
     """Rank 1 writes for longer than collectives wait."""
     from rrfp.megatron.cpu import checkpoints
@@ -537,21 +581,30 @@ def handlers_are_restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("handlers_are_restored")
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "resume"), [(False, ("--resume",)), (True, ("--resume",)), (True, ())]
+)
 def test_sigterm_before_the_ranks_run_ends_with_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, resume: tuple[str, ...]
 ) -> None:
+    """Without --resume what is saved is another run's."""
     if saved:
         made_up(tmp_path, 2)
     monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
-    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--resume")
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", *resume)
     said = (
         "before training went on; --resume goes on after step 2"
-        if saved
+        if saved and resume
         else "before the first step, so there is nothing to save"
     )
     assert (asked.returncode, asked.stderr) == (0, f"Stopped by SIGTERM {said}\n")
     assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let the launcher start this program for every rank."""
+    start = children._start
+    monkeypatch.setattr(children, "_start", lambda _, *rest: start((program,), *rest))
 
 
 @pytest.mark.usefixtures("handlers_are_restored")
@@ -564,11 +617,36 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
         signal.raise_signal(SIGTERM)
         reported.append(run)
 
-    monkeypatch.setattr(launch, "launch", lambda *_: None)
+    ranks_are(monkeypatch, "true")
     monkeypatch.setattr(cli_train, "_report", report)
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
     assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
     assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize(("program", "code"), [("true", 0), ("false", 1)])
+def test_sigterm_while_hosts_part_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
+) -> None:
+    @contextmanager
+    def parting(*_: Any) -> Iterator[dict[str, str]]:
+        try:
+            yield {}
+        finally:
+            signal.raise_signal(SIGTERM)
+
+    reported: list[RunDir] = []
+    ranks_are(monkeypatch, program)
+    monkeypatch.setattr(meeting, "meeting", parting)
+    monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
+    hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
+    assert asked.returncode == code, asked.stderr
+    assert "Stopped by SIGTERM" not in asked.stderr
+    assert ("ended with exit code 1" in asked.stderr) == (code == 1)
+    assert len(reported) == (code == 0 and node_rank == 0)
 
 
 def test_the_pace_is_that_of_this_session(

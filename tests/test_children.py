@@ -140,12 +140,15 @@ def run_requested(
             time.sleep(0.6)
 
     thread = threading.Thread(target=signal_soon)
+    before = signal.getsignal(signal.SIGTERM)
     thread.start()
     environments = {rank: {"RANK": str(rank)} for rank in range(2)}
     try:
         return run_to_end(command, environments, directory, end_on_request=True)
     finally:
         thread.join()
+        # How the ranks ended is settled, so a later request must not change it.
+        assert signal.signal(signal.SIGTERM, before) is signal.SIG_IGN
 
 
 def test_sigterm_can_be_a_request(tmp_path: Path) -> None:

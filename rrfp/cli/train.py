@@ -77,7 +77,7 @@ def train(config: Path | None = None, **flags: Any) -> None:
         with stopping_on_sigterm():
             _check_and_run(settings)
     except StopRequestedError:
-        _tell_stopped_early(settings.run.save)
+        _tell_stopped_early(settings.run.save, resume=settings.run.resume)
 
 
 def _check_and_run(settings: TrainSettings) -> None:
@@ -88,11 +88,12 @@ def _check_and_run(settings: TrainSettings) -> None:
     _run(settings)
 
 
-def _tell_stopped_early(save: Path) -> None:
-    """Say what SIGTERM left where no ranks ran: what was saved before."""
+def _tell_stopped_early(save: Path, *, resume: bool) -> None:
+    """Say what SIGTERM left where no ranks ran: what was saved before, if this run goes on from
+    it."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
-    found = CheckpointDir(save).newest()
+    found = CheckpointDir(save).newest() if resume else None
     left = (
         "before the first step, so there is nothing to save"
         if found is None
@@ -171,16 +172,11 @@ def _run(settings: TrainSettings) -> None:
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.train.ranks.launch import launch
-    from rrfp.train.ranks.stopping import ignore_sigterm
 
     run = beginning.run
     try:
         with TrainDisplay(run.metrics, settings, beginning.first_step):
-            try:
-                launch(settings, run)
-            finally:
-                if settings.run.save is not None:
-                    ignore_sigterm()
+            launch(settings, run)
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
         raise

@@ -22,12 +22,17 @@ def open_whole(path: Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
 
 
+def unfinished(path: Path) -> list[Path]:
+    """What writers of `path` that were killed have left beside it, or write now. May raise
+    OSError."""
+    return [entry for entry in path.parent.iterdir() if entry.name.startswith(_prefix(path))]
+
+
 def remove_unfinished(path: Path) -> None:
     """Remove what writers of `path` that were killed have left beside it. Nobody may be writing it
     now. May raise OSError."""
-    for entry in [*path.parent.iterdir()]:
-        if entry.name.startswith(_prefix(path)):
-            entry.unlink(missing_ok=True)
+    for entry in unfinished(path):
+        entry.unlink(missing_ok=True)
 
 
 def _prefix(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rrfp.errors import UsageError
 from rrfp.trace.rundir import RUNS, RunDir, create_run_dir, point_latest_to
 from rrfp.trace.sessions import read_description
+from rrfp.trace.whole_file import unfinished
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS
 from rrfp.train.checkpoints.matching import check_continues, check_unused
@@ -107,9 +108,11 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
-    """Whether a directory is that of a run with these checkpoints; an empty one may become it."""
+    """Whether a directory is that of a run with these checkpoints. An empty one may become it, and
+    one whose launcher was killed before it had described its run."""
     assert settings.run.save is not None
-    told = read_description(RunDir(run).run_json).get("settings", {}).get("save")
+    description = RunDir(run).run_json
+    told = read_description(description).get("settings", {}).get("save")
     if told is None:
-        return not any(run.iterdir())
+        return {*run.iterdir()} <= {*unfinished(description)}
     return Path(told).resolve() == settings.run.save.resolve()

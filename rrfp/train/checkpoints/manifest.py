@@ -5,7 +5,7 @@ Imports no torch: the launcher reads it before it starts any process.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,8 +31,9 @@ class Manifest:
     """Those of Python and of the packages that saved it."""
     files: Mapping[str, int]
     """Every other file of the checkpoint with its size in bytes."""
-    contents: Mapping[str, str] = field(default_factory=dict)
-    """What the data were (`rrfp.train.data.contents`); empty if nobody looked."""
+    contents: Mapping[str, str]
+    """What the data were (`rrfp.train.data.contents`); empty if the file does not say, and then no
+    run goes on from here."""
 
     def to_json(self) -> str:
         told = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
@@ -49,7 +50,8 @@ class Manifest:
             raise ValueError(f"{FILE} does not describe a checkpoint of rrfp")
         if told.get("version") != _VERSION:
             raise ValueError(f"{FILE} has version {told.get('version')} and not {_VERSION}")
-        told.setdefault("contents", {})  # early checkpoints lack them
+        # Refused when a run is to go on from it, and not passed over: it may be whole otherwise.
+        told.setdefault("contents", {})
         kinds = {
             "step": int,
             "settings": dict,

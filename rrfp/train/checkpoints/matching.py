@@ -57,8 +57,13 @@ def check_continues(
                 "or start a new run with another --save"
             )
     then = checkpoint.manifest.contents
+    if not then:
+        raise UsageError(
+            f"{where} does not say what its data were, so --resume cannot compare them; start a "
+            "new run with another --save"
+        )
     for flag, name in _CONTENTS.items():
-        if then and then.get(flag) != contents.get(flag):
+        if then.get(flag) != contents.get(flag):
             raise UsageError(
                 f"{name} is {_told(contents.get(flag))} and was {_told(then.get(flag))} for "
                 f"{where}, which --resume cannot change; give the same, or start a new run with "

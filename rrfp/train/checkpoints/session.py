@@ -27,7 +27,7 @@ class Session:
     checkpoint: Checkpoint | None = None
     """What it goes on from; None for a start from the seed."""
     contents: Mapping[str, str] = field(default_factory=dict)
-    """What the data are, on rank 0, which describes the checkpoints."""
+    """What the data are, for the description of the checkpoints."""
 
     @property
     def first_step(self) -> int:
@@ -45,13 +45,14 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
     if settings.run.save is None:
         yield Session(run)
         return
+    # Only rank 0 needs them. But reading may take long, and if rank 0 read alone, the others would
+    # give it up in their collective.
+    contents = data_contents(settings)
     directory = CheckpointDir(settings.run.save)
     leads = layout.rank == 0
     with directory.locked() if leads else nullcontext():
         told: dict[str, object] = {}
-        contents: dict[str, str] = {}
         if leads:
-            contents = data_contents(settings)
             found = directory.newest()
             if not settings.run.resume:
                 check_unused(directory.path, found)

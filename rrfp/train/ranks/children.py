@@ -18,6 +18,7 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 from rrfp.runtime import variables
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
+from rrfp.train.ranks.stopping import ignore_sigterm
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 0.05
@@ -67,13 +68,13 @@ def run_to_end(
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
-    themselves. Raises SignalledError if another signal asks this process to end, and RrfpError if
-    a process cannot be started, or the ranks do not end as requested; no rank is left then. Must
-    run on the main thread.
+    themselves; from then on the signal has no effect here. Raises SignalledError if another signal
+    asks this process to end, and RrfpError if a process cannot be started, or the ranks do not end
+    as requested; no rank is left then. Must run on the main thread.
     """
     children: dict[int, _Child] = {}
     try:
-        with _noted_signals() as noted:
+        with _noted_signals(end_on_request=end_on_request) as noted:
             # Held back until the rank has its handler.
             with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
                 for rank, environment in environments.items():
@@ -181,8 +182,9 @@ def _held_back(number: signal.Signals) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that would end this process in a list, instead of ending."""
+def _noted_signals(*, end_on_request: bool) -> Iterator[list[signal.Signals]]:
+    """Collect the signals that would end this process in a list, instead of ending. A request to
+    end comes too late after that, so it is ignored: how the run ended must not change."""
     noted: list[signal.Signals] = []
     handlers = {
         each: signal.signal(each, lambda number, _: noted.append(signal.Signals(number)))
@@ -192,5 +194,8 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
     try:
         yield noted
     finally:
+        if end_on_request:
+            ignore_sigterm()
+            handlers.pop(signal.SIGTERM, None)
         for each, handler in handlers.items():
             signal.signal(each, handler)

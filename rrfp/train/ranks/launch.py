@@ -26,8 +26,8 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
-    that saves checkpoints returns after SIGTERM, too, when the ranks have saved one. Must run on
-    the main thread.
+    that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
+    signal ignored. Must run on the main thread.
     """
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     # tempfile makes a directory that only its owner may enter.
