@@ -34,10 +34,17 @@ def test_a_wait_ends_and_names_the_rank() -> None:
         rendezvous.wait("thing", 3)
 
 
+def test_a_time_out_that_is_left_of_another_is_told_round() -> None:
+    with pytest.raises(PeerLostError, match=r"rank 0 waited 0\.02 s for rank 3"):
+        Rendezvous(HashStore(), "p", 0, 0.0199152).wait("thing", 3)
+
+
 def test_values_are_bytes_below_their_prefix() -> None:
     store = HashStore()
     Rendezvous(store, "p", 0, 5).publish("thing", b"\x00\xff")
     assert Rendezvous(store, "p", 1, 5).wait("thing", 0) == b"\x00\xff"
+    assert Rendezvous(store, "p", 1, 5).has("thing")
+    assert not Rendezvous(store, "q", 1, 5).has("thing")
     with pytest.raises(PeerLostError):
         Rendezvous(store, "q", 1, 0.01).wait("thing", 0)
 
@@ -60,7 +67,7 @@ def test_a_rank_that_fails_ends_every_wait_with_its_reason() -> None:
         Rendezvous(store, "other", 3, 60).fail("no part of this meeting")
         Rendezvous(store, "p", 2, 60).fail("the loss is nan; try a smaller --lr")
         Rendezvous(store, "p", 3, 60).fail("rank 2 was lost")
-        words = "^rank 2 failed before its links were open: the loss is nan; try a smaller --lr$"
+        words = "^rank 2 failed while the ranks met: the loss is nan; try a smaller --lr$"
         with pytest.raises(PeerLostError, match=words):
             waiting.result(timeout=20)
     # What is there already is still given.

@@ -1,5 +1,6 @@
 """Jobs that are not ours, run by `rrfp run` and recorded: they learn the same, and leave a run."""
 
+import errno
 import io
 import json
 import os
@@ -8,19 +9,22 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, Store
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.report.page import report
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
+from rrfp.megatron.job.meeting import Meeting
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.hints.orders import ORDERS
@@ -213,10 +217,12 @@ def record_some(
     pipelines: list[list[int]],
     restarted: int | None = None,
     broken: int | None = None,
+    full: bool = False,
 ) -> tuple[list[int | None], list[str]]:
     """On this rank of a job: the steps of its calls that were recorded, and what was said. Each
     pipeline in turn is called twice by its ranks, and by no others. The launcher of rank
-    `restarted` says that it has started the job again, and rank `broken` cannot describe it."""
+    `restarted` says that it has started the job again, and rank `broken` cannot describe it. With
+    `full`, the disk has no room for the run's description."""
     import torch.distributed as dist
 
     from rrfp.megatron.job import recording as module
@@ -228,6 +234,8 @@ def record_some(
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if rank == broken:
         vars(module)["program"] = lambda: 1 // 0
+    if full:
+        vars(module)["describe_run"] = no_room
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     steps: list[int | None] = []
     with redirect_stderr(io.StringIO()) as said:
@@ -257,6 +265,10 @@ def record_some(
         recording.close()
     dist.destroy_process_group()
     return steps, said.getvalue().splitlines()
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def recorded_in(run: Path, told: str = "2 steps") -> list[str]:
@@ -310,6 +322,63 @@ def test_a_rank_that_cannot_record_tells_the_others(tmp_path: Path, broken: int)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.timeout(50)  # less than ranks wait for each other
+def test_nobody_records_a_run_that_cannot_be_described(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    found = run_ranks(2, record_some, run, [[0, 1]], None, None, True, timeout_s=45)
+    reason = "[Errno 28] No space left on device"
+    beginning = "rrfp: the run is not recorded, the training goes on: "
+    assert found == [
+        ([0, 1], [f"{beginning}{reason}"]),
+        ([0, 1], [f"{beginning}rank 0 failed while the ranks met: {reason}"]),
+    ]
+    # Each file has its header and no record.
+    for rank in range(2):
+        assert len((run / "records" / f"rank-{rank}.jsonl").read_text().splitlines()) <= 1
+
+
+Linked = dict[int, tuple[int, ...]]
+
+
+def gathered(store: Store, linked: Linked, timeout_s: float = 60.0) -> list[Any]:
+    """What these ranks of one start find, or the words of the error that ends their meeting. Each
+    is linked to these others."""
+
+    def one(rank: int) -> Any:
+        try:
+            with Meeting(store, rank, timeout_s) as meeting:
+                meeting.gather(linked[rank])
+        except RrfpError as error:
+            return str(error)
+        return meeting.ranks
+
+    with ThreadPoolExecutor(len(linked)) as threads:
+        return [*threads.map(one, linked)]
+
+
+@pytest.mark.timeout(50)  # less than ranks wait for each other
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        pytest.param({0: (1,), 1: (0,)}, {0: (1,), 1: (0,)}, id="the same ranks"),
+        pytest.param({0: (1,)}, {0: (1,), 1: (0,)}, id="one had not come to its first step"),
+        pytest.param(
+            {0: (1,), 1: (0,)}, {0: (1,), 1: (0, 2), 2: (1,)}, id="a rank more, a late one"
+        ),
+        pytest.param({0: (1,), 1: (0,)}, {2: (1,)}, id="a rank more, which comes first"),
+    ],
+)
+def test_starts_that_share_a_store_are_not_mixed(first: Linked, again: Linked) -> None:
+    """As torchrun's do on several nodes, where rrfp cannot keep them apart."""
+    store = HashStore()
+    is_whole = len(first) > 1
+    said = gathered(store, first, 60.0 if is_whole else 0.05)
+    assert said == [[0, 1]] * 2 if is_whole else "waited 0.05 s for rank 1" in said[0]
+    for told in gathered(store, again):
+        assert "the job's store holds what an earlier start" in told
+        assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+
+
 def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None:
     run, beside = tmp_path / "run", tmp_path / "run-restart-1"
     first = run_ranks(2, record_some, run, [[0, 1]], timeout_s=100)
@@ -323,7 +392,7 @@ def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None
     # Another job is no restart.
     (_, (refused,)), (_, (learned,)) = run_ranks(2, record_some, run, [[0, 1]], timeout_s=100)
     assert f"{run} exists; choose another directory with --out" in refused
-    assert f"rank 0 failed before its links were open: {run} exists; choose another" in learned
+    assert f"rank 0 failed while the ranks met: {run} exists; choose another" in learned
 
 
 def test_what_arrives_as_an_evaluation_begins_is_kept() -> None:

@@ -193,7 +193,7 @@ def test_a_rank_that_fails_before_its_links_are_open_tells_the_others() -> None:
     first, *others = run_ranks(3, in_the_world, fail_on_the_first_rank, 3, timeout_s=TIMEOUT_S)
     assert first == "2 data iterators came with 1 model chunks; pass a list of one per chunk"
     for told in others:
-        assert told == f"rank 0 failed before its links were open: {first}"
+        assert told == f"rank 0 failed while the ranks met: {first}"
 
 
 def fail_on_the_first_rank() -> str:

@@ -57,6 +57,13 @@ class Rendezvous:
         except RuntimeError as error:
             raise _store_failed(error) from error
 
+    def has(self, name: str) -> bool:
+        """Whether any rank has published a value under this name."""
+        try:
+            return bool(self._store.check([self._key(name)]))
+        except RuntimeError as error:
+            raise _store_failed(error) from error
+
     def wait(self, name: str, peer: int) -> bytes:
         """The value that rank `peer` publishes under this name. Raises PeerLostError if it has not
         done so by the deadline, or as soon as a rank reports that it has failed.
@@ -72,7 +79,7 @@ class Rendezvous:
                 now_s = time.monotonic()
                 if now_s >= self._deadline_s:
                     raise PeerLostError(
-                        f"rank {self._rank} waited {self._timeout_s:g} s for rank {peer}, which"
+                        f"rank {self._rank} waited {_about(self._timeout_s)} for rank {peer}, which"
                         f" has not published '{key}'; see whether rank {peer} has started"
                     )
                 if now_s - began_s > _EAGER_S:
@@ -111,7 +118,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise _store_failed(error) from error
         rank, sentence = self._read(_FAILED, None, data, _decode_failure)
-        raise PeerLostError(f"rank {rank} failed before its links were open: {sentence}")
+        raise PeerLostError(f"rank {rank} failed while the ranks met: {sentence}")
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
@@ -141,6 +148,11 @@ def default_store() -> Store:
     if start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         return dist.PrefixStore(f"start-{start}", store)
     return store
+
+
+def _about(seconds: float) -> str:
+    """A time-out in words: what is left of a longer one is rarely a round number."""
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _store_failed(error: RuntimeError) -> RrfpError:

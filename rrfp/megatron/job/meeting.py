@@ -29,6 +29,11 @@ from rrfp.trace.rundir import RunDir, create_run_dir
 T = TypeVar("T")
 
 _PREFIX = "rrfp/recording"
+_USED_STORE = (
+    "the job's store holds what an earlier start of the job left there; set "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node, so that each start has a "
+    "store of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,15 @@ class _Presence:
     num_restarts: int = 0
     failure: str = ""
     """Why it cannot record; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a rank knows once it has read the presence of all others."""
+
+    ranks: tuple[int, ...]
+    num_restarts: int
+    """Of all of them together."""
 
 
 class Meeting:
@@ -81,20 +95,25 @@ class Meeting:
 
     def gather(self, linked: Iterable[int]) -> None:
         """Find the ranks of the recording. `linked` are those that share a process group with this
-        one. Raises PeerLostError naming a rank that does not come in time or cannot record."""
+        one. Raises PeerLostError naming a rank that does not come in time or cannot record, and
+        RrfpError if an earlier start of the job has used the store: torchrun keeps its own."""
+        if self._rendezvous.has(f"presence/{self._rank}"):
+            raise self._used_store()
         self._say(_Presence(tuple(sorted(linked)), num_restarts()))
         found: set[int] = set()
+        num_started_again = 0
         new = {self._rank}
         while new:
             told = [self._presence_of(rank) for rank in sorted(new)]
-            self._num_restarts += sum(each.num_restarts for each in told)
+            num_started_again += sum(each.num_restarts for each in told)
             found |= new
             new = {rank for each in told for rank in each.linked} - found
+        self._confirm(_Found(tuple(sorted(found)), num_started_again))
+        self._num_restarts = num_started_again
         self.ranks = sorted(found)
         self.is_leader = self._rank == self.ranks[0]
-        # From here on a failure concerns these ranks only. The store may hold what an earlier start
-        # of the job left there: torchrun keeps its own.
-        self._prefix = f"{_PREFIX}/{self.ranks[0]}/{self._num_restarts}"
+        # From here on a failure concerns these ranks only.
+        self._prefix = f"{_PREFIX}/{self.ranks[0]}"
         remaining_s = self._rendezvous.remaining_s
         self._rendezvous = Rendezvous(self._store, self._prefix, self._rank, remaining_s)
 
@@ -127,6 +146,13 @@ class Meeting:
         )
         return [replace(info, rank=rank) for info, rank in zip(found, self.ranks, strict=True)]
 
+    def settle(self) -> None:
+        """The leader calls this when all that it does once is done; the others wait for it. Raises
+        PeerLostError with the reason if a rank has failed before."""
+        if self.is_leader:
+            self._rendezvous.publish("settled", "")
+        self._rendezvous.wait("settled", self.ranks[0])
+
     def share(self, name: str, value: object) -> None:
         """Publish a JSON value about this rank."""
         self._rendezvous.publish(f"{name}/{self._rank}", json.dumps(value))
@@ -147,6 +173,24 @@ class Meeting:
         if found.failure:
             raise PeerLostError(f"rank {rank} cannot record: {found.failure}")
         return found
+
+    def _confirm(self, own: _Found) -> None:
+        """See that all ranks have found the same.
+
+        A presence may be left from an earlier start in which this rank did not come so far. What
+        others have found cannot: if it names this rank, they have read the presence that this rank
+        published just now.
+        """
+        self._rendezvous.publish(f"found/{self._rank}", json.dumps(asdict(own)))
+        for rank in own.ranks:
+            decode = partial(instance, _Found)
+            if self._rendezvous.wait_json(f"found/{rank}", rank, decode) != own:
+                raise self._used_store()
+
+    def _used_store(self) -> RrfpError:
+        """The error to raise. Told to every rank of the job: none can trust what it reads."""
+        self._rendezvous.fail(_USED_STORE)
+        return RrfpError(_USED_STORE)
 
     def _make(self, request: RecordingRequest, label: str) -> RunDir:
         own = str(self._rank)

@@ -258,13 +258,23 @@ class JobRecording:
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own)
-            meeting.share("parameters", num_parameters(chunks))
-            self._recorder = Recorder(run.rank_records(own.rank), own)
+            recorder = Recorder(run.rank_records(own.rank), own)
+            try:
+                meeting.share("parameters", num_parameters(chunks))
+                if meeting.is_leader:
+                    ranks = meeting.introduced()
+                    parameters = meeting.shared("parameters", integers)
+                    settings["parameters"] = _by_stage(ranks, parameters)
+                    policy = self._steering.policy(settings)
+                    describe_run(run.run_json, settings, policy, len(ranks), ranks)
+                # Records without a description are of no use to anybody.
+                meeting.settle()
+            except BaseException:
+                with suppress(Exception):
+                    recorder.close()
+                raise
+            self._recorder = recorder
             if meeting.is_leader:
-                ranks = meeting.introduced()
-                settings["parameters"] = _by_stage(ranks, meeting.shared("parameters", integers))
-                policy = self._steering.policy(settings)
-                describe_run(run.run_json, settings, policy, len(ranks), ranks)
                 self._run = run
 
     def _close_records(self) -> None:
