@@ -64,6 +64,22 @@ def test_a_slower_link_moves_the_waits_and_not_the_work() -> None:
     assert "forward_input" in moved(comparison)
 
 
+def test_on_a_busier_machine_it_is_the_work_that_differs() -> None:
+    comparison = compare(run_of(STEADY), run_of(tuple(each * 14 // 10 for each in STEADY)))
+    assert comparison.step_time_ratio.leaves_out(1)
+    assert comparison.same_work_ratio is not None
+    assert comparison.work_ratio is not None
+    assert comparison.work_ratio.median == pytest.approx(1.4, abs=0.01)
+    assert comparison.same_work_ratio.median == pytest.approx(1, abs=0.01)
+    assert not comparison.same_work_ratio.leaves_out(1)
+    slower_link = compare(run_of(STEADY), run_of(STEADY, transfer_ns=150))
+    assert slower_link.same_work_ratio is not None
+    assert slower_link.same_work_ratio.median == pytest.approx(
+        slower_link.step_time_ratio.median, rel=0.01
+    )
+    assert slower_link.same_work_ratio.leaves_out(1)
+
+
 def test_of_a_stage_its_own_ranks_are_compared() -> None:
     slower = run_of(STEADY, transfer_ns=150)
     waits = [compare(run_of(STEADY), slower, stage).causes_s for stage in (0, 1)]
@@ -136,6 +152,9 @@ def test_the_command(
     table = rrfp("a.pftrace", "b.pftrace")[1]
     assert "B is slower" in table
     assert max(map(len, table.splitlines())) <= 80
+    write_trace(Path("busy.pftrace"), run_of(tuple(each * 14 // 10 for each in STEADY)))
+    told = " ".join(rrfp("a.pftrace", "busy.pftrace")[1].split())
+    assert "Its tasks themselves take 40.0% longer; for the same work no difference" in told
     assert rrfp("a.pftrace", "a.pftrace", "--fail-above", "1")[0] == 0
     code, _, told = rrfp("a.pftrace", "b.pftrace", "--fail-above", "1.1")
     assert code == 1
@@ -146,5 +165,6 @@ def test_the_command(
 def test_the_frame_has_a_row_for_each_figure() -> None:
     comparison = compare(run_of(STEADY), run_of(STEADY, transfer_ns=150))
     frame = comparison.frame
-    assert frame["what"].to_list() == ["step_time_ratio", *comparison.causes_s]
+    ratios = ["same_work_ratio", "step_time_ratio", "work_ratio"]
+    assert frame["what"].to_list() == [*ratios, *comparison.causes_s]
     assert frame.filter(pl.col("low") > pl.col("high")).is_empty()

@@ -55,16 +55,26 @@ class Comparison:
     num_steps: tuple[int, int]
     step_s: tuple[float, float]
     """The median length of a step of each."""
+    same_work_ratio: Estimate | None
+    """The second run's step time over the first run's, each taken per second of its work: a
+    schedule answers for waits, and not for how fast tasks run. None for a run without work."""
     step_time_ratio: Estimate
     """The second run's step time over the first run's."""
+    work_ratio: Estimate | None
+    """The second run's work over the first run's; None for a run without work."""
     causes_s: dict[str, Estimate]
     """How many seconds a step, as the mean over ranks, the second run has more of each cause;
     `work` first, then the causes that occur in either run."""
 
     @property
     def frame(self) -> pl.DataFrame:
-        """A row for the ratio of step times, and one for the seconds of each cause."""
-        estimates = {"step_time_ratio": self.step_time_ratio, **self.causes_s}
+        """A row for each ratio, and one for the seconds of each cause."""
+        ratios = {
+            "same_work_ratio": self.same_work_ratio,
+            "step_time_ratio": self.step_time_ratio,
+            "work_ratio": self.work_ratio,
+        }
+        estimates = {**{name: each for name, each in ratios.items() if each}, **self.causes_s}
         return pl.DataFrame(
             [(what, each.median, each.low, each.high) for what, each in estimates.items()],
             schema=["what", "median", "low", "high"],
@@ -74,7 +84,9 @@ class Comparison:
     def as_json(self) -> dict[str, object]:
         """The object that `rrfp analyze compare --format json` prints."""
         return {
+            "same_work_ratio": self.same_work_ratio and self.same_work_ratio.as_json(),
             "step_time_ratio": self.step_time_ratio.as_json(),
+            "work_ratio": self.work_ratio and self.work_ratio.as_json(),
             "causes": {cause: each.as_json() for cause, each in self.causes_s.items()},
             "step_s": list(self.step_s),
             "steps": list(self.num_steps),
@@ -94,6 +106,7 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
             f"the runs have {len(times_a['length'])} and {len(times_b['length'])} whole steps, and "
             "it takes 2 of each to tell a difference from noise; record more steps"
         )
+    both_work = all(times[WORK].min() > 0 for times in (times_a, times_b))
     names = [name for name in (WORK, *CAUSES) if times_a[name].any() or times_b[name].any()]
     a, b = (
         resampled_medians({name: times[name] for name in ("length", *names)}, which)
@@ -102,7 +115,9 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
     return Comparison(
         (len(times_a["length"]), len(times_b["length"])),
         (float(a["length"][0]), float(b["length"][0])),
+        estimate(b["length"] / b[WORK] / (a["length"] / a[WORK])) if both_work else None,
         estimate(b["length"] / a["length"]),
+        estimate(b[WORK] / a[WORK]) if both_work else None,
         {name: estimate(b[name] - a[name]) for name in names},
     )
 

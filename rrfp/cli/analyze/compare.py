@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, parse_steps
 from rrfp.cli.output import print_frame, tell_evaluations, tell_missing_records
@@ -51,7 +52,8 @@ def compare(
     as_json = report.as_json() | {"evaluations_left_out": [a.num_left_out, b.num_left_out]}
     print_frame(report.frame, as_json, output_format)
     if output_format is Format.TABLE:
-        typer.echo(_verdict(report, "An evaluation" if evaluations else "A step"))
+        told = _verdict(report, "An evaluation" if evaluations else "A step")
+        Console(highlight=False).print(told)
     ratio = report.step_time_ratio
     if fail_above is not None and ratio.low > fail_above:
         raise RrfpError(
@@ -68,4 +70,17 @@ def _verdict(report: "Comparison", a_step: str) -> str:
     if not ratio.leaves_out(1):
         return f"{told}: no difference that stands out from the noise of these steps."
     faster = "faster" if ratio.median < 1 else "slower"
-    return f"{told}: B is {faster}, by {abs(1 - ratio.median):.1%}."
+    return f"{told}: B is {faster}, by {abs(1 - ratio.median):.1%}.{_on_work(report)}"
+
+
+def _on_work(report: "Comparison") -> str:
+    """That the tasks themselves differ, and what remains for the same work."""
+    work, same_work = report.work_ratio, report.same_work_ratio
+    if work is None or same_work is None or not work.leaves_out(1):
+        return ""
+    longer = "longer" if work.median > 1 else "less"
+    told = f" Its tasks themselves take {abs(1 - work.median):.1%} {longer}; for the same work"
+    if not same_work.leaves_out(1):
+        return f"{told} no difference stands out."
+    faster = "faster" if same_work.median < 1 else "slower"
+    return f"{told} B is {faster}, by {abs(1 - same_work.median):.1%}."
