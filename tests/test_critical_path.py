@@ -43,7 +43,7 @@ def work(recording: Recording, step: int) -> dict[tuple[int, str], int]:
     }
 
 
-@examples(quick=80, thorough=2000)
+@examples(quick=40, thorough=2000)
 @given(cases())
 def test_the_tasks_are_those_of_the_naive_path(case: Case) -> None:
     recording = simulated_case(
@@ -64,7 +64,7 @@ def test_so_they_are_under_megatrons_own_schedule() -> None:
 
 
 @pytest.mark.parametrize(("hint", "whole"), BLOCKING)
-@examples(quick=15, thorough=500)
+@examples(quick=8, thorough=500)
 @given(SEEDS)
 def test_where_transfers_take_no_time_the_path_is_work(hint: str, whole: Shape, seed: int) -> None:
     """Whoever waits, waits for somebody's task: the rank that came last to a meeting."""
@@ -77,7 +77,7 @@ def test_where_transfers_take_no_time_the_path_is_work(hint: str, whole: Shape, 
 
 
 @pytest.mark.parametrize(("hint", "whole"), BLOCKING)
-@examples(quick=15, thorough=500)
+@examples(quick=8, thorough=500)
 @given(SEEDS)
 def test_what_transfers_take_is_theirs(hint: str, whole: Shape, seed: int) -> None:
     policy, shape = policy_of(hint, whole, dispatch=Dispatch.FIXED)

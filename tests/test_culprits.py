@@ -195,7 +195,7 @@ class Planted:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "number", [40, pytest.param(500, marks=pytest.mark.slow)], ids=lambda number: f"{number}"
+    "number", [15, pytest.param(500, marks=pytest.mark.slow)], ids=lambda number: f"{number}"
 )
 def test_a_planted_cause_comes_first(number: int) -> None:
     missed = [seed for seed in range(number) if not Planted.draw(seed).is_found()]
@@ -274,6 +274,23 @@ def test_the_screen_fits_a_terminal(rrfp: Callable[..., tuple[int, str, str]]) -
     assert "1. Rank 4 is slower than its peers: mending it saves" in out
     assert "rrfp analyze whatif slow.pftrace --usual-rank 4" in out
     assert out.splitlines()[-1].startswith("Next: rrfp analyze report slow.pftrace")
+
+
+def test_what_was_found_is_noted(
+    rrfp: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for other steps; and a note that is torn is made anew."""
+    first = rrfp("analyze", "slow.pftrace")
+    later = rrfp("analyze", "slow.pftrace", "--steps", "1:")
+    with monkeypatch.context() as patch:
+        patch.setattr("rrfp.analyze.findings.diagnosis.diagnose", lambda _: pytest.fail("again"))
+        assert rrfp("analyze", "slow.pftrace") == first
+        assert rrfp("analyze", "slow.pftrace", "--steps", "1:") == later
+    notes = [*Path("slow.pftrace.frames").glob("*/findings-*.json")]
+    assert len(notes) == 2
+    for note in notes:
+        note.write_text('{"findings": [{"kind": 1')
+    assert rrfp("analyze", "slow.pftrace") == first
 
 
 def test_the_json_has_the_keys_that_other_tools_read(

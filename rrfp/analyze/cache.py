@@ -1,7 +1,7 @@
 """The tables of a trace, kept beside it, so that the second command on it is instant.
 
-They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with the structural parts that
-replays found. A trace that has changed has another digest, and its new tables replace the old ones.
+They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with notes of what was found
+in replays. A trace that has changed has another digest, and its new tables replace the old ones.
 If nothing can be written beside a trace, the tables are made anew each time.
 """
 
@@ -11,8 +11,10 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polars.exceptions import PolarsError
 
@@ -22,6 +24,11 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.parquet import check_tables, read_tables, write_tables
 from rrfp.errors import RrfpError
 from rrfp.trace.whole_file import open_whole
+
+if TYPE_CHECKING:
+    from rrfp.analyze.findings.diagnosis import Diagnosis
+
+T = TypeVar("T")
 
 _LAYOUT = 2
 """Part of the folder's name; a new number makes every table anew."""
@@ -57,23 +64,54 @@ class CachedTrace:
     def structural(self, steps: range | None = None) -> tuple[list[float], str]:
         """The structural part of the bubble of these steps that train: by pipeline rank, as shares
         of the window. Empty when the run cannot be replayed; the text then says why."""
-        chosen = "" if steps is None else f"-{steps.start}-{steps.stop}"
-        path = self._folder / f"structural-{rrfp.__version__}{chosen}.json"
-        with suppress(OSError, ValueError, TypeError):
-            shares, why = json.loads(path.read_bytes())
-            return shares, why
-        # The simulator is slow to import, and a trace needs it once.
-        from rrfp.analyze.structural_steps import structural_of
 
-        try:
-            frames = choose(self.frames(), steps)
-            shares = [part.structural for part in structural_of(frames).ranks]
-            why = ""
-        except RrfpError as error:
-            shares, why = [], str(error)
+        def find() -> tuple[list[float], str]:
+            # The simulator is slow to import, and a trace needs it once.
+            from rrfp.analyze.structural_steps import structural_of
+
+            try:
+                frames = choose(self.frames(), steps)
+                return [part.structural for part in structural_of(frames).ranks], ""
+            except RrfpError as error:
+                return [], str(error)
+
+        def read(note: Any) -> tuple[list[float], str]:
+            shares, why = note
+            return shares, why
+
+        return self._noted(f"structural{_told(steps)}", find, read, list)
+
+    def diagnosis(self, steps: range | None = None, *, evaluations: bool = False) -> "Diagnosis":
+        """What makes these steps long. Raises RrfpError as `diagnose` does."""
+        from rrfp.analyze.findings.diagnosis import Diagnosis, diagnose
+
+        name = f"findings{'-evaluations' if evaluations else ''}{_told(steps)}"
+
+        def find() -> Diagnosis:
+            return diagnose(choose(self.frames(), steps, evaluations=evaluations))
+
+        return self._noted(name, find, Diagnosis.of_note, Diagnosis.as_note)
+
+    def _noted(
+        self,
+        name: str,
+        find: Callable[[], T],
+        read: Callable[[Any], T],
+        write: Callable[[T], object],
+    ) -> T:
+        """What was found before, from its note beside the tables, or what is found and noted now.
+        A note that cannot be read is made anew."""
+        path = self._folder / f"{name}-{rrfp.__version__}.json"
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return read(json.loads(path.read_bytes()))
+        found = find()
         with suppress(OSError), open_whole(path) as file:
-            file.write(json.dumps([shares, why]).encode())
-        return shares, why
+            file.write(json.dumps(write(found)).encode())
+        return found
+
+
+def _told(steps: range | None) -> str:
+    return "" if steps is None else f"-{steps.start}-{steps.stop}"
 
 
 def _folder_of(trace: Path) -> Path:
