@@ -11,6 +11,12 @@ class StoppedError(RrfpError):
     """A signal from outside ended the run."""
 
 
+class GateError(RrfpError):
+    """A figure is above what was asked for; the command line exits with 3."""
+
+    exit_code = 3
+
+
 class UsageError(RrfpError):
     """Wrong arguments, configuration, data or order file; the command line exits with 2."""
 

@@ -116,7 +116,7 @@ def test_a_bubble_above_the_bound_fails(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, err = _rrfp(capsys, monkeypatch, "analyze", "bubbles", "--fail-above", "0.1")
-    assert (code, bool(out)) == (1, True)
+    assert (code, bool(out)) == (3, True)
     assert "above the 0.1 of --fail-above" in err
     code, _, err = _rrfp(capsys, monkeypatch, "analyze", "bubbles", "--fail-above", "0.9")
     assert (code, err) == (0, "")

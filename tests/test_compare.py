@@ -157,7 +157,7 @@ def test_the_command(
     assert "Its tasks themselves take 40.0% longer; for the same work no difference" in told
     assert rrfp("a.pftrace", "a.pftrace", "--fail-above", "1")[0] == 0
     code, _, told = rrfp("a.pftrace", "b.pftrace", "--fail-above", "1.1")
-    assert code == 1
+    assert code == 3
     assert "above the 1.1 of --fail-above" in told
     assert rrfp("a.pftrace", "missing.pftrace")[0] == 1
 

@@ -128,7 +128,7 @@ def test_bubbles_fail_above_a_fraction(finished: Finished) -> None:
     directory = finished.run.parent.parent
     assert rrfp_here(directory, "analyze", "bubbles", "--fail-above", "1.0").returncode == 0
     shown = rrfp_here(directory, "analyze", "bubbles", "--fail-above", "0.001")
-    assert shown.returncode == 1
+    assert shown.returncode == 3
     assert "above the 0.001 of --fail-above" in shown.stderr
 
 

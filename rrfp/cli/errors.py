@@ -1,7 +1,7 @@
 """From an exception to one sentence on stderr and an exit code.
 
-0 done; 1 failed; 2 wrong usage; 130 interrupted. Typer's own handling is passed by: it would print
-a panel, and take every broken pipe for a closed stdout.
+0 done; 1 failed; 2 wrong usage; 3 above a gate (`--fail-above`); 130 interrupted. Typer's own
+handling is passed by: it would print a panel, and take every broken pipe for a closed stdout.
 """
 
 import io

@@ -25,6 +25,8 @@ app = typer.Typer(
     "simulate --pp 8 --microbatches 32 --sweep hint=bf,bfw.",
     no_args_is_help=True,
     add_completion=False,
+    # Also of the commands in it.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
 # What stands behind SCRIPT is the script's, options included.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rrfp.cli.options import Format
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import GateError, UsageError
 from rrfp.trace.steps import EVALUATION, counted, step_names
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def print_frame(
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:
-    """Raise RrfpError, with which the command exits with 1, for a figure above --fail-above."""
+    """Raise GateError for a figure above --fail-above."""
     if most is not None and found > most:
-        raise RrfpError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
+        raise GateError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
 
 
 def tell_missing_records(frames: "Frames", whose: str = "") -> None:

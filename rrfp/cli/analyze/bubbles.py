@@ -33,7 +33,7 @@ def bubbles(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Exit with 1 when the bubble fraction is above this."),
+        typer.Option(min=0, max=1, help="Exit with 3 when the bubble fraction is above this."),
     ] = None,
 ) -> None:
     """Show how much of each rank's time was idle, and why.

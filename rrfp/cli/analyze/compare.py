@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, parse_steps
 from rrfp.cli.output import print_frame, tell_evaluations, tell_missing_records
-from rrfp.errors import RrfpError
+from rrfp.errors import GateError
 
 if TYPE_CHECKING:
     from rrfp.analyze.compare import Comparison
@@ -24,7 +24,7 @@ def compare(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Exit with 1 when B takes more than this times A, and that is no noise."
+            min=0, help="Exit with 3 when B takes more than this times A, and that is no noise."
         ),
     ] = None,
 ) -> None:
@@ -56,7 +56,7 @@ def compare(
         Console(highlight=False).print(told)
     ratio = report.step_time_ratio
     if fail_above is not None and ratio.low > fail_above:
-        raise RrfpError(
+        raise GateError(
             f"B takes {ratio.median:.3f} times as long as A ({ratio.low:.3f} to {ratio.high:.3f}), "
             f"above the {fail_above:g} of --fail-above"
         )

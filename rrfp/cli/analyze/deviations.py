@@ -17,7 +17,7 @@ def deviations(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Exit with 1 when a rank deviates more often than this."),
+        typer.Option(min=0, max=1, help="Exit with 3 when a rank deviates more often than this."),
     ] = None,
 ) -> None:
     """Show how far each pipeline rank departed from its hint's order.

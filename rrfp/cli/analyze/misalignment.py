@@ -17,7 +17,7 @@ def misalignment(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, help="Exit with 1 when a link's p95 of seconds starved is above this."),
+        typer.Option(min=0, help="Exit with 3 when a link's p95 of seconds starved is above this."),
     ] = None,
 ) -> None:
     """Show on each link how long messages lay ready, and how long stages idled for them."""

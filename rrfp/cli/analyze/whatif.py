@@ -88,7 +88,7 @@ def whatif(
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Exit with 1 when a row would save more than this."),
+        typer.Option(min=0, max=1, help="Exit with 3 when a row would save more than this."),
     ] = None,
 ) -> None:
     """Replay a run under other hints and bounds, or without what slowed it.
