@@ -30,6 +30,7 @@ def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict
             "source": source.name,
             "files": source.num_files,
             "tells_waits": all(rank.tells_waits for rank in run.ranks),
+            "transfers_block": source.transfers_block,
         },
         **({} if source.world_size is None else {"world": source.world_size}),
         "ranks": [

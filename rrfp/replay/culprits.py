@@ -111,7 +111,8 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     yield from _worst(_slow_stages(run, steps))
     yield from _worst(_slow_ranks(run, steps))
     yield from _worst(_slow_replicas(run, steps))
-    yield from _worst(_slow_links(run, steps))
+    if run.tells_arrivals:
+        yield from _worst(_slow_links(run, steps))
     yield Culprit(CulpritKind.UNEVEN_MICROBATCHES, Change(even_microbatches=True))
     yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
     if run.policy.dispatch is Dispatch.FIXED:

@@ -27,6 +27,9 @@ class RecordedRun:
     hint_name: str
     is_blocking: bool
     """Its transfers lay on the compute path, like Megatron's own."""
+    tells_arrivals: bool
+    """Whether it is known when messages came. Of an imported run whose transfers do not block it is
+    only known when each left, and when it was taken up."""
     may_share_cores: bool
     """Several ranks computed on one host's CPU; traces do not tell how many cores it has."""
     num_members: int
@@ -70,6 +73,11 @@ class RecordedRun:
         return own.limit or DEFAULT_LIMIT, None
 
 
+def _tells_arrivals(recording: Recording) -> bool:
+    imported = recording.settings.get("imported")
+    return not isinstance(imported, dict) or imported.get("transfers_block") is True
+
+
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     """Find out what a recording's run was. `steps` chooses among its steps that train; None takes
     all. Evaluations are not replayed, as they have no backward.
@@ -111,6 +119,7 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
         policy_of(settings, shape, whole[0]),
         settings.text("hint"),
         settings.is_blocking,
+        _tells_arrivals(recording),
         settings.computes_on_cpu and layout.shares_hosts,
         layout.num_members,
         tuple(whole),
