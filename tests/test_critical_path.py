@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.misalignment import misalignment, timed_messages
 from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.path.segments import LINK
+from rrfp.errors import RrfpError
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
@@ -108,3 +109,19 @@ def test_where_transfers_block_work_is_queued_at_its_sender() -> None:
     # The second stage is there before the first message, and later than the others.
     assert forwards["queued_ns"].to_list() == [0, 20, 20]
     assert forwards["starved_ns"].to_list() == [10, 0, 0]
+
+
+def test_links_to_a_stage_of_megatrons_run_are_told() -> None:
+    found = misalignment(frames_of(read_trace(MEGATRONS)), stage=1)
+    assert found["to"].unique().to_list() == [1]
+
+
+def test_without_a_rank_the_path_goes_on_by_what_is_there() -> None:
+    recording = read_trace(MEGATRONS)
+    del recording.ranks[2]
+    recording.settings.pop("world", None)
+    frames = frames_of(recording)
+    path = critical_path(frames, 1)
+    assert sum(owner.time_ns for owner in path.owners) == path.length_ns
+    with pytest.raises(RrfpError, match="the trace has no messages"):
+        misalignment(frames)

@@ -4,7 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from rrfp.analyze.findings.findings import Finding, findings
 from rrfp.analyze.findings.replays import replays
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
+from rrfp.errors import RrfpError
 from rrfp.replay.change import Change
 from rrfp.replay.culprits import LEAST_SAVING, Culprit, CulpritKind, culprits
 from rrfp.replay.measured import measure
@@ -128,6 +129,38 @@ def test_a_link_that_costs_nothing_is_never_named() -> None:
 
 def test_a_small_bound() -> None:
     assert first(run_of(Shape(4, 16), limit=1))[0].kind is CulpritKind.BOUND
+
+
+def test_an_order_that_binds_is_withheld_by_no_bound() -> None:
+    blocked = run_of(
+        Shape(4, 16),
+        lambda _, stage, m: 4 if (m + stage) % 3 == 0 else 1,
+        hint="1f1b",
+        dispatch=Dispatch.FIXED,
+        limit=4,
+    )
+    run = read_run(blocked)
+    assert CulpritKind.BOUND not in {each.kind for each in culprits(run, measure(run))}
+
+
+def test_a_rank_that_enters_late_is_no_slow_link() -> None:
+    """The first message to it waits for its entry."""
+    recording = run_of(Shape(4, 8), message_ns=300)
+    late_ns = 60_000
+    for rank in recording.ranks:
+        if rank.info.pp_rank == 3:
+            rank.phases[:] = [
+                each._replace(start_ns=each.start_ns + late_ns) for each in rank.phases
+            ]
+    run = read_run(recording)
+    assert CulpritKind.SLOW_LINK not in {each.kind for each in culprits(run, measure(run))}
+
+
+def test_a_step_that_takes_no_time_is_refused() -> None:
+    run = read_run(run_of(Shape(2, 4)))
+    steps = measure(run)
+    with pytest.raises(RrfpError, match="the steps take no time"):
+        culprits(run, [*steps, replace(steps[0], window_ns=0)])
 
 
 def test_an_order_that_blocks_ready_work() -> None:
@@ -297,7 +330,9 @@ def test_the_json_has_the_keys_that_other_tools_read(
     rrfp: Callable[..., tuple[int, str, str]],
 ) -> None:
     found = json.loads(rrfp("analyze", "slow.pftrace", "--format", "json")[1])
-    assert found.keys() == {"run", "step_time_s", "bubble_fraction", "findings"}
+    assert {"run", "step_time_s", "bubble_fraction", "findings"} <= found.keys()
+    assert found["owned"] == []
+    assert found["why_not_replayed"] is None
     savings = [each["saving_fraction"] for each in found["findings"]]
     assert savings == sorted(savings, reverse=True)
     assert min(savings) >= LEAST_SAVING
@@ -329,6 +364,19 @@ def test_what_the_run_does_not_have_is_refused(
     code, _, err = rrfp("analyze", "whatif", "slow.pftrace", *flags)
     assert code == 2
     assert told in err
+
+
+def test_the_commands_are_of_the_steps_asked_for(
+    rrfp: Callable[..., tuple[int, str, str]],
+) -> None:
+    out = rrfp("analyze", "slow.pftrace", "--steps", "1:")[1]
+    assert "rrfp analyze whatif slow.pftrace --usual-rank 4 --steps 1:" in out
+    assert "rrfp analyze report slow.pftrace --steps 1: -o report.html" in out
+
+
+def test_options_may_come_before_the_run(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+    assert "the trace has no evaluations" in rrfp("analyze", "--evaluations", "slow.pftrace")[2]
+    assert "there is no run or trace at reports/one" in rrfp("analyze", "reports/one")[2]
 
 
 def test_a_misspelt_report_is_no_run(rrfp: Callable[..., tuple[int, str, str]]) -> None:

@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _LAYOUT = 2
 """Part of the folder's name; a new number makes every table anew."""
+_NOTES = 1
+"""Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
@@ -101,7 +103,7 @@ class CachedTrace:
     ) -> T:
         """What was found before, from its note beside the tables, or what is found and noted now.
         A note that cannot be read is made anew."""
-        path = self._folder / f"{name}-{rrfp.__version__}.json"
+        path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             return read(json.loads(path.read_bytes()))
         found = find()

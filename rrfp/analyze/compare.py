@@ -57,11 +57,12 @@ class Comparison:
     """The median length of a step of each."""
     same_work_ratio: Estimate | None
     """The second run's step time over the first run's, each taken per second of its work: a
-    schedule answers for waits, and not for how fast tasks run. None for a run without work."""
+    schedule answers for waits, and not for how fast tasks run. None for a run without work, and of
+    some ranks only."""
     step_time_ratio: Estimate
     """The second run's step time over the first run's."""
     work_ratio: Estimate | None
-    """The second run's work over the first run's; None for a run without work."""
+    """The second run's work over the first run's; None where `same_work_ratio` is."""
     causes_s: dict[str, Estimate]
     """How many seconds a step, as the mean over ranks, the second run has more of each cause;
     `work` first, then the causes that occur in either run."""
@@ -106,7 +107,8 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
             f"the runs have {len(times_a['length'])} and {len(times_b['length'])} whole steps, and "
             "it takes 2 of each to tell a difference from noise; record more steps"
         )
-    both_work = all(times[WORK].min() > 0 for times in (times_a, times_b))
+    # A step is as long as all ranks make it, so that the work of some says little of it.
+    both_work = stage is None and all(times[WORK].min() > 0 for times in (times_a, times_b))
     names = [name for name in (WORK, *CAUSES) if times_a[name].any() or times_b[name].any()]
     a, b = (
         resampled_medians({name: times[name] for name in ("length", *names)}, which)

@@ -8,6 +8,7 @@ Where transfers block, as in Megatron's own schedules, a message arrives only on
 it: there the work is queued at its sender, which waits for the stage.
 """
 
+from contextlib import suppress
 from itertools import chain
 
 import polars as pl
@@ -22,13 +23,16 @@ _OF_A_STEP = ("to_rank", "step")
 _TIMES: Schema = {"queued_ns": pl.Int64, "starved_ns": pl.Int64}
 
 
-def misalignment(frames: Frames) -> pl.DataFrame:
+def misalignment(frames: Frames, stage: int | None = None) -> pl.DataFrame:
     """A row a directed link between pipeline ranks: how many messages it carried, and the median
     and 95th percentile of the seconds that they were queued and that they starved their stage.
+    `stage` takes only the links that lead to the rank that holds it.
 
     Raises RrfpError for a run that recorded no messages.
     """
     messages = timed_messages(frames)
+    if stage is not None:
+        messages = messages.filter(pl.col("to") == frames.rank_of(stage))
     if messages.is_empty():
         raise RrfpError(
             "the trace has no messages between stages; record one with 'rrfp train' under its own "
@@ -68,7 +72,13 @@ def as_json(report: pl.DataFrame) -> dict[str, object]:
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
     """Every message with its link, and how long in ns it was queued and starved its stage."""
-    messages = _met(frames) if transfers_block(frames) else _sent(frames)
+    messages = None
+    if transfers_block(frames):
+        # Without whole groups nobody can tell who met whom.
+        with suppress(RrfpError):
+            messages = _met(frames)
+    if messages is None:
+        messages = _sent(frames)
     direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
     return messages.with_columns(
         pl.col("from_pp_rank").alias("from"),
@@ -81,6 +91,7 @@ def _met(frames: Frames) -> pl.DataFrame:
     """The messages of a run with blocking transfers. One is queued while its sender waits for its
     receiver, and starves that from when it is there until the message has passed."""
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
+    met = met_replicas(frames, windows) if windows else ()
     rows = [
         (
             step,
@@ -94,7 +105,7 @@ def _met(frames: Frames) -> pl.DataFrame:
             max(0, meeting.began_ns - meeting.sender.there_ns),
             max(0, meeting.passed_ns - meeting.receiver.there_ns),
         )
-        for step, replicas in met_replicas(frames, windows)
+        for step, replicas in met
         for replica in replicas
         for rank in replica.ranks
         for meeting in chain.from_iterable(rank.meetings)

@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import mean, median
+from statistics import median, median_low
 
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
 from rrfp.replay.measured import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
@@ -71,7 +71,12 @@ class Culprit:
 
 
 def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
-    """What is worth mending, the largest saving first. `steps` are the run's, measured."""
+    """What is worth mending, the largest saving first. `steps` are the run's, measured.
+
+    Raises RrfpError for a step that takes no time.
+    """
+    if any(step.window_ns <= 0 for step in steps):
+        raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
     own_ns = [replay(run, step).makespan_ns for step in steps]
     found = []
     for suspect in _suspects(run, steps):
@@ -117,9 +122,10 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
     if run.policy.dispatch is Dispatch.FIXED:
         yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
-    if run.policy.limit is not None:
+    # A bound withholds nothing from an order that binds.
+    elif run.policy.limit is not None:
         yield Culprit(CulpritKind.BOUND, Change(limit=2 * run.policy.limit))
-    if run.policy.hold is not None:
+    elif run.policy.hold is not None:
         yield Culprit(CulpritKind.BOUND, Change(hold=int(2 * run.policy.hold)))
     if Kind.W not in run.shape.kinds:
         split = HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]
@@ -144,7 +150,7 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cu
         for replica in step.replicas:
             for task, time_ns in replica.durations_ns.items():
                 work_ns[task.stage] += time_ns
-    usual_ns = max(1, median(work_ns))
+    usual_ns = max(1, median_low(work_ns))
     for stage, ns in enumerate(work_ns):
         yield Culprit(
             CulpritKind.SLOW_STAGE,
@@ -161,9 +167,18 @@ def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
         for pp_rank, ns in enumerate(of_ranks):
             others = [each[pp_rank] for each in busy_ns if each is not of_ranks]
             if others:
-                rank = run.steps[0].replicas[number][pp_rank][0].info.rank
+                rank = _slowest_member(run, number, pp_rank)
                 excess = ns / max(1, median(others)) - 1
                 yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+
+
+def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
+    """The rank that works most of those that run a pipeline rank's tasks together."""
+    work_ns: defaultdict[int, int] = defaultdict(int)
+    for step in run.steps:
+        for member in step.replicas[replica][pp_rank]:
+            work_ns[member.info.rank] += sum(task.end_ns - task.start_ns for task in member.tasks)
+    return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
 
 
 def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
@@ -195,11 +210,11 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
                 link = run.shape.link(task)
                 if link is not None:
                     times_ns[link].append(time_ns)
-    means_ns = {link: mean(each) for link, each in times_ns.items()}
-    if not means_ns:
+    medians_ns = {link: median_low(each) for link, each in times_ns.items()}
+    if not medians_ns:
         return
-    usual_ns = max(1, median(means_ns.values()))
-    for link, ns in means_ns.items():
+    usual_ns = max(1, median_low(medians_ns.values()))
+    for link, ns in medians_ns.items():
         yield Culprit(CulpritKind.SLOW_LINK, Change(usual_link=link), link[1], ns / usual_ns - 1)
 
 

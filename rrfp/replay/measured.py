@@ -70,7 +70,7 @@ class ReplicaStep:
         stage; each kind by itself."""
         means_ns = _means(self.durations_ns)
         middle_ns = {
-            kind: int(median(mean_ns for (_, other), mean_ns in means_ns.items() if other is kind))
+            kind: median_low(mean_ns for (_, other), mean_ns in means_ns.items() if other is kind)
             for kind in {kind for _, kind in means_ns}
         }
         durations_ns = {
@@ -86,15 +86,16 @@ class ReplicaStep:
         return replace(self, transfers_ns={})
 
     def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "ReplicaStep":
-        """The same step with the messages of one link, by its pipeline ranks, as fast in the mean
-        as those of the median link, if they are slower."""
+        """The same step with the messages of one link, by its pipeline ranks, as fast in the median
+        as those of the link in the middle, if they are slower."""
         by_link: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for task, time_ns in self.transfers_ns.items():
             by_link[_link(task, shape)].append(time_ns)
-        means_ns = {each: mean(times_ns) for each, times_ns in by_link.items()}
-        if link not in means_ns or means_ns[link] <= median(means_ns.values()):
+        usual_ns = {each: median_low(times_ns) for each, times_ns in by_link.items()}
+        middle_ns = median_low(usual_ns.values()) if usual_ns else 0
+        if usual_ns.get(link, 0) <= middle_ns:
             return self
-        factor = median(means_ns.values()) / means_ns[link]
+        factor = middle_ns / usual_ns[link]
         transfers_ns = {
             task: round(time_ns * factor) if _link(task, shape) == link else time_ns
             for task, time_ns in self.transfers_ns.items()

@@ -13,8 +13,8 @@ from rrfp.replay.culprits import Culprit, CulpritKind
 from rrfp.replay.recorded import RecordedRun
 from rrfp.trace.steps import step_name
 
-_MOST_LATER = 0.8
-"""So large a share of the later steps must be slow, too, for a rank to be slow since a step."""
+_MOST_OF_THEM = 0.8
+"""In so large a share of the steps must a rank be slow to be slow throughout, or since a step."""
 
 
 class CulpritWords:
@@ -27,7 +27,7 @@ class CulpritWords:
 
     def tell(self, culprit: Culprit) -> tuple[str, str, str]:
         change = culprit.change
-        longer = f"{culprit.excess:.0%} longer"
+        longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
         match culprit.kind:
             case CulpritKind.SLOW_STAGE:
                 stage = change.median_stage
@@ -43,7 +43,8 @@ class CulpritWords:
                 return (
                     f"Rank {change.usual_rank} is slower than its peers",
                     f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of the "
-                    f"same stages in other replicas, {self._since(change.usual_rank)}.",
+                    "same stages in other replicas, "
+                    f"{self._since(change.usual_rank, culprit.excess)}.",
                     "Look at that device and its host: clocks, temperature, what else runs there.",
                 )
             case CulpritKind.REPLICA:
@@ -106,7 +107,7 @@ class CulpritWords:
             fewer = round(own * excess / (1 + excess))
             if 0 < fewer < own:
                 return (
-                    f"Give it {fewer} of its {own} layers less, or a faster device: that would "
+                    f"Give it {fewer} fewer of its {own} layers, or a faster device: that would "
                     "even them out."
                 )
         return f"Give stage {stage} less of the model, or a faster device."
@@ -114,10 +115,10 @@ class CulpritWords:
     def _on_host(self, rank: int) -> str:
         """Imported traces do not tell the host."""
         host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
-        return "" if host == "unknown" else f" on {host}"
+        return "" if host in ("unknown", "simulated") else f" on {host}"
 
-    def _since(self, rank: int) -> str:
-        """Since when a rank is slower than its peers."""
+    def _since(self, rank: int, excess: float) -> str:
+        """Since when a rank is slower than its peers, by half of what it is over all steps."""
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
         peers = run.filter(
@@ -133,11 +134,12 @@ class CulpritWords:
             (step, _excess(dict(of_step.select("rank", "ns").iter_rows()), rank))
             for (step,), of_step in busy.group_by("step", maintain_order=True)
         ]
-        slow = [excess > max(e for _, e in excesses) / 4 for _, excess in excesses]
-        for place, (step, _) in enumerate(excesses):
-            if slow[place] and sum(slow[place:]) >= _MOST_LATER * len(slow[place:]):
-                return "in all steps" if place == 0 else f"since {step_name(step)}"
-        return "in some steps"
+        slow = [of_step > excess / 2 for _, of_step in excesses]
+        if sum(slow) >= _MOST_OF_THEM * len(slow):
+            return "in all steps" if all(slow) else "in most steps"
+        first = slow.index(True) if True in slow else len(slow)
+        is_since = 1 < sum(slow[first:]) >= _MOST_OF_THEM * len(slow[first:])
+        return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
     def _message_time(self, sender: int, receiver: int) -> str:
         of_link = timed_messages(self._frames).filter(

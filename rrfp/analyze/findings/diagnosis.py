@@ -37,14 +37,17 @@ class Diagnosis:
         ]
         return cls(**{**note, "findings": tuple(found)})
 
-    def as_json(self, run: str) -> dict[str, object]:
-        """The object that `rrfp analyze --format json` prints for a run of that name."""
-        told = [each.as_json(run) for each in self.findings if each.saving is not None]
+    def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
+        """The object that `rrfp analyze --format json` prints for a run of that name: `findings`
+        were replayed, `owned` were not."""
+        told = [each.as_json(run, steps) for each in self.findings]
         return {
             "run": run,
             "step_time_s": self.step_time_s,
             "bubble_fraction": self.bubble_fraction,
-            "findings": told,
+            "findings": [each for each in told if each["saving_fraction"] is not None],
+            "owned": [each for each in told if each["saving_fraction"] is None],
+            "why_not_replayed": self.why_not_replayed or None,
         }
 
 

@@ -6,6 +6,7 @@ whose members wait for each other), a finding says what it owns of a step instea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from shlex import quote
 
 from rrfp.analyze.findings.blame import Blame, Fault
 from rrfp.analyze.findings.culprit_words import CulpritWords
@@ -40,13 +41,15 @@ class Finding:
     flags: str = ""
     """Those of `rrfp analyze whatif` that replay the run with it mended."""
 
-    def command(self, run: str) -> str:
-        """A command that shows what mending it would save in this run, or where it is."""
-        if self.flags:
-            return f"rrfp analyze whatif {run} {self.flags}"
-        return f"rrfp trace view {run}"
+    def command(self, run: str, steps: str | None = None) -> str:
+        """A command that replays this run, or these steps of it, with it mended, or that shows
+        where it is."""
+        if not self.flags:
+            return f"rrfp trace view {quote(run)}"
+        chosen = "" if steps is None else f" --steps {steps}"
+        return f"rrfp analyze whatif {quote(run)} {self.flags}{chosen}"
 
-    def as_json(self, run: str) -> dict[str, object]:
+    def as_json(self, run: str, steps: str | None = None) -> dict[str, object]:
         """The object that `rrfp analyze --format json` prints."""
         return {
             "kind": self.kind,
@@ -54,8 +57,9 @@ class Finding:
             "rank": self.rank,
             "link": None if self.link is None else list(self.link),
             "saving_fraction": self.saving,
+            "share_fraction": self.share,
             "text": f"{self.title}. {self.told} {self.advice}",
-            "command": self.command(run),
+            "command": self.command(run, steps),
         }
 
 
@@ -65,14 +69,15 @@ def findings(
     run: RecordedRun | None = None,
     culprits: Sequence[Culprit] = (),
 ) -> list[Finding]:
-    """The findings: those that a replay has mended, by their savings, then those that none can, by
+    """The findings: those that a replay has mended, by their savings, among those that none can, by
     what they own. `run` is None if it could not be replayed."""
     owned = shares(frames, found)
     if run is None:
         return [_of_share(each) for each in owned]
     words = CulpritWords(frames, run)
     mended = [_of_culprit(words, each) for each in culprits]
-    return mended + [_of_share(each) for each in owned if each.what in _NO_REPLAY_MENDS]
+    mended += [_of_share(each) for each in owned if each.what in _NO_REPLAY_MENDS]
+    return sorted(mended, key=lambda each: -(each.saving or each.share or 0.0))
 
 
 def _of_share(owned: Share) -> Finding:

@@ -11,6 +11,7 @@ run their tasks as one: the last member's message counts for all.
 """
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -111,5 +112,9 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     if start_ns >= end_ns:
         raise RrfpError(f"{step_name(step)} takes no time in this trace; see 'rrfp trace check'")
     of_step = frames.of_steps(range(step, step + 1))
-    follow = BlockingBacktrace if transfers_block(of_step) else Backtrace
-    return CriticalPath(step, follow(of_step, step, spans[step]).segments())
+    back = Backtrace(of_step, step, spans[step])
+    if transfers_block(of_step):
+        # Without whole groups nobody can tell who met whom.
+        with suppress(RrfpError):
+            back = BlockingBacktrace(of_step, step, spans[step])
+    return CriticalPath(step, back.segments())

@@ -30,7 +30,9 @@ class _FindingsByDefault(TyperGroup):
         """Whether it is neither a report's name, nor meant as one."""
         if text in self.commands or text in help_options:
             return False
-        return Path(text).exists() or not get_close_matches(text, self.commands)
+        if text.startswith("-") or "/" in text or "." in text or Path(text).exists():
+            return True
+        return not get_close_matches(text, self.commands)
 
 
 app = typer.Typer(

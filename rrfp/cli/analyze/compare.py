@@ -68,7 +68,10 @@ def _verdict(report: "Comparison", a_step: str) -> str:
     a_s, b_s = report.step_s
     told = f"{a_step} takes {a_s:.4g} s in A and {b_s:.4g} s in B"
     if not ratio.leaves_out(1):
-        return f"{told}: no difference that stands out from the noise of these steps."
+        return (
+            f"{told}: no difference that stands out from the noise of these steps."
+            f"{_on_work(report)}"
+        )
     faster = "faster" if ratio.median < 1 else "slower"
     return f"{told}: B is {faster}, by {abs(1 - ratio.median):.1%}.{_on_work(report)}"
 
@@ -78,7 +81,7 @@ def _on_work(report: "Comparison") -> str:
     work, same_work = report.work_ratio, report.same_work_ratio
     if work is None or same_work is None or not work.leaves_out(1):
         return ""
-    longer = "longer" if work.median > 1 else "less"
+    longer = "longer" if work.median > 1 else "less time"
     told = f" Its tasks themselves take {abs(1 - work.median):.1%} {longer}; for the same work"
     if not same_work.leaves_out(1):
         return f"{told} no difference stands out."

@@ -1,6 +1,7 @@
 """`rrfp analyze` and `rrfp analyze findings`: what makes a run's steps long, in one screen."""
 
 import json
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,9 +13,6 @@ from rrfp.cli.output import tell_missing_records
 
 if TYPE_CHECKING:
     from rrfp.analyze.findings.findings import Finding
-
-_NUM_SHOWN = 3
-"""So that they fit on a screen."""
 
 
 def findings(
@@ -35,6 +33,7 @@ def findings(
 
     from rrfp.analyze.cache import CachedTrace
     from rrfp.analyze.chosen import choose
+    from rrfp.analyze.findings.findings import NUM_FINDINGS
     from rrfp.trace.locate import resolve_trace
 
     trace = resolve_trace(path)
@@ -43,20 +42,24 @@ def findings(
     found = cached.diagnosis(asked, evaluations=evaluations)
     name = str(trace.parent if trace.name == "trace.pftrace" else trace)
     if output_format is TextFormat.JSON:
-        typer.echo(json.dumps(found.as_json(name), indent=2))
+        typer.echo(json.dumps(found.as_json(name, steps), indent=2))
         return
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(f"{found.headline} Ranks idle {found.bubble_fraction:.0%} of the time.")
-    for number, each in enumerate(found.findings[:_NUM_SHOWN], start=1):
-        _print(console, number, each, name)
-    if not found.findings:
-        console.print("\nMending any one thing would save less than 1% of a step.")
+    for number, each in enumerate(found.findings[:NUM_FINDINGS], start=1):
+        _print(console, number, each, each.command(name, steps))
     if found.why_not_replayed:
         console.print(f"\nWhat mending would save is not known: {found.why_not_replayed}.")
-    console.print(f"\nNext: rrfp analyze report {name} -o report.html", soft_wrap=True)
+    elif not found.findings:
+        console.print("\nMending any one thing would save less than 1% of a step.")
+    chosen = "" if steps is None else f" --steps {steps}"
+    chosen += " --evaluations" if evaluations else ""
+    console.print(
+        f"\nNext: rrfp analyze report {quote(name)}{chosen} -o report.html", soft_wrap=True
+    )
 
 
-def _print(console: Console, number: int, finding: "Finding", run: str) -> None:
+def _print(console: Console, number: int, finding: "Finding", command: str) -> None:
     part = (
         f"owns {finding.share:.0%} of a step"
         if finding.saving is None
@@ -65,4 +68,4 @@ def _print(console: Console, number: int, finding: "Finding", run: str) -> None:
     console.print(f"\n{number}. {finding.title}: {part}")
     console.print(Padding(f"{finding.told} {finding.advice}", (0, 0, 0, 3)))
     # On one line, to be copied.
-    console.print(f"   {finding.command(run)}", soft_wrap=True)
+    console.print(f"   {command}", soft_wrap=True)

@@ -24,6 +24,6 @@ def misalignment(
     from rrfp.analyze import misalignment as module
 
     frames = read_frames(path, steps, evaluations)
-    report = module.misalignment(frames if stage is None else frames.of_stage(stage))
+    report = module.misalignment(frames, stage)
     print_report(frames, report, module.as_json(report), output_format)
     check_threshold(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")
