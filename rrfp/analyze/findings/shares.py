@@ -33,8 +33,6 @@ class Share:
     """Where most of it is; the receiver of a link."""
     sender: int | None
     """The sender of a link."""
-    stage: int
-    """The stage of `pp_rank` with the most work."""
     time_ns: float
     """The time that it owns of a step, in the mean."""
     share: float
@@ -114,14 +112,12 @@ class _Teller:
         amount = f"{tell(time_ns)} ({share:.0%})"
         part = "" if len(owners) == 1 else f", {tell(owners[most])} of it there"
         title, told, advice = self._words(most, stage, at, amount, part)
-        return Share(
-            most.what, most.pp_rank, most.sender, stage, time_ns, share, title, told, advice
-        )
+        return Share(most.what, most.pp_rank, most.sender, time_ns, share, title, told, advice)
 
     def _words(
         self, owner: Owner, stage: int, at: str, amount: str, part: str
     ) -> tuple[str, str, str]:
-        """Title, figures, advice, and the change to replay the run with."""
+        """Title, figures, and advice."""
         match owner.what:
             case Fault.SLOW_STAGE:
                 return (
