@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rrfp.errors import UsageError
-from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
@@ -32,11 +33,18 @@ class Change:
     """Make the messages from the first pipeline rank to the second as fast as the median link's."""
     usual_rank: int | None = None
     """Make the tasks of this rank, and of those that run them with it, as fast as in the median of
-    the other replicas."""
+    the other replicas; in a run of one replica, as fast as the median one of those that run them
+    with it."""
     usual_replica: int | None = None
     """Make all ranks of this replica as fast as those of the median one of the others."""
     even_microbatches: bool = False
     """Let all microbatches weigh the same."""
+    usual_microbatches: bool = False
+    """Make heavy microbatches as light as the median one."""
+    admit: Admit = Admit.GIVEN
+    """Admit the microbatches in this order, by what each took."""
+    even_stages: bool = False
+    """Even out the stages' work: in whole layers where the run tells how many it has."""
 
     @property
     def has_policy(self) -> bool:
@@ -69,9 +77,12 @@ class Change:
             )
         if self.usual_rank is not None:
             run.place_of(self.usual_rank)
-        if (self.usual_rank, self.usual_replica) != (None, None) and num_replicas == 1:
+        if self.usual_replica is not None and num_replicas == 1:
+            raise UsageError("the run has one replica, which has no peers; choose another change")
+        if self.usual_rank is not None and num_replicas == run.num_members == 1:
             raise UsageError(
-                "the run has one replica, so that its ranks have no peers; choose another change"
+                "the run has one replica, and one rank for each task, so that its ranks have no "
+                "peers; choose another change"
             )
 
     def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
@@ -96,7 +107,10 @@ class Change:
         """The step with every change but that of the policy."""
         if self.usual_rank is not None:
             replica, pp_rank = run.place_of(self.usual_rank)
-            step = step.with_usual_ranks(replica, [pp_rank], run.shape)
+            if len(step.replicas) > 1:
+                step = step.with_usual_ranks(replica, [pp_rank], run.shape)
+            else:
+                step = step.with_usual_member(self.usual_rank)
         if self.usual_replica is not None:
             pp_ranks = range(run.shape.num_ranks)
             step = step.with_usual_ranks(self.usual_replica, pp_ranks, run.shape)
@@ -104,6 +118,12 @@ class Change:
             step = step.with_usual_link(self.usual_link, run.shape)
         if self.even_microbatches:
             step = step.with_even_microbatches()
+        if self.usual_microbatches:
+            step = step.with_usual_microbatches()
+        if self.admit is Admit.PYRAMID:
+            step = step.with_pyramid()
+        if self.even_stages:
+            step = step.with_even_stages(run.layers, run.shape)
         if self.median_stage is not None:
             step = step.with_median_stage(self.median_stage)
         if self.without_jitter:
@@ -124,10 +144,13 @@ class Change:
             ("usual-replica", self.usual_replica),
             ("usual-link", self.usual_link and f"{self.usual_link[0]}-{self.usual_link[1]}"),
             ("median-stage", self.median_stage),
+            ("admit", None if self.admit is Admit.GIVEN else self.admit),
         )
         words += [f"--{name} {value}" for name, value in values if value is not None]
         switches = (
             ("even-microbatches", self.even_microbatches),
+            ("usual-microbatches", self.usual_microbatches),
+            ("even-stages", self.even_stages),
             ("without-jitter", self.without_jitter),
             ("free-links", self.free_links),
         )
@@ -156,6 +179,12 @@ class Change:
             words.append(f"replica {self.usual_replica} as fast as the others")
         if self.even_microbatches:
             words.append("even microbatches")
+        if self.usual_microbatches:
+            words.append("no heavy microbatches")
+        if self.admit is not Admit.GIVEN:
+            words.append(f"admitted as a {self.admit}")
+        if self.even_stages:
+            words.append("even stages")
         if self.usual_link is not None:
             sender, receiver = self.usual_link
             words.append(f"link {sender} to {receiver} as fast as the median")

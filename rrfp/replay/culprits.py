@@ -1,26 +1,27 @@
 """What is wrong with a run, by what mending it would save.
 
 Every suspect is replayed as if it were like its peers: a stage like the median stage, a rank or a
-replica like the same ranks of the others, a link like the median link, microbatches like each
-other; and the policy without its binding order, or with twice its bound. What saves most is worth
-most, whoever seems to wait.
+replica like the same ranks of the others, a link like the median link, microbatches and stages like
+each other; and the policy without its binding order, or with twice its bound. What saves most is
+worth most, whoever seems to wait.
 
 Some things make every step longer than its work, whatever is wrong with the run: that a pipeline
-fills and drains, and that task times scatter. They count only where they hide nothing else: where
-they save more than twice what any other culprit does.
+fills and drains, that messages take time, and that task times scatter. They count only where they
+hide nothing else: where they save more than twice what any other culprit does.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median, median_low
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
-from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.replayed import W_SHARE, replay
+from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.policy import Dispatch
@@ -29,14 +30,19 @@ from rrfp.schedule.tasks import Kind
 LEAST_SAVING = 0.01
 """Of a step; what saves less is not worth a word."""
 
-_LEAST_EXCESS = 0.02
-"""Peers are never quite equal; this much over them is no suspicion."""
+_LEAST_EXCESS = 0.05
+"""Ranks, replicas and links are never quite equal; this much over their peers is no suspicion."""
+_LEAST_EXCESS_OF_STAGE = 0.02
+"""Stages differ by what they were given, and little by chance."""
 _MOST_OF_A_KIND = 3
 """So many suspects of a kind are replayed, the worst ones."""
 _BACKGROUND_FACTOR = 2
 """What lies in the nature of a pipeline must save so many times what the worst culprit does."""
 _SAME_SHARE = 0.8
 """Two culprits are one if mending the smaller saves so much of what mending the larger does."""
+_ONE_STAGE = 0.6
+"""One stage is to blame for uneven stages if mending it saves so much of what evening out all
+does."""
 
 
 class CulpritKind(StrEnum):
@@ -46,14 +52,16 @@ class CulpritKind(StrEnum):
     SLOW_RANK = "slow_rank"
     REPLICA = "replica"
     SLOW_LINK = "slow_link"
+    UNEVEN_LAYERS = "uneven_layers"
     UNEVEN_MICROBATCHES = "uneven_microbatches"
     ORDER = "order"
     BOUND = "bound"
+    LINKS = "links"
     UNEVEN_TASKS = "uneven_tasks"
     PIPELINE_DEPTH = "pipeline_depth"
 
 
-BACKGROUND = (CulpritKind.UNEVEN_TASKS, CulpritKind.PIPELINE_DEPTH)
+BACKGROUND = (CulpritKind.LINKS, CulpritKind.UNEVEN_TASKS, CulpritKind.PIPELINE_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,18 @@ class Culprit:
     """By how much more than its peers it takes, as a share of what they take."""
     saving: float = 0.0
     """The share of a step that mending it saves in a replay, the median over the steps."""
+    remedy: Change | None = None
+    """What is at hand to mend it, at least in part."""
+    remedy_saving: float = 0.0
+    """What that saves, likewise."""
+    hides: float = 0.0
+    """The share of a step that it takes if more than what mending it saves: heavy microbatches cost
+    what they weigh, and mending gives what they weigh too much to the others."""
+
+    @property
+    def weight(self) -> float:
+        """What decides whether something in the nature of a pipeline stands behind it."""
+        return max(self.saving, self.hides)
 
 
 def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
@@ -81,12 +101,18 @@ def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
     found = []
     for suspect in _suspects(run, steps):
         saving = _saving(run, steps, own_ns, suspect.change)
-        if saving is not None and saving >= LEAST_SAVING:
-            found.append(
-                Culprit(suspect.kind, suspect.change, suspect.pp_rank, suspect.excess, saving)
-            )
+        if saving < LEAST_SAVING:
+            continue
+        mended = replace(suspect, saving=saving)
+        if suspect.remedy is not None:
+            remedy_saving = _saving(run, steps, own_ns, suspect.remedy)
+            mended = replace(mended, remedy_saving=remedy_saving)
+        if suspect.kind is CulpritKind.UNEVEN_MICROBATCHES:
+            hides = _saving(run, steps, own_ns, Change(usual_microbatches=True))
+            mended = replace(mended, hides=hides)
+        found.append(mended)
     found = _told_apart(run, found)
-    most = max((each.saving for each in found if each.kind not in BACKGROUND), default=0.0)
+    most = max((each.weight for each in found if each.kind not in BACKGROUND), default=0.0)
     return sorted(
         (
             each
@@ -99,12 +125,12 @@ def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
 
 def _saving(
     run: RecordedRun, steps: Sequence[MeasuredStep], own_ns: Sequence[int], change: Change
-) -> float | None:
-    """What a change saves; None if the run cannot have it."""
+) -> float:
+    """What a change saves; nothing if the run cannot have it."""
     try:
         policy, shape = change.policy(run) if change.has_policy else (None, None)
     except UsageError:
-        return None
+        return 0.0
     after_ns = [
         replay(run, change.apply(step, run), policy, shape, W_SHARE).makespan_ns for step in steps
     ]
@@ -113,12 +139,19 @@ def _saving(
 
 def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
     """What may be wrong, not replayed yet."""
-    yield from _worst(_slow_stages(run, steps))
+    yield from _worst(_slow_stages(run, steps), _LEAST_EXCESS_OF_STAGE)
     yield from _worst(_slow_ranks(run, steps))
     yield from _worst(_slow_replicas(run, steps))
+    most = max(_slow_stages(run, steps), key=lambda each: each.excess)
+    yield Culprit(CulpritKind.UNEVEN_LAYERS, Change(even_stages=True), most.pp_rank, most.excess)
     if run.tells_arrivals:
         yield from _worst(_slow_links(run, steps))
-    yield Culprit(CulpritKind.UNEVEN_MICROBATCHES, Change(even_microbatches=True))
+        yield Culprit(CulpritKind.LINKS, Change(free_links=True))
+    yield Culprit(
+        CulpritKind.UNEVEN_MICROBATCHES,
+        Change(even_microbatches=True),
+        remedy=Change(admit=Admit.PYRAMID),
+    )
     yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
     if run.policy.dispatch is Dispatch.FIXED:
         yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
@@ -128,8 +161,8 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     elif run.policy.hold is not None:
         yield Culprit(CulpritKind.BOUND, Change(hold=int(2 * run.policy.hold)))
     if Kind.W not in run.shape.kinds:
-        split = HINTS["bfw" if run.shape.num_chunks == 1 else "bfw-deep"]
-        yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(split))
+        for hint in ("bfw", "bfw-deep" if run.shape.num_chunks > 1 else "zb-h1"):
+            yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(HINTS[hint]))
 
 
 def _own_ready_hint(run: RecordedRun) -> Hint:
@@ -138,8 +171,8 @@ def _own_ready_hint(run: RecordedRun) -> Hint:
     return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
 
 
-def _worst(suspects: Iterator[Culprit]) -> list[Culprit]:
-    found = [each for each in suspects if each.excess > _LEAST_EXCESS]
+def _worst(suspects: Iterator[Culprit], least_excess: float = _LEAST_EXCESS) -> list[Culprit]:
+    found = [each for each in suspects if each.excess > least_excess]
     return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
 
 
@@ -157,12 +190,16 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cu
             Change(median_stage=stage),
             run.shape.rank_of(stage),
             ns / usual_ns - 1,
+            remedy=None if run.layers is None else Change(even_stages=True),
         )
 
 
 def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
-    """Ranks with more work than the same ranks of the other replicas."""
+    """Ranks with more work than the same ranks of the other replicas; in a run of one, than those
+    that run their tasks with them."""
     busy_ns = _busy_ns(run, steps)
+    if len(busy_ns) == 1:
+        yield from _slow_members(run)
     for number, of_ranks in enumerate(busy_ns):
         for pp_rank, ns in enumerate(of_ranks):
             others = [each[pp_rank] for each in busy_ns if each is not of_ranks]
@@ -172,13 +209,30 @@ def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
                 yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
 
 
+def _slow_members(run: RecordedRun) -> Iterator[Culprit]:
+    """Ranks whose tasks take longer than those of the ranks that run them with them."""
+    for pp_rank in range(run.shape.num_ranks):
+        work_ns = _members_work_ns(run, 0, pp_rank)
+        for rank, ns in work_ns.items():
+            others = [other for each, other in work_ns.items() if each != rank]
+            if others:
+                excess = ns / max(1, median(others)) - 1
+                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+
+
 def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
     """The rank that works most of those that run a pipeline rank's tasks together."""
+    work_ns = _members_work_ns(run, replica, pp_rank)
+    return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
+
+
+def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, int]:
+    """Time in tasks of each rank that runs a pipeline rank's tasks."""
     work_ns: defaultdict[int, int] = defaultdict(int)
     for step in run.steps:
         for member in step.replicas[replica][pp_rank]:
             work_ns[member.info.rank] += sum(task.end_ns - task.start_ns for task in member.tasks)
-    return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
+    return work_ns
 
 
 def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
@@ -219,16 +273,17 @@ def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cul
 
 
 def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
-    """Without what is part of another culprit, or only seems to be one because of it: a slow rank
-    makes its stage and its replica look slow, and all microbatches of a slow replica look heavy."""
-    ranks = [each for each in found if each.kind is CulpritKind.SLOW_RANK]
-    replicas = [each for each in found if each.kind is CulpritKind.REPLICA]
-    dropped = [
-        each
-        for each in found
-        if each.kind is CulpritKind.UNEVEN_MICROBATCHES
-        and any(slow.saving >= _SAME_SHARE * each.saving for slow in replicas + ranks)
-    ]
+    """Without what is part of another culprit, or only seems to be one because of it."""
+    by_kind: defaultdict[CulpritKind, list[Culprit]] = defaultdict(list)
+    for each in found:
+        by_kind[each.kind].append(each)
+    ranks, replicas = by_kind[CulpritKind.SLOW_RANK], by_kind[CulpritKind.REPLICA]
+    stages = by_kind[CulpritKind.SLOW_STAGE]
+    dropped: list[Culprit] = []
+    # All microbatches of a slow replica look heavy.
+    for heavy in by_kind[CulpritKind.UNEVEN_MICROBATCHES]:
+        dropped += _parts(heavy, replicas + ranks, _SAME_SHARE)
+    # A slow rank makes its replica and its stage look slow.
     for rank in ranks:
         assert rank.change.usual_rank is not None
         number, _ = run.place_of(rank.change.usual_rank)
@@ -236,11 +291,38 @@ def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
             if replica.change.usual_replica == number:
                 is_rank = rank.saving >= _SAME_SHARE * replica.saving
                 dropped.append(replica if is_rank else rank)
-        dropped += [
-            each
-            for each in found
-            if each.kind is CulpritKind.SLOW_STAGE
-            and each.pp_rank == rank.pp_rank
-            and rank.saving >= _SAME_SHARE * each.saving
-        ]
+        for stage in stages:
+            if stage.pp_rank == rank.pp_rank:
+                dropped += _parts(stage, [rank], _SAME_SHARE)
+    # One slow stage, or rank, makes them all uneven.
+    for uneven in by_kind[CulpritKind.UNEVEN_LAYERS]:
+        is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
+        dropped += is_one or stages
+    # That all messages take time hides nothing: not the link where they take longer.
+    if by_kind[CulpritKind.SLOW_LINK]:
+        dropped += by_kind[CulpritKind.LINKS]
+    # Of several hints that fill the drain the best is enough.
+    depths = sorted(by_kind[CulpritKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
+    dropped += depths[1:]
+    orders = by_kind[CulpritKind.ORDER]
+    if orders and depths and depths[0].saving > orders[0].saving:
+        # Who gives up an order that keeps work waiting may as well fill the drain.
+        dropped += [orders[0], depths[0]]
+        found = [*found, _with_remedy(orders[0], depths[0])]
     return [each for each in found if each not in dropped]
+
+
+def _with_remedy(order: Culprit, depth: Culprit) -> Culprit:
+    """A binding order, mended by a hint that fills the drain too; readiness alone is the remedy."""
+    return replace(
+        order,
+        change=depth.change,
+        saving=depth.saving,
+        remedy=order.change,
+        remedy_saving=order.saving,
+    )
+
+
+def _parts(whole: Culprit, parts: Sequence[Culprit], share: float) -> list[Culprit]:
+    """The whole, if one of its parts saves so large a share of what it does; else nothing."""
+    return [whole] if any(each.saving >= share * whole.saving for each in parts) else []

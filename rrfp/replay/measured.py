@@ -13,170 +13,17 @@ Measured of each step are
 - the tail from the last task of all to the end of the step's window: gradient synchronisation.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean, median, median_low
+from collections import deque
+from collections.abc import Mapping
 
+from rrfp.replay.measured_step import Means, MeasuredStep, ReplicaStep, means_of
 from rrfp.replay.meetings import Span, meet, spans_of
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.redispatch import redispatch
 from rrfp.replay.step_records import Members, StepRecords
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.world import Stretch, Transfer
+from rrfp.schedule.tasks import Task
 from rrfp.trace.stimuli import task_of
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStep:
-    """What one replica's step consisted of, in ns."""
-
-    durations_ns: Mapping[Task, int]
-    """By task that ran."""
-    overheads_ns: Mapping[Task, int]
-    """The delay before each of them."""
-    transfers_ns: Mapping[Task, int]
-    """The time of the message for a task, if another rank sends one."""
-
-    def busy_ns(self, shape: Shape) -> list[int]:
-        """Time in tasks, by pipeline rank."""
-        totals_ns = [0] * shape.num_ranks
-        for task, time_ns in self.durations_ns.items():
-            totals_ns[shape.rank_of(task.stage)] += time_ns
-        return totals_ns
-
-    @property
-    def transfer(self) -> Transfer | None:
-        """How long each message took; None if messages take no time."""
-        if not self.transfers_ns:
-            return None
-        return lambda sender, receiver, task: self.transfers_ns[task]
-
-    @property
-    def stretch(self) -> Stretch:
-        """Puts its overhead before each task, or the step's median if the run had no such task."""
-        usual_ns = median_low(self.overheads_ns.values())
-        return lambda rank, start_ns, task, time_ns: time_ns + self.overheads_ns.get(task, usual_ns)
-
-    def without_jitter(self) -> "ReplicaStep":
-        """The same step with every task at the mean of its stage and kind in the step; overheads
-        and messages stay."""
-        means_ns = _means(self.durations_ns)
-        return replace(self, durations_ns={task: means_ns[task[:2]] for task in self.durations_ns})
-
-    def with_median_stage(self, stage: int) -> "ReplicaStep":
-        """The same step with the tasks of one stage as fast, in the mean, as those of the median
-        stage; each kind by itself."""
-        means_ns = _means(self.durations_ns)
-        middle_ns = {
-            kind: median_low(mean_ns for (_, other), mean_ns in means_ns.items() if other is kind)
-            for kind in {kind for _, kind in means_ns}
-        }
-        durations_ns = {
-            task: time_ns * middle_ns[task.kind] // max(1, means_ns[task[:2]])
-            if task.stage == stage
-            else time_ns
-            for task, time_ns in self.durations_ns.items()
-        }
-        return replace(self, durations_ns=durations_ns)
-
-    def with_free_links(self) -> "ReplicaStep":
-        """The same step with messages that take no time."""
-        return replace(self, transfers_ns={})
-
-    def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "ReplicaStep":
-        """The same step with the messages of one link, by its pipeline ranks, as fast in the median
-        as those of the link in the middle, if they are slower."""
-        by_link: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for task, time_ns in self.transfers_ns.items():
-            by_link[_link(task, shape)].append(time_ns)
-        usual_ns = {each: median_low(times_ns) for each, times_ns in by_link.items()}
-        middle_ns = median_low(usual_ns.values()) if usual_ns else 0
-        if usual_ns.get(link, 0) <= middle_ns:
-            return self
-        factor = middle_ns / usual_ns[link]
-        transfers_ns = {
-            task: round(time_ns * factor) if _link(task, shape) == link else time_ns
-            for task, time_ns in self.transfers_ns.items()
-        }
-        return replace(self, transfers_ns=transfers_ns)
-
-    def with_microbatches_of(self, means_ns: Mapping[tuple[int, Kind], int]) -> "ReplicaStep":
-        """The same step with microbatches that all weigh as much as one whose tasks take these
-        means. A microbatch's weight is how much longer its tasks take, in the median; they keep
-        what else makes them differ."""
-        shares: defaultdict[int, list[float]] = defaultdict(list)
-        for task, time_ns in self.durations_ns.items():
-            shares[task.microbatch].append(time_ns / max(1, means_ns[task[:2]]))
-        weights = {microbatch: median(each) for microbatch, each in shares.items()}
-        durations_ns = {
-            task: round(time_ns / weights[task.microbatch]) if weights[task.microbatch] else time_ns
-            for task, time_ns in self.durations_ns.items()
-        }
-        return replace(self, durations_ns=durations_ns)
-
-    def scaled_to(
-        self, peers: Sequence["ReplicaStep"], pp_ranks: Collection[int], shape: Shape
-    ) -> "ReplicaStep":
-        """The same step with the tasks of these pipeline ranks as fast in the mean as those of the
-        median peer, if they are slower; each stage and kind by itself."""
-        means_ns = _means(self.durations_ns)
-        of_peers = [_means(peer.durations_ns) for peer in peers]
-        durations_ns = dict(self.durations_ns)
-        for task, time_ns in self.durations_ns.items():
-            if shape.rank_of(task.stage) in pp_ranks:
-                key = task[:2]
-                usual_ns = median(means[key] for means in of_peers if key in means)
-                if means_ns[key] > usual_ns:
-                    durations_ns[task] = round(time_ns * usual_ns / means_ns[key])
-        return replace(self, durations_ns=durations_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One step of a run."""
-
-    window_ns: int
-    """From the first rank's entry into the schedule to the last one's return from it."""
-    replicas: tuple[ReplicaStep, ...]
-    tail_ns: int
-    """From the end of the last task of all to the end of the window."""
-
-    def without_jitter(self) -> "MeasuredStep":
-        """The same step with every task at the mean of its stage and kind in its replica."""
-        return self._with(ReplicaStep.without_jitter)
-
-    def with_median_stage(self, stage: int) -> "MeasuredStep":
-        """The same step with one stage as fast as the median stage."""
-        return self._with(lambda replica: replica.with_median_stage(stage))
-
-    def with_free_links(self) -> "MeasuredStep":
-        """The same step with messages that take no time."""
-        return self._with(ReplicaStep.with_free_links)
-
-    def with_usual_link(self, link: tuple[int, int], shape: Shape) -> "MeasuredStep":
-        """The same step with one link as fast as the median link, in every replica."""
-        return self._with(lambda replica: replica.with_usual_link(link, shape))
-
-    def with_even_microbatches(self) -> "MeasuredStep":
-        """The same step with microbatches that weigh the same in all replicas."""
-        of_replicas = [_means(replica.durations_ns) for replica in self.replicas]
-        means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
-        return self._with(lambda replica: replica.with_microbatches_of(means_ns))
-
-    def with_usual_ranks(
-        self, number: int, pp_ranks: Collection[int], shape: Shape
-    ) -> "MeasuredStep":
-        """The same step with some pipeline ranks of a replica as fast as those of the median one
-        of the other replicas."""
-        peers = [peer for other, peer in enumerate(self.replicas) if other != number]
-        replicas = list(self.replicas)
-        replicas[number] = replicas[number].scaled_to(peers, pp_ranks, shape)
-        return replace(self, replicas=tuple(replicas))
-
-    def _with(self, change: Callable[[ReplicaStep], ReplicaStep]) -> "MeasuredStep":
-        return replace(self, replicas=tuple(map(change, self.replicas)))
 
 
 def measure(run: RecordedRun) -> list[MeasuredStep]:
@@ -220,6 +67,7 @@ def _replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> R
             for task, (begin_ns, _) in spans.items()
         },
         transfers_ns,
+        _members_ns(replica),
     )
 
 
@@ -289,6 +137,7 @@ def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: 
         },
         overheads_ns,
         {task: each.passed_ns - each.began_ns for task, each in meetings.items()},
+        _members_ns(replica),
     )
 
 
@@ -310,16 +159,13 @@ def _transfers_ns(
     return transfers_ns
 
 
-def _link(task: Task, shape: Shape) -> tuple[int, int]:
-    """The pipeline ranks that send and receive the message for a task."""
-    link = shape.link(task)
-    assert link is not None, "it is a message between ranks"
-    return link
-
-
-def _means(times_ns: Mapping[Task, int]) -> dict[tuple[int, Kind], int]:
-    """The mean time by stage and kind, to the nearest ns."""
-    by_kind: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
-    for task, time_ns in times_ns.items():
-        by_kind[task[:2]].append(time_ns)
-    return {key: (2 * sum(each) + len(each)) // (2 * len(each)) for key, each in by_kind.items()}
+def _members_ns(replica: tuple[Members, ...]) -> dict[int, Means]:
+    """The mean times of each rank's own tasks, where several ranks run them together."""
+    return {
+        rank.info.rank: means_of(
+            {task_of(task): task.end_ns - task.start_ns for task in rank.tasks}
+        )
+        for members in replica
+        if len(members) > 1
+        for rank in members
+    }

@@ -37,6 +37,8 @@ class RecordedRun:
     """The steps that every rank finished and that have all tasks of the shape."""
     left_out: tuple[int, ...]
     """The other steps asked for."""
+    layers: int | None = None
+    """Of the whole model, where the stages share them evenly; None where the run does not tell."""
 
     @property
     def told(self) -> str:
@@ -124,4 +126,5 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
         layout.num_members,
         tuple(whole),
         tuple(step for step in asked if step not in kept),
+        settings.even_layers(shape),
     )

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from rrfp.errors import UsageError
-from rrfp.replay.measured import MeasuredStep, measure
+from rrfp.replay.measured import measure
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import read_run
 from rrfp.replay.replayed import W_SHARE, task_times
 from rrfp.schedule.shape import Shape

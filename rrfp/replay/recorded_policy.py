@@ -57,6 +57,13 @@ class RecordedSettings:
         """A setting, None where it was not given."""
         return self._whole(name, self._values.get(name))
 
+    def even_layers(self, shape: Shape) -> int | None:
+        """The model's layers, if the stages share them evenly; None otherwise, or if it does not
+        tell."""
+        layers = self._values.get("layers")
+        is_even = type(layers) is int and layers > 0 and layers % shape.num_stages == 0
+        return layers if is_even and not self._values.get("uneven_stages") else None
+
     def _whole(self, name: str, value: object) -> int | None:
         """A whole number from 1 on, or None."""
         if value is not None and (type(value) is not int or value < 1):

@@ -9,7 +9,7 @@ taken more or less time.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp.replay.bubble_parts import BubbleParts
-from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.replayed import replay
 

@@ -13,7 +13,8 @@ from statistics import median
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
-from rrfp.replay.measured import MeasuredStep, measure
+from rrfp.replay.measured import measure
+from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.replay.replayed import W_SHARE, replay
 from rrfp.replay.structural import Structural, structural

@@ -7,9 +7,9 @@ import polars as pl
 
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.settings import run_settings
 from rrfp.analyze.units import tell
-from rrfp.replay.culprits import Culprit, CulpritKind
+from rrfp.replay.culprits import LEAST_SAVING, Culprit, CulpritKind
+from rrfp.replay.layers import even_split
 from rrfp.replay.recorded import RecordedRun
 from rrfp.trace.steps import step_name
 
@@ -23,7 +23,6 @@ class CulpritWords:
     def __init__(self, frames: Frames, run: RecordedRun) -> None:
         self._frames = frames
         self._run = run
-        self._settings = run_settings(frames)
 
     def tell(self, culprit: Culprit) -> tuple[str, str, str]:
         change = culprit.change
@@ -36,14 +35,14 @@ class CulpritWords:
                     f"Stage {stage} has more work than the others",
                     f"Its tasks take {longer} than those of the stage in the middle, and the "
                     "others wait for it.",
-                    self._on_layers(stage, culprit.excess),
+                    f"{self._on_layers(culprit)} Or give stage {stage} a faster device.",
                 )
             case CulpritKind.SLOW_RANK:
                 assert change.usual_rank is not None
                 return (
                     f"Rank {change.usual_rank} is slower than its peers",
-                    f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of the "
-                    "same stages in other replicas, "
+                    f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of "
+                    f"{self._peers()}, "
                     f"{self._since(change.usual_rank, culprit.excess)}.",
                     "Look at that device and its host: clocks, temperature, what else runs there.",
                 )
@@ -68,15 +67,29 @@ class CulpritWords:
                     "Some microbatches are heavier than others",
                     "All stages take longer for them, and light ones elsewhere do not make up for "
                     "it.",
-                    "Pack sequences to one length, or try --admit pyramid: light microbatches "
-                    "then go first and last.",
+                    "Pack sequences to one length, or try --admit pyramid, which lets light "
+                    f"microbatches go first and last{_alone(culprit)}.",
+                )
+            case CulpritKind.UNEVEN_LAYERS:
+                return (
+                    "The stages differ in work",
+                    "Not one stage alone: a step waits for those with more than their share.",
+                    self._on_layers(culprit),
+                )
+            case CulpritKind.LINKS:
+                return (
+                    "Messages take long on all links",
+                    f"One takes {self._message_time()}, the median, and no link stands out.",
+                    "Look at the transport, and at what shares the network; larger microbatches "
+                    "send fewer messages.",
                 )
             case CulpritKind.ORDER:
                 return (
                     "A binding order keeps ready work waiting",
                     "Each rank runs the next task of its order, also while another one is ready"
                     + (", and its transfers block it." if self._run.is_blocking else "."),
-                    f"Try {change.flags}: the hint then ranks what is ready.",
+                    f"Try {change.flags}: the hint then ranks what is ready."
+                    + self._readiness_alone(culprit),
                 )
             case CulpritKind.BOUND:
                 return (
@@ -100,17 +113,37 @@ class CulpritWords:
                     "a step make it a smaller share.",
                 )
 
-    def _on_layers(self, stage: int, excess: float) -> str:
-        layers = self._settings.get("layers")
-        if isinstance(layers, int) and layers % self._run.shape.num_stages == 0:
-            own = layers // self._run.shape.num_stages
-            fewer = round(own * excess / (1 + excess))
-            if 0 < fewer < own:
-                return (
-                    f"Give it {fewer} fewer of its {own} layers, or a faster device: that would "
-                    "even them out."
-                )
-        return f"Give stage {stage} less of the model, or a faster device."
+    def _on_layers(self, culprit: Culprit) -> str:
+        """Which split of the layers evens out the stages."""
+        shape, layers = self._run.shape, self._run.layers
+        if layers is None:
+            return "Move layers from the stages that take longest to those that take least."
+        by_stage = self._frames.tasks.group_by("stage").agg(
+            (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+        )
+        work_ns = dict(by_stage.select("stage", "ns").iter_rows())
+        split = [layers // shape.num_stages] * shape.num_stages
+        even = even_split([work_ns[stage] for stage in range(shape.num_stages)], split, shape)
+        if list(even) == split:
+            return f"No other split of the {layers} layers is more even."
+        told = " ".join(map(str, even))
+        return f"Split the {layers} layers as {told} over the stages{_alone(culprit)}."
+
+    @staticmethod
+    def _readiness_alone(culprit: Culprit) -> str:
+        """What it saves without splitting the backward."""
+        if culprit.remedy is None:
+            return ""
+        return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
+
+    def _peers(self) -> str:
+        """With whom a slow rank is compared."""
+        several = len(self._run.steps[0].replicas) > 1
+        return (
+            "the same stages in other replicas"
+            if several
+            else "the ranks that run the same tasks with it"
+        )
 
     def _on_host(self, rank: int) -> str:
         """Imported traces do not tell the host."""
@@ -121,8 +154,10 @@ class CulpritWords:
         """Since when a rank is slower than its peers, by half of what it is over all steps."""
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
+        several = len(self._run.steps[0].replicas) > 1
         peers = run.filter(
-            (pl.col("pp_rank") == own["pp_rank"]) & (pl.col("tp_rank") == own["tp_rank"])
+            (pl.col("pp_rank") == own["pp_rank"])
+            & ((pl.col("tp_rank") == own["tp_rank"]) | (not several))
         )
         busy = (
             self._frames.tasks.filter(pl.col("rank").is_in(peers["rank"].implode()))
@@ -141,12 +176,22 @@ class CulpritWords:
         is_since = 1 < sum(slow[first:]) >= _MOST_OF_THEM * len(slow[first:])
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
-    def _message_time(self, sender: int, receiver: int) -> str:
-        of_link = timed_messages(self._frames).filter(
-            (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
-        )
-        times: Sequence[int] = (of_link["came_ns"] - of_link["left_ns"]).to_list()
+    def _message_time(self, *link: int) -> str:
+        """The median, of one link if it is given."""
+        messages = timed_messages(self._frames)
+        if link:
+            sender, receiver = link
+            messages = messages.filter(
+                (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
+            )
+        times: Sequence[int] = (messages["came_ns"] - messages["left_ns"]).to_list()
         return tell(median(times) if times else 0)
+
+
+def _alone(culprit: Culprit) -> str:
+    """What the remedy at hand would save by itself."""
+    is_worth = culprit.remedy_saving >= LEAST_SAVING
+    return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
 
 
 def _excess(busy_ns: dict[int, int], rank: int) -> float:

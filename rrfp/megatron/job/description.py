@@ -97,6 +97,7 @@ def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, A
     known = {
         "model": type(_innermost(chunks[0])).__name__,
         "layers": getattr(config, "num_layers", None),
+        "uneven_stages": any(getattr(config, name, None) for name in _UNEVEN) or None,
         "hidden": getattr(config, "hidden_size", None),
         "heads": getattr(config, "num_attention_heads", None),
         "experts": getattr(config, "num_moe_experts", None),
@@ -107,6 +108,16 @@ def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, A
         "seq_length": arguments.get("seq_length"),
     }
     return {name: value for name, value in known.items() if value is not None}
+
+
+_UNEVEN = (
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""What in a configuration makes stages differ in layers."""
 
 
 def program() -> Described:

@@ -1,0 +1,213 @@
+"""Simulated runs with one planted cause and what is found in them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from rrfp.replay.culprits import BACKGROUND, Culprit, CulpritKind, culprits
+from rrfp.replay.measured import measure
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Task
+from rrfp.simulate.world import TaskTimes, World
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.step_times import policy_of, simulated
+
+F_NS, B_NS, W_NS = 10_000, 9_000, 6_000
+Factor = Callable[[int, int, int], float]
+"""How many times longer a task takes, by replica, stage and microbatch."""
+
+
+def run_of(
+    shape: Shape,
+    factor: Factor = lambda *_: 1,
+    *,
+    hint: str = "bf",
+    replicas: int = 1,
+    scatter: float = 0.0,
+    seed: int = 0,
+    slow_link: tuple[tuple[int, int], float] | None = None,
+    message_ns: int = 300,
+    **policy_bounds: int | Dispatch,
+) -> Recording:
+    """Three steps whose tasks take their mean times, but for `factor` and a lognormal scatter."""
+    policy, shape = policy_of(hint, shape, **policy_bounds)
+    rng = random.Random(seed)
+
+    def rows(replica: int, mean_ns: int) -> list[list[int]]:
+        return [
+            [
+                max(1, round(mean_ns * factor(replica, stage, m) * rng.lognormvariate(0, scatter)))
+                for m in range(shape.num_microbatches)
+            ]
+            for stage in range(shape.num_stages)
+        ]
+
+    def transfer(sender: int, receiver: int, task: Task) -> int:
+        is_slow = slow_link is not None and slow_link[0] == (sender, receiver)
+        return round(message_ns * (slow_link[1] if slow_link and is_slow else 1))
+
+    worlds = [
+        World(TaskTimes(*(rows(replica, ns) for ns in (F_NS, B_NS, W_NS))), transfer)
+        for replica in range(replicas)
+    ]
+    return simulated(policy, shape, worlds, num_steps=3)
+
+
+def first(recording: Recording) -> tuple[Culprit, RecordedRun]:
+    run = read_run(recording)
+    return culprits(run, measure(run))[0], run
+
+
+def found_in(recording: Recording) -> list[Culprit]:
+    run = read_run(recording)
+    return culprits(run, measure(run))
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A run, and what is wrong with it."""
+
+    kind: CulpritKind
+    shape: Shape
+    factor: Factor
+    places: Sequence[object] = ()
+    """Any of these names the place; nothing where the kind says it all."""
+    replicas: int = 1
+    slow_link: tuple[tuple[int, int], float] | None = None
+    message_ns: int = 300
+    hint: str = "bf"
+    bounds: dict[str, int | Dispatch] = field(default_factory=dict)
+    scatter: float = 0.0
+    seed: int = 0
+
+    def recording(self, *, is_planted: bool = True) -> Recording:
+        return run_of(
+            self.shape,
+            self.factor if is_planted else lambda *_: 1,
+            hint=self.hint,
+            replicas=self.replicas,
+            scatter=self.scatter,
+            seed=self.seed,
+            slow_link=self.slow_link if is_planted else None,
+            message_ns=self.message_ns,
+            **(self.bounds if is_planted else {}),
+        )
+
+    @property
+    def cost(self) -> float:
+        """The share of a step that it takes, for the same work where it only shifts work."""
+        with_it, without = (
+            _step_ns(self.recording(is_planted=planted)) for planted in (True, False)
+        )
+        if self.kind in (CulpritKind.UNEVEN_LAYERS, CulpritKind.UNEVEN_MICROBATCHES):
+            without *= fmean(
+                self.factor(0, stage, microbatch)
+                for stage in range(self.shape.num_stages)
+                for microbatch in range(self.shape.num_microbatches)
+            )
+        return 1 - without / with_it
+
+    def is_found(self) -> bool:
+        recording = self.recording()
+        found = next(iter(found_in(recording)), None)
+        if found is None:
+            return False
+        if self.kind is CulpritKind.UNEVEN_LAYERS:
+            kinds = CulpritKind.UNEVEN_LAYERS, CulpritKind.SLOW_STAGE
+            return found.kind in kinds and found.pp_rank in self.places
+        if found.kind is not self.kind:
+            return False
+        change = found.change
+        rank = None
+        if change.usual_rank is not None:
+            rank = read_run(recording).place_of(change.usual_rank)
+        told = (change.median_stage, rank, change.usual_replica, change.usual_link)
+        return not self.places or any(place in self.places for place in told if place is not None)
+
+
+def planted(seed: int) -> Planted:
+    """A cause that costs at least 2% of a step, drawn from a seed."""
+    rng = random.Random(seed)
+    while True:
+        drawn = _draw(rng)
+        if drawn.cost >= 0.02:
+            return drawn
+
+
+def clean(seed: int) -> Recording:
+    """A run with nothing wrong, drawn from a seed."""
+    return _draw(random.Random(seed)).recording(is_planted=False)
+
+
+def alarms(recording: Recording) -> list[Culprit]:
+    """What is found, except what lies in the nature of a pipeline, and what tasks that scatter
+    leave to stages and microbatches."""
+    by_chance = CulpritKind.SLOW_STAGE, CulpritKind.UNEVEN_LAYERS, CulpritKind.UNEVEN_MICROBATCHES
+    return [
+        each
+        for each in found_in(recording)
+        if each.kind not in BACKGROUND
+        and (each.kind not in by_chance or max(each.excess, each.saving) > 0.05)
+    ]
+
+
+def _draw(rng: random.Random) -> Planted:
+    num_ranks = rng.choice([2, 4, 8])
+    shape = Shape(num_ranks, num_ranks * rng.choice([2, 4]))
+    stage, replica, times = rng.randrange(num_ranks), rng.randrange(3), rng.uniform(1.15, 3)
+    heavy = set(rng.sample(range(shape.num_microbatches), shape.num_microbatches // 4))
+    layers = [rng.choice([2, 3, 4]) for _ in range(num_ranks)]
+    link = rng.choice([(rank, rank + step) for rank in range(num_ranks - 1) for step in (0, 1)])
+    link = (link[0], link[0] + 1) if link[0] == link[1] else (link[1], link[0])
+    usual = {
+        "hint": rng.choice(["bf", "bfw", "1f1b"]),
+        "scatter": rng.choice([0, 0.02, 0.05, 0.1]),
+        "seed": rng.randrange(10**6),
+    }
+    kinds = CulpritKind
+    match rng.choice([kind for kind in kinds if kind not in BACKGROUND]):
+        case kinds.SLOW_STAGE:
+            hit = lambda _, s, __: times if s == stage else 1  # noqa: E731
+            return Planted(kinds.SLOW_STAGE, shape, hit, [stage], rng.choice([1, 3]), **usual)
+        case kinds.SLOW_RANK:
+            hit = lambda r, s, _: times if (r, s) == (replica, stage) else 1  # noqa: E731
+            return Planted(kinds.SLOW_RANK, shape, hit, [(replica, stage)], 3, **usual)
+        case kinds.REPLICA:
+            hit = lambda r, *_: times if r == replica else 1  # noqa: E731
+            return Planted(kinds.REPLICA, shape, hit, [replica], 3, **usual)
+        case kinds.UNEVEN_LAYERS:
+            hit = lambda _, s, __: layers[s]  # noqa: E731
+            most = [each for each in range(num_ranks) if layers[each] == max(layers)]
+            return Planted(kinds.UNEVEN_LAYERS, shape, hit, most, **usual)
+        case kinds.SLOW_LINK if num_ranks > 2:
+            slow = link, times
+            even = lambda *_: 1  # noqa: E731
+            return Planted(
+                kinds.SLOW_LINK,
+                shape,
+                even,
+                [link],
+                1,
+                slow,
+                message_ns=rng.choice([3_000, 10_000]),
+                **usual,
+            )
+        case kinds.UNEVEN_MICROBATCHES:
+            hit = lambda _, __, m: times if m in heavy else 1  # noqa: E731
+            return Planted(kinds.UNEVEN_MICROBATCHES, shape, hit, **usual)
+        case kinds.ORDER:
+            hit = lambda _, s, m: 1 + times if (s + m) % 3 == 0 else 1  # noqa: E731
+            fixed = {"dispatch": Dispatch.FIXED}
+            return Planted(kinds.ORDER, shape, hit, bounds=fixed, **usual | {"hint": "1f1b"})
+        case _:
+            even = lambda *_: 1  # noqa: E731
+            limit = {"limit": rng.choice([1, max(1, num_ranks // 2)])}
+            return Planted(kinds.BOUND, shape, even, bounds=limit, **usual | {"hint": "bf"})
+
+
+def _step_ns(recording: Recording) -> int:
+    return sum(end_ns - start_ns for start_ns, end_ns in step_windows(recording).values())
