@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from tests.effort import examples
 from tests.naive_path import naive_path
 from tests.simulated import simulated_case
 from tests.step_times import MEGATRONS, policy_of, random_times, simulated
+from tests.trained import TINY, rrfp
 
 BLOCKING = [
     ("gpipe", Shape(3, 5)),
@@ -44,6 +46,15 @@ def work(recording: Recording, step: int) -> dict[tuple[int, str], int]:
     }
 
 
+def members_end_apart(recording: Recording, rng: random.Random) -> None:
+    """Let members end the tasks that they run together up to half a task early."""
+    for rank in recording.ranks:
+        rank.tasks[:] = [
+            task._replace(end_ns=task.end_ns - rng.randint(0, (task.end_ns - task.start_ns) // 2))
+            for task in rank.tasks
+        ]
+
+
 @examples(quick=40, thorough=2000)
 @given(cases())
 def test_the_tasks_are_those_of_the_naive_path(case: Case) -> None:
@@ -53,12 +64,34 @@ def test_the_tasks_are_those_of_the_naive_path(case: Case) -> None:
         transfer=lambda *_: case.seed % 150,
         lateness=lambda member, _: case.seed % 40 * member,
     )
+    members_end_apart(recording, random.Random(case.seed))
     expected = naive_path(recording, 0)
     assert work(recording, 0) == {who: ns for who, ns in expected.items() if who[1] != LINK and ns}
 
 
 def test_so_they_are_under_megatrons_own_schedule() -> None:
     recording = read_trace(MEGATRONS)
+    for step in step_windows(recording):
+        expected = {who: ns for who, ns in naive_path(recording, step).items() if who[1] != LINK}
+        assert work(recording, step) == pytest.approx(expected, abs=1000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pp 4 --hint bf",
+        "--pp 4 --hint 1f1b --dispatch fixed",
+        "--pp 2 --hint bf-deep --chunks 2",
+        "--pp 2 --tp 2 --hint bf",
+        "--pp 2 --tp 2 --dispatch megatron",
+    ],
+)
+def test_so_they_are_in_runs_of_our_own(flags: str, tmp_path: Path) -> None:
+    done = rrfp(tmp_path, "train", "--steps", "4", "--out", "run", *TINY, *flags.split())
+    assert done.returncode == 0, done.stderr
+    recording = read_trace(tmp_path / "run" / "trace.pftrace")
     for step in step_windows(recording):
         expected = {who: ns for who, ns in naive_path(recording, step).items() if who[1] != LINK}
         assert work(recording, step) == pytest.approx(expected, abs=1000)

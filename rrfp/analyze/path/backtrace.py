@@ -17,28 +17,39 @@ from rrfp.schedule.shape import sending_stage
 from rrfp.trace.records import Phase
 from rrfp.trace.steps import step_name
 
+Place = tuple[int, int]
+"""A pipeline rank of a replica. Its members, if there are several, run its tasks as one."""
+
 
 class ChainTask(NamedTuple):
-    """A task on a rank."""
+    """A task, from when the last member began it to when the last one ended it."""
 
     start_ns: int
     end_ns: int
+    place: Place
     rank: int
+    """The member that ended it last."""
     kind: str
     stage: int
     microbatch: int
 
+    @property
+    def key(self) -> tuple[Place, str, int, int]:
+        return self.place, self.kind, self.stage, self.microbatch
+
 
 @dataclass(slots=True)
 class RankInChain:
-    """What one rank did in the step."""
+    """What one rank did in the step, besides tasks."""
 
-    pp_rank: int
-    group: tuple[int, int]
+    place: Place
     entry_ns: int
-    tasks: list[ChainTask]
     waits: list[Wait]
     """In order of time, without overlaps."""
+
+    @property
+    def pp_rank(self) -> int:
+        return self.place[0]
 
 
 class Backtrace:
@@ -51,11 +62,7 @@ class Backtrace:
         schedules = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
         for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
             rank, pp_rank, dp_rank, entry_ns = row
-            self._ranks[rank] = RankInChain(pp_rank, (pp_rank, dp_rank), entry_ns, [], [])
-        columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
-        for row in frames.tasks.select(columns).iter_rows():
-            task = ChainTask(*row)
-            self._ranks[task.rank].tasks.append(task)
+            self._ranks[rank] = RankInChain((pp_rank, dp_rank), entry_ns, [])
         for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
             self._ranks[rank].waits.append(Wait(*wait))
         self._syncs = [
@@ -65,31 +72,39 @@ class Backtrace:
             if wait.cause == Cause.GRADIENT_SYNC
         ]
         for of_rank in self._ranks.values():
-            of_rank.tasks.sort()
             of_rank.waits = disjoint(of_rank.waits)
-        self._senders = {
-            (task.rank, task.kind, task.stage, task.microbatch): task
-            for of_rank in self._ranks.values()
-            for task in of_rank.tasks
-        }
-        # The last message for a task of a group: when it came, and the rank that sent it.
-        self._came: dict[tuple[tuple[int, int], str, int, int], tuple[int, int]] = {}
+        self._tasks = self._run_as_one(frames)
+        self._rows: defaultdict[Place, list[ChainTask]] = defaultdict(list)
+        for task in sorted(self._tasks.values()):
+            self._rows[task.place].append(task)
+        # The last message for a task: when it came, and the ranks that sent and took it.
+        self._came: dict[tuple[Place, str, int, int], tuple[int, int, int]] = {}
         names = ("to_rank", "kind", "stage", "microbatch", "came_ns", "from_rank")
         for to_rank, kind, stage, microbatch, came_ns, from_rank in frames.messages.select(
             names
         ).iter_rows():
-            key = (self._ranks[to_rank].group, kind, stage, microbatch)
-            self._came[key] = max(self._came.get(key, (0, 0)), (came_ns, from_rank))
+            key = (self._ranks[to_rank].place, kind, stage, microbatch)
+            self._came[key] = max(self._came.get(key, (0, 0, 0)), (came_ns, from_rank, to_rank))
+
+    def _run_as_one(self, frames: Frames) -> dict[tuple[Place, str, int, int], ChainTask]:
+        """The tasks, those of all members of a place as one."""
+        found: dict[tuple[Place, str, int, int], ChainTask] = {}
+        columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
+        for start_ns, end_ns, rank, *what in frames.tasks.select(columns).iter_rows():
+            task = ChainTask(start_ns, end_ns, self._ranks[rank].place, rank, *what)
+            other = found.get(task.key, task)
+            last = max(task, other, key=lambda each: (each.end_ns, -each.rank))
+            found[task.key] = last._replace(start_ns=max(task.start_ns, other.start_ns))
+        return found
 
     def segments(self) -> tuple[Segment, ...]:
         """The chain, in order of time and without gaps."""
-        tasks = [task for of_rank in self._ranks.values() for task in of_rank.tasks]
         start_ns, end_ns = self._window
-        if not tasks:
+        if not self._tasks:
             raise RrfpError(
                 f"{step_name(self._step)} of the trace has no tasks; see 'rrfp trace check'"
             )
-        last = max(tasks, key=lambda task: (task.end_ns, -task.rank))
+        last = max(self._tasks.values(), key=lambda task: (task.end_ns, -task.rank))
         back = [*self._tail(last, end_ns)]
         back += self.chain(last)
         until_ns = back[-1].start_ns
@@ -115,7 +130,7 @@ class Backtrace:
                 )
             passed.add(task)
             begin_ns = min(task.start_ns, until_ns)
-            yield Segment(begin_ns, until_ns, self._ranks[task.rank].pp_rank, task.kind)
+            yield Segment(begin_ns, until_ns, task.place[0], task.kind)
             back: list[Segment] = []
             task, until_ns = self._before(task, begin_ns, back)
             yield from back
@@ -125,31 +140,40 @@ class Backtrace:
     ) -> tuple[ChainTask | None, int]:
         """The task that this one waited for, and when the wait for it began; adds to `back` what
         lies between the two."""
-        of_rank = self._ranks[task.rank]
-        place = bisect_left(of_rank.tasks, task)
-        previous = of_rank.tasks[place - 1] if place else None
-        free_ns = of_rank.entry_ns if previous is None else previous.end_ns
-        came_ns, from_rank = self._came.get(
-            (of_rank.group, task.kind, task.stage, task.microbatch), (0, 0)
-        )
+        row = self._rows[task.place]
+        number = bisect_left(row, task)
+        if number:
+            previous, free_ns, last = row[number - 1], row[number - 1].end_ns, row[number - 1].rank
+        else:
+            previous, (free_ns, last) = None, self._entered(task.place)
+        came_ns, from_rank, to_rank = self._came.get(task.key, (0, 0, 0))
         sender = self._sender(task, from_rank) if came_ns > free_ns else None
+        pp_rank = task.place[0]
         if sender is None:
             reached_ns = min(free_ns, begin_ns)
-            back += idle(of_rank.pp_rank, of_rank.waits, reached_ns, begin_ns, OVERHEAD)
+            back += idle(pp_rank, self._ranks[last].waits, reached_ns, begin_ns, OVERHEAD)
             return previous, reached_ns
         came_ns = min(came_ns, begin_ns)
-        back += idle(of_rank.pp_rank, of_rank.waits, came_ns, begin_ns, OVERHEAD)
+        back += idle(pp_rank, self._ranks[to_rank].waits, came_ns, begin_ns, OVERHEAD)
         left_ns = min(sender.end_ns, came_ns)
-        sent_by = self._ranks[sender.rank].pp_rank
-        back.append(Segment(left_ns, came_ns, of_rank.pp_rank, LINK, sent_by))
+        back.append(Segment(left_ns, came_ns, pp_rank, LINK, sender.place[0]))
         return sender, left_ns
+
+    def _entered(self, place: Place) -> tuple[int, int]:
+        """When the last member of a place entered the schedule, and which one."""
+        return max(
+            (of_rank.entry_ns, rank)
+            for rank, of_rank in self._ranks.items()
+            if of_rank.place == place
+        )
 
     def _sender(self, task: ChainTask, from_rank: int) -> ChainTask | None:
         """The task whose output the message for this one carried."""
         stage = sending_stage(task.kind, task.stage)
-        if stage is None:
+        sends = self._ranks.get(from_rank)
+        if sends is None or stage is None:
             return None
-        return self._senders.get((from_rank, task.kind, stage, task.microbatch))
+        return self._tasks.get((sends.place, task.kind, stage, task.microbatch))
 
     def _tail(self, last: ChainTask, end_ns: int) -> Iterator[Segment]:
         """Why the step went on after its last task, from the end back: a rank synchronised
