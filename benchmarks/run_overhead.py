@@ -1,12 +1,14 @@
 """What `rrfp run` adds to a step, beside a script that calls `install()` itself:
-`python -m benchmarks.run_overhead [ROUNDS]`.
+`python -m benchmarks.run_overhead [SITTINGS]`.
 
-Three jobs of two ranks train the same GPT of two stages on the CPU and take turns, a step each, in
-an order that rotates: so all meet the same moods of the machine. The first is started by python and
-calls `install()`; the others are started by `rrfp run`, with `--no-trace` and recorded. The median
-of a job's steps is compared with that of the first, in time and in processor time of the first rank
-(all its threads), which other processes disturb less. The interval is that of 95 of 100 bootstrap
-samples of the rounds.
+In each sitting four jobs of two ranks train the same GPT of two stages on the CPU and take turns, a
+step each, in an order that rotates: so all meet the same moods of the machine. The first is started
+by python and calls `install()`; so does the second, which shows what chance alone does; the others
+are started by `rrfp run`, with `--no-trace` and recorded. A sitting's ratio is the median over its
+rounds of a job's step beside that of the first, in time and in processor time of the first rank
+(all its threads), which other processes disturb less. Processes that run the same code differ by
+about 1% for as long as they live, so the sittings, each with processes of its own, are what is
+averaged: the interval is that of 95 of 100 bootstrap samples of them.
 """
 
 import json
@@ -25,22 +27,23 @@ import numpy as np
 from rrfp.runtime.variables import LOOPBACK
 
 ROOT = Path(__file__).parent.parent
-NUM_ROUNDS = 100
+NUM_SITTINGS = 20
+NUM_ROUNDS = 50
 NUM_WARMUPS = 5
 NUM_SAMPLES = 2000
 NUM_RANKS = 2
-JOBS = ("install()", "rrfp run --no-trace", "rrfp run")
+STARTED = {
+    "install()": [],
+    "install() again": [],
+    "rrfp run --no-trace": ["-m", "rrfp", "run", "--no-trace"],
+    "rrfp run": ["-m", "rrfp", "run", "--out", "run"],
+}
 
 
 class Job:
     """The ranks of a job; its first rank takes a step for each line that it is given."""
 
-    def __init__(self, name: str, where: Path) -> None:
-        options = {
-            "install()": [],
-            "rrfp run --no-trace": ["-m", "rrfp", "run", "--no-trace"],
-            "rrfp run": ["-m", "rrfp", "run", "--out", str(where / "run")],
-        }[name]
+    def __init__(self, options: list[str], where: Path) -> None:
         with socket.create_server((LOOPBACK, 0)) as server:
             port = server.getsockname()[1]
         self._ranks = [
@@ -58,6 +61,7 @@ class Job:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                cwd=where,
             )
             for rank in range(NUM_RANKS)
         ]
@@ -128,32 +132,37 @@ def work() -> None:
             step += 1
 
 
-def main(num_rounds: int) -> None:
+def sitting(where: Path) -> list[np.ndarray]:
+    """The ratios of each job to the first, in time and in processor time, a column each."""
+    jobs = [Job(options, where) for options in STARTED.values()]
+    rounds = []
+    order = deque(range(len(jobs)))
+    for _ in range(NUM_WARMUPS + NUM_ROUNDS):
+        taken = {index: jobs[index].step() for index in order}
+        rounds.append([taken[index] for index in range(len(jobs))])
+        order.rotate()
+    for job in jobs:
+        job.close()
+    steps = np.array(rounds[NUM_WARMUPS:])
+    return list(np.median(steps / steps[:, :1], axis=0))
+
+
+def main(num_sittings: int) -> None:
     """Let the jobs take turns, and print what was found."""
-    with tempfile.TemporaryDirectory() as where:
-        jobs = {name: Job(name, Path(where)) for name in JOBS}
-        taken: dict[str, list[tuple[float, float]]] = {name: [] for name in JOBS}
-        order = deque(JOBS)
-        for index in range(NUM_WARMUPS + num_rounds):
-            for name in order:
-                found = jobs[name].step()
-                if index >= NUM_WARMUPS:
-                    taken[name].append(found)
-            order.rotate()
-        for job in jobs.values():
-            job.close()
-    draws = np.random.default_rng(0).integers(num_rounds, size=(NUM_SAMPLES, num_rounds))
+    found = []
+    for _ in range(num_sittings):
+        with tempfile.TemporaryDirectory() as where:
+            found.append(sitting(Path(where)))
+    ratios = np.array(found)
+    draws = np.random.default_rng(0).integers(num_sittings, size=(NUM_SAMPLES, num_sittings))
     for column, what in enumerate(("time", "processor time")):
-        first = np.array(taken[JOBS[0]])[:, column]
-        for name in JOBS:
-            own = np.array(taken[name])[:, column]
-            ratios = np.median(own[draws], axis=1) / np.median(first[draws], axis=1)
-            low, high = np.quantile(ratios, [0.025, 0.975])
+        for job, name in enumerate(STARTED):
+            own = ratios[:, job, column]
+            low, high = np.quantile(own[draws].mean(axis=1), [0.025, 0.975])
             told = {
                 "of": what,
                 "job": name,
-                "median_ms": round(1e3 * float(np.median(own)), 2),
-                "ratio": round(float(np.median(own) / np.median(first)), 4),
+                "ratio": round(float(own.mean()), 4),
                 "interval": [round(float(low), 4), round(float(high), 4)],
             }
             print(json.dumps(told))
@@ -163,4 +172,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["job"]:
         work()
     else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else NUM_ROUNDS)
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else NUM_SITTINGS)
