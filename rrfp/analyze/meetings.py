@@ -29,6 +29,11 @@ def transfers_block(frames: Frames) -> bool:
         return False
 
 
+def is_imported(frames: Frames) -> bool:
+    """Whether the run's messages follow from its tasks and waits, as nothing recorded them."""
+    return "imported" in frames.settings
+
+
 def met_replicas(
     frames: Frames, windows: Mapping[int, Window]
 ) -> Iterator[tuple[int, list[MetReplica]]]:
@@ -41,7 +46,14 @@ def met_replicas(
         shape = layout.shape_of(records)
         found = []
         for replica in records.replicas:
-            entries_ns = [max(member.entry_ns for member in members) for members in replica]
+            # An imported run does not tell when a rank was there.
+            entries_ns = [
+                records.window[0]
+                if is_imported(frames)
+                else max(member.entry_ns for member in members)
+                for members in replica
+            ]
             members = [[member.info.rank for member in members] for members in replica]
-            found.append(MetReplica(meet(shape, replica, entries_ns), members))
+            met = meet(shape, replica, entries_ns, are_recorded=not is_imported(frames))
+            found.append(MetReplica(met, members))
         yield records.step, found

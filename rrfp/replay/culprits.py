@@ -146,7 +146,7 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     yield Culprit(CulpritKind.UNEVEN_LAYERS, Change(even_stages=True), most.pp_rank, most.excess)
     if run.tells_arrivals:
         yield from _worst(_slow_links(run, steps))
-        yield Culprit(CulpritKind.LINKS, Change(free_links=True))
+    yield Culprit(CulpritKind.LINKS, Change(free_links=True))
     yield Culprit(
         CulpritKind.UNEVEN_MICROBATCHES,
         Change(even_microbatches=True),

@@ -121,7 +121,8 @@ def _decided(
 
 def _blocking_replica(run: RecordedRun, replica: tuple[Members, ...], start_ns: int) -> ReplicaStep:
     """A step over blocking transfers."""
-    ranks = meet(run.shape, replica, [start_ns] * len(replica))
+    entries_ns = [start_ns] * len(replica)
+    ranks = meet(run.shape, replica, entries_ns, are_recorded=not run.is_imported)
     meetings = {each.task: each for rank in ranks for gap in rank.meetings for each in gap}
     overheads_ns: dict[Task, int] = {}
     for rank in ranks:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rrfp.replay.step_records import Members
+from rrfp.replay.step_records import Members, RankStep
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
@@ -67,14 +67,16 @@ class BlockingRank:
     """By gap, in the order in which they passed."""
 
 
-def meet(shape: Shape, replica: Sequence[Members], entries_ns: Sequence[int]) -> list[BlockingRank]:
+def meet(
+    shape: Shape, replica: Sequence[Members], entries_ns: Sequence[int], *, are_recorded: bool
+) -> list[BlockingRank]:
     """The pipeline ranks of one replica's step, with their meetings. `entries_ns` is when each of
     them is free to begin.
 
-    Where the trace has the messages themselves (`ReceiveRecord`, from when both ends were there),
-    they are taken as recorded. Otherwise a message has passed when the first of its ranks goes on.
+    Where the messages themselves `are_recorded` (`ReceiveRecord`, from when both ends were there),
+    they are taken so. Otherwise a message has passed when the first of its ranks goes on.
     """
-    return _Replica(shape, replica, entries_ns).ranks
+    return _Replica(shape, replica, entries_ns, are_recorded=are_recorded).ranks
 
 
 class _Place(NamedTuple):
@@ -93,12 +95,22 @@ class _Message(NamedTuple):
     """Its sender and its receiver."""
     began_ns: int
     passed_ns: int
+    asked: int = 0
+    """The receiver's gap in which it waits for it, if that is known. A small message may leave
+    before, where the transport keeps it."""
 
 
 class _Replica:
     """Finds the meetings of one replica's step."""
 
-    def __init__(self, shape: Shape, replica: Sequence[Members], entries_ns: Sequence[int]) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        replica: Sequence[Members],
+        entries_ns: Sequence[int],
+        *,
+        are_recorded: bool,
+    ) -> None:
         self.ranks = [
             _rank(pp_rank, members, entry_ns)
             for pp_rank, (members, entry_ns) in enumerate(zip(replica, entries_ns, strict=True))
@@ -106,7 +118,10 @@ class _Replica:
         self._numbers = [{task: n for n, task in enumerate(rank.spans)} for rank in self.ranks]
         self._starts_ns = [[start_ns for start_ns, _ in rank.spans.values()] for rank in self.ranks]
         recorded: dict[Task, Span] = {
-            task_of(receive): receive[:2] for members in replica for receive in members[0].receives
+            task_of(receive): receive[:2]
+            for members in replica
+            for receive in members[0].receives
+            if are_recorded
         }
         messages = []
         untimed = []
@@ -150,7 +165,8 @@ class _Replica:
                 for place in (sends, receives)
             )
             link = sends.pp_rank, receives.pp_rank
-            yield _Message(task, link, min(began_ns, passed_ns[task]), passed_ns[task])
+            began_ns = min(began_ns, passed_ns[task])
+            yield _Message(task, link, began_ns, passed_ns[task], receives.gap)
 
     def _keep(self, messages: list[_Message]) -> None:
         """Make meetings of messages."""
@@ -168,7 +184,8 @@ class _Replica:
             meeting = Meeting(message.task, sender, receiver, message.began_ns, message.passed_ns)
             for pp_rank in message.link:
                 gap = self._gap_at(pp_rank, message.passed_ns)
-                self.ranks[pp_rank].meetings[gap].append(meeting)
+                if pp_rank == message.link[0] or gap >= message.asked:
+                    self.ranks[pp_rank].meetings[gap].append(meeting)
 
     def _end(self, message: _Message, pp_rank: int, passed: Sequence[_Message]) -> End:
         """An end of a message. It came when the last thing that it did before had ended: its task,
@@ -204,14 +221,27 @@ class _Replica:
 
 def _rank(pp_rank: int, members: Members, entry_ns: int) -> BlockingRank:
     spans = spans_of(members)
-    starts_ns = [start_ns for start_ns, _ in spans.values()]
-    waits: list[list[WaitRecord]] = [[] for _ in range(len(starts_ns) + 1)]
-    for wait in sorted(members[0].waits):
+    free_ns = [entry_ns, *(end_ns for _, end_ns in spans.values())]
+    of_members = [_waits(member, len(free_ns)) for member in members]
+    waits = [
+        # The member that waits longest, from when the last one was free.
+        [
+            wait._replace(start_ns=max(wait.start_ns, free), end_ns=max(wait.end_ns, free))
+            for wait in max(of_gap, key=lambda each: max((w.end_ns for w in each), default=0))
+        ]
+        for free, of_gap in zip(free_ns, zip(*of_members, strict=True), strict=True)
+    ]
+    return BlockingRank(pp_rank, spans, free_ns, waits)
+
+
+def _waits(member: RankStep, num_gaps: int) -> list[list[WaitRecord]]:
+    """A member's waits for transfers, by gap."""
+    starts_ns = sorted(task.start_ns for task in member.tasks)
+    waits: list[list[WaitRecord]] = [[] for _ in range(num_gaps)]
+    for wait in sorted(member.waits):
         if wait.cause != Cause.GRADIENT_SYNC:
-            waits[bisect_left(starts_ns, wait.end_ns)].append(wait)
-    return BlockingRank(
-        pp_rank, spans, [entry_ns, *(end_ns for _, end_ns in spans.values())], waits
-    )
+            waits[min(bisect_left(starts_ns, wait.end_ns), num_gaps - 1)].append(wait)
+    return waits
 
 
 def spans_of(members: Members) -> dict[Task, Span]:

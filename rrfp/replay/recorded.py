@@ -27,9 +27,8 @@ class RecordedRun:
     hint_name: str
     is_blocking: bool
     """Its transfers lay on the compute path, like Megatron's own."""
-    tells_arrivals: bool
-    """Whether it is known when messages came. Of an imported run whose transfers do not block it is
-    only known when each left, and when it was taken up."""
+    is_imported: bool
+    """Its messages are not recorded: they follow from its tasks and waits."""
     may_share_cores: bool
     """Several ranks computed on one host's CPU; traces do not tell how many cores it has."""
     num_members: int
@@ -39,6 +38,12 @@ class RecordedRun:
     """The other steps asked for."""
     layers: int | None = None
     """Of the whole model, where the stages share them evenly; None where the run does not tell."""
+
+    @property
+    def tells_arrivals(self) -> bool:
+        """Whether it is known when messages came. Of an imported run whose transfers do not block
+        it is only known when each left, and when it was taken up."""
+        return self.is_blocking or not self.is_imported
 
     @property
     def told(self) -> str:
@@ -73,11 +78,6 @@ class RecordedRun:
         if dispatch is Dispatch.FIXED:
             return None if own.limit == DEFAULT_LIMIT else own.limit, None
         return own.limit or DEFAULT_LIMIT, None
-
-
-def _tells_arrivals(recording: Recording) -> bool:
-    imported = recording.settings.get("imported")
-    return not isinstance(imported, dict) or imported.get("transfers_block") is True
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
@@ -121,7 +121,7 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
         policy_of(settings, shape, whole[0]),
         settings.text("hint"),
         settings.is_blocking,
-        _tells_arrivals(recording),
+        "imported" in recording.settings,
         settings.computes_on_cpu and layout.shares_hosts,
         layout.num_members,
         tuple(whole),

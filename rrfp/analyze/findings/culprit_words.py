@@ -77,9 +77,10 @@ class CulpritWords:
                     self._on_layers(culprit),
                 )
             case CulpritKind.LINKS:
+                most = "" if self._run.tells_arrivals else "at most "
                 return (
                     "Messages take long on all links",
-                    f"One takes {self._message_time()}, the median, and no link stands out.",
+                    f"One takes {most}{self._message_time()}, the median, and no link stands out.",
                     "Look at the transport, and at what shares the network; larger microbatches "
                     "send fewer messages.",
                 )

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.chosen import step_time_ns
 from rrfp.analyze.findings.blame import blame
 from rrfp.analyze.findings.findings import Finding, findings
 from rrfp.analyze.findings.replays import replays
@@ -58,7 +59,7 @@ def diagnose(frames: Frames) -> Diagnosis:
     replayed = replays(frames)
     return Diagnosis(
         headline(frames, found),
-        found.step_ns / NS_PER_S,
+        step_time_ns(frames) / NS_PER_S,
         bubbles(frames).bubble_fraction,
         tuple(findings(frames, found, replayed.run, replayed.culprits)),
         replayed.why_not,

@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 
+from rrfp.analyze.chosen import step_time_ns
 from rrfp.analyze.findings.blame import Blame, Fault, Owner
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
@@ -59,10 +60,11 @@ def shares(frames: Frames, found: Blame) -> list[Share]:
 
 def headline(frames: Frames, found: Blame) -> str:
     """How long a step takes, and how much of it no schedule can save."""
+    step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
-        f"{_a_step(frames)} takes {tell(found.step_ns)}, the mean of {found.num_steps}. "
+        f"{_a_step(frames)} takes {tell(step_ns)}, the mean of {frames.windows.height}. "
         f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
-        f"{tell(found.busiest_ns)} of it ({found.busiest_ns / found.step_ns:.0%}): no order of the "
+        f"{tell(busy * step_ns)} of it ({busy:.0%}): no order of the "
         "same tasks makes a step shorter than that."
     )
 

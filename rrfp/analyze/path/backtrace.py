@@ -10,6 +10,7 @@ import polars as pl
 
 from rrfp.analyze.bubbles import OVERHEAD
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.meetings import is_imported
 from rrfp.analyze.path.segments import LINK, Segment, Wait, disjoint, idle
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
@@ -58,6 +59,7 @@ class Backtrace:
     def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
         self._step = step
         self._window = window
+        self._is_imported = is_imported(frames)
         self._ranks: dict[int, RankInChain] = {}
         schedules = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
         for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
@@ -148,6 +150,9 @@ class Backtrace:
             previous, (free_ns, last) = None, self._entered(task.place)
         came_ns, from_rank, to_rank = self._came.get(task.key, (0, 0, 0))
         sender = self._sender(task, from_rank) if came_ns > free_ns else None
+        if sender is not None and self._is_imported and sender.end_ns <= free_ns:
+            # It may have come any time from when it left, and need not have been waited for.
+            sender = None
         pp_rank = task.place[0]
         if sender is None:
             reached_ns = min(free_ns, begin_ns)
@@ -160,9 +165,10 @@ class Backtrace:
         return sender, left_ns
 
     def _entered(self, place: Place) -> tuple[int, int]:
-        """When the last member of a place entered the schedule, and which one."""
+        """When the last member of a place entered the schedule, and which one. An imported run does
+        not tell: its ranks may have been there before the first thing that they did."""
         return max(
-            (of_rank.entry_ns, rank)
+            (self._window[0] if self._is_imported else of_rank.entry_ns, rank)
             for rank, of_rank in self._ranks.items()
             if of_rank.place == place
         )
