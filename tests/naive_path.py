@@ -1,8 +1,9 @@
 """The longest path of a step, found a second time and more simply: from the last task to end, back
 to what ended last of the things that each task needed.
 
-It knows tasks and messages alone. Of a run with blocking transfers it knows no messages, so that it
-is right only where a message passes as soon as its task has ended and its receiver is free.
+It knows tasks and messages alone. Of a run with blocking transfers, and of an imported one, it
+knows no messages, so that it is right only where a message passes as soon as its task has ended and
+its receiver is free.
 """
 
 from collections import defaultdict
@@ -34,7 +35,7 @@ def naive_path(recording: Recording, step: int) -> Path:
                 if rank.info.tp_rank == 0:
                     rows[rank.info.rank].append(key)
         for receive in rank.receives:
-            if receive.step == step:
+            if receive.step == step and "imported" not in recording.settings:
                 key = dp_rank, str(receive.kind), receive.stage, receive.microbatch
                 arrivals[key] = max(arrivals.get(key, 0), receive.end_ns)
     before: dict[_Key, _Key] = {}

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from rrfp.replay.culprits import BACKGROUND, Culprit, CulpritKind, culprits
@@ -101,7 +101,7 @@ class Planted:
     def cost(self) -> float:
         """The share of a step that it takes, for the same work where it only shifts work."""
         with_it, without = (
-            _step_ns(self.recording(is_planted=planted)) for planted in (True, False)
+            float(_step_ns(self.recording(is_planted=planted))) for planted in (True, False)
         )
         if self.kind in (CulpritKind.UNEVEN_LAYERS, CulpritKind.UNEVEN_MICROBATCHES):
             without *= fmean(
@@ -139,8 +139,10 @@ def planted(seed: int) -> Planted:
 
 
 def clean(seed: int) -> Recording:
-    """A run with nothing wrong, drawn from a seed."""
-    return _draw(random.Random(seed)).recording(is_planted=False)
+    """A run with nothing wrong, drawn from a seed. Its steps are alike, so that what scatters does
+    so little that no stage is truly slow by chance."""
+    drawn = _draw(random.Random(seed))
+    return replace(drawn, scatter=min(drawn.scatter, 0.05)).recording(is_planted=False)
 
 
 def alarms(recording: Recording) -> list[Culprit]:
@@ -161,52 +163,55 @@ def _draw(rng: random.Random) -> Planted:
     stage, replica, times = rng.randrange(num_ranks), rng.randrange(3), rng.uniform(1.15, 3)
     heavy = set(rng.sample(range(shape.num_microbatches), shape.num_microbatches // 4))
     layers = [rng.choice([2, 3, 4]) for _ in range(num_ranks)]
-    link = rng.choice([(rank, rank + step) for rank in range(num_ranks - 1) for step in (0, 1)])
-    link = (link[0], link[0] + 1) if link[0] == link[1] else (link[1], link[0])
-    usual = {
-        "hint": rng.choice(["bf", "bfw", "1f1b"]),
-        "scatter": rng.choice([0, 0.02, 0.05, 0.1]),
-        "seed": rng.randrange(10**6),
-    }
-    kinds = CulpritKind
-    match rng.choice([kind for kind in kinds if kind not in BACKGROUND]):
-        case kinds.SLOW_STAGE:
-            hit = lambda _, s, __: times if s == stage else 1  # noqa: E731
-            return Planted(kinds.SLOW_STAGE, shape, hit, [stage], rng.choice([1, 3]), **usual)
-        case kinds.SLOW_RANK:
-            hit = lambda r, s, _: times if (r, s) == (replica, stage) else 1  # noqa: E731
-            return Planted(kinds.SLOW_RANK, shape, hit, [(replica, stage)], 3, **usual)
-        case kinds.REPLICA:
-            hit = lambda r, *_: times if r == replica else 1  # noqa: E731
-            return Planted(kinds.REPLICA, shape, hit, [replica], 3, **usual)
-        case kinds.UNEVEN_LAYERS:
-            hit = lambda _, s, __: layers[s]  # noqa: E731
+    sender = rng.randrange(num_ranks - 1)
+    link = rng.choice([(sender, sender + 1), (sender + 1, sender)])
+    even = Planted(
+        CulpritKind.BOUND,
+        shape,
+        lambda *_: 1,
+        hint=rng.choice(["bf", "bfw", "1f1b"]),
+        scatter=rng.choice([0, 0.02, 0.05, 0.1]),
+        seed=rng.randrange(10**6),
+    )
+
+    def slow(is_hit: Callable[[int, int, int], bool]) -> Factor:
+        return lambda *place: times if is_hit(*place) else 1
+
+    kind = rng.choice([kind for kind in CulpritKind if kind not in BACKGROUND])
+    match kind:
+        case CulpritKind.SLOW_STAGE:
+            hit = slow(lambda _, s, __: s == stage)
+            return replace(even, kind=kind, factor=hit, places=[stage], replicas=rng.choice([1, 3]))
+        case CulpritKind.SLOW_RANK:
+            hit = slow(lambda r, s, _: (r, s) == (replica, stage))
+            return replace(even, kind=kind, factor=hit, places=[(replica, stage)], replicas=3)
+        case CulpritKind.REPLICA:
+            hit = slow(lambda r, *_: r == replica)
+            return replace(even, kind=kind, factor=hit, places=[replica], replicas=3)
+        case CulpritKind.UNEVEN_LAYERS:
             most = [each for each in range(num_ranks) if layers[each] == max(layers)]
-            return Planted(kinds.UNEVEN_LAYERS, shape, hit, most, **usual)
-        case kinds.SLOW_LINK if num_ranks > 2:
-            slow = link, times
-            even = lambda *_: 1  # noqa: E731
-            return Planted(
-                kinds.SLOW_LINK,
-                shape,
+            return replace(even, kind=kind, factor=lambda _, s, __: layers[s], places=most)
+        case CulpritKind.SLOW_LINK if num_ranks > 2:
+            return replace(
                 even,
-                [link],
-                1,
-                slow,
+                kind=kind,
+                places=[link],
+                slow_link=(link, times),
                 message_ns=rng.choice([3_000, 10_000]),
-                **usual,
             )
-        case kinds.UNEVEN_MICROBATCHES:
-            hit = lambda _, __, m: times if m in heavy else 1  # noqa: E731
-            return Planted(kinds.UNEVEN_MICROBATCHES, shape, hit, **usual)
-        case kinds.ORDER:
-            hit = lambda _, s, m: 1 + times if (s + m) % 3 == 0 else 1  # noqa: E731
-            fixed = {"dispatch": Dispatch.FIXED}
-            return Planted(kinds.ORDER, shape, hit, bounds=fixed, **usual | {"hint": "1f1b"})
+        case CulpritKind.UNEVEN_MICROBATCHES:
+            return replace(even, kind=kind, factor=slow(lambda _, __, m: m in heavy))
+        case CulpritKind.ORDER:
+            return replace(
+                even,
+                kind=kind,
+                factor=lambda _, s, m: 1 + times if (s + m) % 3 == 0 else 1,
+                hint="1f1b",
+                bounds={"dispatch": Dispatch.FIXED},
+            )
         case _:
-            even = lambda *_: 1  # noqa: E731
-            limit = {"limit": rng.choice([1, max(1, num_ranks // 2)])}
-            return Planted(kinds.BOUND, shape, even, bounds=limit, **usual | {"hint": "bf"})
+            limit = rng.choice([1, max(1, num_ranks // 2)])
+            return replace(even, hint="bf", bounds={"limit": limit})
 
 
 def _step_ns(recording: Recording) -> int:

@@ -100,7 +100,9 @@ def test_uneven_layers_come_with_the_split_that_evens_them_out() -> None:
     """Each layer takes as long as a task of ours; the first stage has the embedding besides."""
     work = (3, 2, 2, 4)
     slow = run_of(Shape(4, 16), lambda _, stage, __: work[stage])
-    slow.settings["settings"]["layers"] = 8
+    settings = slow.settings["settings"]
+    assert isinstance(settings, dict)
+    settings["layers"] = 8
     finding = findings_in(slow)[0]
     assert (finding.kind, finding.pp_rank) == (CulpritKind.SLOW_STAGE, 3)
     assert "Split the 8 layers as 2 3 2 1 over the stages: that alone saves" in finding.advice

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from rrfp.errors import RrfpError
 from rrfp.trace.records import Recording
 from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.rundir import RunDir, create_run_dir, update_latest
 
 _HINT = "imported"
 
@@ -38,6 +38,7 @@ def _write(out: Path, recording: Recording, *, force: bool) -> None:
             create_run_dir(out, force=True, hint=_HINT)
             part.run_json.replace(run.run_json)
             part.trace.replace(run.trace)
+            update_latest(out.parent)
     finally:
         if is_new and not any(out.iterdir()):
             out.rmdir()

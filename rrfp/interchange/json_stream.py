@@ -16,17 +16,18 @@ _LONGEST_VALUE = 64 << 20
 """In characters; a value is an event, or what a profile says about itself."""
 _MOST_EXPANSION = 200
 """gzip shrinks profiles to about a tenth; a file made to harm may shrink a thousandfold."""
+_GZIP = b"\x1f\x8b"
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def open_bytes(path: Path) -> Iterator[bytes]:
-    """The contents of a file, expanded if its name ends in .gz.
+    """The contents of a file, expanded if its name ends in .gz or its contents begin as gzip's do.
 
     Raises RrfpError when it cannot be read, is cut off, or expands too much.
     """
-    is_packed = path.suffix == ".gz"
     num_bytes = 0
     try:
+        is_packed = path.suffix == ".gz" or _begins(path) == _GZIP
         most_bytes = _MOST_EXPANSION * path.stat().st_size + _CHUNK_BYTES
         with gzip.open(path) if is_packed else path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -44,6 +45,11 @@ def open_bytes(path: Path) -> Iterator[bytes]:
         raise RrfpError(f"{path} is no gzip file ({error}); export it again") from None
     except OSError as error:
         raise RrfpError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _begins(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(_GZIP))
 
 
 class JsonStream:

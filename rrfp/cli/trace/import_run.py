@@ -1,11 +1,20 @@
-"""`rrfp trace import`: a run made of other people's traces."""
+"""`rrfp trace import`: a run made of other people's traces, or a hang told by its dumps."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rrfp.errors import UsageError
 from rrfp.trace.steps import count_of
+
+
+class HangFormat(StrEnum):
+    """How a hang is printed."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 def import_run(
@@ -13,20 +22,47 @@ def import_run(
         list[Path],
         typer.Argument(
             metavar="PATHS...",
-            help="Profiles (.json, .json.gz), one a rank; a directory of them; or one table of "
-            "StragglerAnalysis (.csv, .parquet).",
+            help="Profiles (.json, .json.gz), exports of Nsight Systems (.sqlite) or execution "
+            "traces (.et, .json), one a rank; OpenTelemetry spans (.json, .jsonl); a directory of "
+            "them; or one table of StragglerAnalysis (.csv, .parquet).",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The directory of the run to make.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The directory of the run to make.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the run that is in the directory.")
     ] = False,
+    flight_recorder: Annotated[
+        bool,
+        typer.Option(
+            "--flight-recorder",
+            help="PATHS are dumps of torch's flight recorder (nccl_trace_rank_0, ...): say who "
+            "waits for whom, and make no run.",
+        ),
+    ] = False,
+    format_: Annotated[
+        HangFormat, typer.Option("--format", help="How to print what --flight-recorder finds.")
+    ] = HangFormat.TEXT,
 ) -> None:
-    """Make a run of what torch.profiler or StragglerAnalysis recorded.
+    """Make a run of what other programs recorded, or say who waits for whom in a job that hangs.
 
-    The profiles must carry ranges of the pipeline's tasks: those of
-    rrfp.megatron.trace_native(), or of torch.distributed.pipelining.
+    A profile needs no ranges of ours. What it cannot tell is said.
     """
+    if flight_recorder:
+        if out is not None:
+            raise UsageError(
+                f"--flight-recorder makes no run, so leave out -o {out}; redirect its output to "
+                "keep it"
+            )
+        print(_hang(paths, format_))
+        return
+    if out is None:
+        raise UsageError("the run needs a directory to go to; add -o runs/NAME")
+    _import(paths, out, force=force)
+
+
+def _import(paths: list[Path], out: Path, *, force: bool) -> None:
     from rrfp.interchange.files import import_run as read_run
     from rrfp.interchange.imported_run import check_run_dir, write_run
 
@@ -39,3 +75,12 @@ def import_run(
     num_tasks = sum(len(rank.tasks) for rank in ranks)
     steps = {phase.step for rank in ranks for phase in rank.phases}
     print(f"{out} has {num_tasks} tasks of {len(ranks)} ranks in {count_of(steps)}")
+
+
+def _hang(paths: list[Path], format_: HangFormat) -> str:
+    from rrfp.cli.trace.hang import hang_json, hang_text
+    from rrfp.interchange.flight.dumps import read_dumps
+    from rrfp.interchange.flight.hang import hang_of
+
+    hang = hang_of(read_dumps(paths))
+    return hang_json(hang) if format_ is HangFormat.JSON else hang_text(hang)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rrfp.interchange.kineto_rank import ProfiledRank
+from rrfp.interchange.kineto.rank import ProfiledRank
 from rrfp.interchange.ranges import (
     Maker,
     Range,

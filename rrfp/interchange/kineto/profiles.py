@@ -1,26 +1,46 @@
 """A run read from what torch.profiler wrote, a file a rank."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.kineto_file import read_profile
-from rrfp.interchange.kineto_rank import ProfiledRank
-from rrfp.interchange.kineto_steps import number_steps
+from rrfp.interchange.kineto.file import Profile, read_profile
+from rrfp.interchange.kineto.host import HostProfile, read_host_profile
+from rrfp.interchange.kineto.operators import time_by_operators
+from rrfp.interchange.kineto.rank import ProfiledRank
+from rrfp.interchange.kineto.steps import number_steps
+from rrfp.interchange.kineto.unnamed import read_unnamed
 from rrfp.interchange.ranges import Maker
 from rrfp.interchange.spans import RankSpans, Source
+from rrfp.interchange.unnamed.calls import Groups
 from rrfp.trace.records import RankInfo
 
 
 def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
     """The spans of a run from its profiles, a file a rank.
 
-    Raises RrfpError for a file that is not a profile or has no ranges of tasks, and for files of
-    different runs.
+    Raises RrfpError for a file that is not a profile or tells no tasks, and for files of different
+    runs.
     """
-    ranks = [ProfiledRank(read_profile(path)) for path in paths]
+    return spans_of(
+        [read_profile(path) for path in paths],
+        lambda profile: read_host_profile(profile.path),
+        "profile of torch.profiler",
+    )
+
+
+def spans_of(
+    profiles: Sequence[Profile], host_of: Callable[[Profile], HostProfile], name: str
+) -> tuple[list[RankSpans], Source]:
+    """The spans of a run from what its profiles hold; `host_of` reads the rest of a profile, which
+    is only needed where ranges do not tell everything, and `name` says what sort of profile it is.
+    """
+    if not any(profile.names_tasks for profile in profiles):
+        _check_ranks(profiles)
+        return read_unnamed(profiles, host_of, _world_size(profiles), name)
+    ranks = [ProfiledRank(profile) for profile in profiles]
     notes = [note for rank in ranks for note in rank.notes]
     makers = {rank.maker for rank in ranks}
     if len(makers) > 1:
@@ -32,16 +52,24 @@ def read_profiles(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
     _check_ranks(ranks)
     world_size = _world_size(ranks)
     ranks.sort(key=lambda rank: rank.number)
-    notes += _place(ranks)
+    hosts = {}
+    if ranks[0].maker is Maker.PIPELINING and not any(rank.is_gpu for rank in ranks):
+        hosts = {rank.number: host_of(rank.profile) for rank in ranks}
+    notes += _place(ranks, {number: host.groups for number, host in hosts.items()})
     notes += number_steps(ranks)
+    for rank in ranks:
+        if host := hosts.get(rank.number):
+            time_by_operators(rank, host)
     device = "cuda" if any(rank.is_gpu for rank in ranks) else "cpu"
     blocks = ranks[0].maker is Maker.RRFP
-    name = "profile of torch.profiler"
-    source = Source(name, len(paths), device, blocks, world_size, tuple(notes))
+    source = Source(name, len(profiles), device, blocks, world_size, tuple(notes))
     return [rank.spans() for rank in ranks], source
 
 
-def _world_size(ranks: list[ProfiledRank]) -> int:
+_Ranks = Sequence[ProfiledRank] | Sequence[Profile]
+
+
+def _world_size(ranks: _Ranks) -> int:
     """How many ranks the run had, as far as the profiles tell."""
     told = {rank.world_size: rank.path for rank in ranks if rank.world_size}
     if len(told) > 1:
@@ -53,7 +81,7 @@ def _world_size(ranks: list[ProfiledRank]) -> int:
     return next(iter(told), 1 + max(rank.number for rank in ranks))
 
 
-def _check_ranks(ranks: list[ProfiledRank]) -> None:
+def _check_ranks(ranks: _Ranks) -> None:
     by_number: dict[int, Path] = {}
     for rank in ranks:
         if rank.number < 0 and len(ranks) > 1:
@@ -70,15 +98,18 @@ def _check_ranks(ranks: list[ProfiledRank]) -> None:
         by_number[rank.number] = rank.path
 
 
-def _place(ranks: list[ProfiledRank]) -> Iterator[str]:
+def _place(ranks: list[ProfiledRank], groups: Mapping[int, Groups]) -> Iterator[str]:
     """Give a place to each rank that does not tell its own, and yield notes on it: ranks that hold
     the same stages are replicas."""
     tell_stages = True
     for rank in ranks:
+        pipeline = groups[rank.number].pipeline if rank.number in groups else ()
+        is_told = rank.number in pipeline
+        stage = pipeline.index(rank.number) if is_told else rank.number
         for found, task in rank.tasks:
             if task.stage is None:
-                found.tells = replace(task, stage=rank.number)
-                tell_stages = False
+                found.tells = replace(task, stage=stage)
+                tell_stages &= is_told
     if not tell_stages:
         yield (
             "the ranges do not tell stages: all ranks are taken for one pipeline, and each one's "

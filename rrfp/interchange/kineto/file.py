@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rrfp.errors import RrfpError
 from rrfp.interchange.json_stream import JsonStream
-from rrfp.interchange.ranges import is_overlapped, parse_profiler_step, parse_range
+from rrfp.interchange.ranges import TaskRange, is_overlapped, parse_profiler_step, parse_range
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 
 _ON_CPU, _ON_GPU = "user_annotation", "gpu_user_annotation"
@@ -38,7 +38,8 @@ class Profile:
     """What one file holds."""
 
     path: Path
-    rank: int | None = None
+    number: int = -1
+    """Of its rank; -1 if it does not tell."""
     world_size: int | None = None
     pid: int = 0
     on_cpu: list[Event] = field(default_factory=list)
@@ -46,39 +47,62 @@ class Profile:
     steps: list[Event] = field(default_factory=list)
     """The profiler's own steps."""
 
+    host_name: str = "unknown"
+
     @property
     def host(self) -> str:
         match = _OF_TENSORBOARD.match(self.path.name)
-        return match["host"] if match else "unknown"
+        return match["host"] if match else self.host_name
+
+    @property
+    def names_tasks(self) -> bool:
+        """Whether any range is one of a task."""
+        return any(isinstance(parse_range(event.name), TaskRange) for event in self.on_cpu)
 
 
 def read_profile(path: Path) -> Profile:
     profile = Profile(path)
     stream = JsonStream(path)
     base_ns = 0
-    if stream.first() == "[":
+    has_events = stream.first() == "["
+    if has_events:
         _keep_events(profile, stream)
     else:
         for key in stream.keys():  # noqa: SIM118 (no mapping)
             if key == "traceEvents" and stream.first() == "[":
                 _keep_events(profile, stream)
+                has_events = True
                 continue
             value = stream.value()
             if key == "baseTimeNanoseconds":
-                base_ns = _whole(value) or 0
-                if base_ns > _MOST_NS:
-                    raise RrfpError(f"{path} says that its times count from {str(value)[:20]} ns")
+                base_ns = start_of_times(path, value)
+            elif key == "host_name" and isinstance(value, str):
+                profile.host_name = value
             elif key == "distributedInfo" and isinstance(value, dict):
-                profile.rank = _whole(value.get("rank"))
+                number = _whole(value.get("rank"))
+                profile.number = -1 if number is None else number
                 profile.world_size = _whole(value.get("world_size"))
                 if (profile.world_size or 0) > MOST_OF_A_KIND:
                     raise RrfpError(f"{path} says that its run had {profile.world_size} ranks")
+    if not has_events:
+        raise RrfpError(
+            f"{path} is no profile: it has no traceEvents; import what torch.profiler's "
+            "export_chrome_trace wrote"
+        )
     for events in (profile.on_cpu, profile.on_gpu, profile.steps):
         events[:] = [
             event._replace(start_ns=event.start_ns + base_ns, end_ns=event.end_ns + base_ns)
             for event in sorted(events, key=lambda event: event[:3])
         ]
     return profile
+
+
+def start_of_times(path: Path, value: object) -> int:
+    """From when the times of a profile count, in nanoseconds since 1970."""
+    base_ns = _whole(value) or 0
+    if base_ns > _MOST_NS:
+        raise RrfpError(f"{path} says that its times count from {str(value)[:20]} ns")
+    return base_ns
 
 
 def _keep_events(profile: Profile, stream: JsonStream) -> None:
@@ -98,7 +122,7 @@ def _keep_events(profile: Profile, stream: JsonStream) -> None:
         is_step = parse_profiler_step(name) is not None
         if not is_step and parse_range(name) is None:
             continue
-        kept = _event(profile.path, event, name)
+        kept = event_of(profile.path, event, name)
         if category == _ON_GPU:
             if not is_step:
                 profile.on_gpu.append(kept)
@@ -110,7 +134,8 @@ def _keep_events(profile: Profile, stream: JsonStream) -> None:
             profile.pid = pid if pid <= _MOST_PID else 0
 
 
-def _event(path: Path, event: dict[str, Any], name: str) -> Event:
+def event_of(path: Path, event: dict[str, Any], name: str) -> Event:
+    """Its times and its number. Raises RrfpError where these are none of a profile."""
     start_us, duration_us = event.get("ts"), event.get("dur")
     most_us = _MOST_NS // _NS_PER_US
     for what, value in (("ts", start_us), ("dur", duration_us)):

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.kineto_file import Event, Profile
+from rrfp.interchange.kineto.file import Event, Profile
 from rrfp.interchange.ranges import Maker, Range, ScheduleRange, TaskRange, parse_range
 from rrfp.interchange.spans import RankSpans, TaskSpan, TransferSpan
 from rrfp.schedule.causes import Cause
@@ -25,6 +25,7 @@ class ProfiledRank:
     """The ranges of one profile, and which rank they are of."""
 
     def __init__(self, profile: Profile) -> None:
+        self.profile = profile
         self.path = profile.path
         self.world_size = profile.world_size
         self.host, self.pid = profile.host, profile.pid
@@ -45,8 +46,9 @@ class ProfiledRank:
         # Ours are exact. A profile with both kinds has ours around or inside the others.
         self.maker = Maker.RRFP if Maker.RRFP in makers else Maker.PIPELINING
         self.calls = [found for found in self.found if isinstance(found.tells, ScheduleRange)]
-        self.number = -1 if profile.rank is None else profile.rank
-        self.sends_inside = any(task.stage is None for _, task in self.tasks) and not self.is_gpu
+        self.number = profile.number
+        self.is_timed_by_operators = False
+        self.is_of_gpipe = any(task.stage is None for _, task in self.tasks)
         self.info: RankInfo | None = None
         if self.calls:
             call = self.calls[0].tells
@@ -67,8 +69,9 @@ class ProfiledRank:
         """Everything, once the stage and step of every task are known."""
         assert self.info is not None
         ours = self.maker is Maker.RRFP
-        rank = RankSpans(self.info, tells_waits=ours, receives_inside=not ours and not self.is_gpu)
-        rank.sends_inside = self.sends_inside
+        holds_waits = not (ours or self.is_gpu or self.is_timed_by_operators)
+        rank = RankSpans(self.info, tells_waits=ours, receives_inside=holds_waits)
+        rank.sends_inside = holds_waits and self.is_of_gpipe
         for found in self.found:
             tells, span = found.tells, (found.start_ns, found.end_ns)
             if isinstance(tells, ScheduleRange):

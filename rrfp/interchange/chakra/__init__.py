@@ -1,0 +1,1 @@
+"""A run read from Chakra execution traces."""

@@ -1,0 +1,181 @@
+"""The nodes of a Chakra execution trace: JSON as torch and chakra_trace_link write it, or protobuf.
+
+The JSON is an object with `schema` and `nodes`; chakra_trace_link (mlcommons/chakra) adds `ts` and
+`inclusive_dur`, in microseconds, to what torch's ExecutionTraceObserver wrote. The protobuf is that
+of `et_def.proto`: a GlobalMetadata, then Nodes, each behind its length as a varint; times are
+`start_time_micros` (6) and `duration_micros` (7).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.json_stream import JsonStream, open_bytes
+
+_NS_PER_US = 1_000
+_MOST_US = 1 << 51
+_MOST_BYTES = 1 << 30
+_ATTRIBUTE_NAME, _INT64 = 1, 9
+"""Numbers of fields of an AttributeProto."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has a time."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    sequence: int | None
+    """Its number in autograd's sequence."""
+    launched_ns: int | None
+    """For what the GPU ran: when the node that launched it began."""
+
+
+def read_nodes(path: Path) -> list[Node]:
+    """The nodes with a time, in the order of their beginnings.
+
+    Raises RrfpError when the file is no execution trace, or tells no times.
+    """
+    found = _of_protobuf(path) if path.suffix == ".et" else _of_json(path)
+    nodes = sorted(found, key=lambda node: (node.start_ns, node.end_ns))
+    if not nodes:
+        raise RrfpError(
+            f"{path} is an execution trace without times, as torch's ExecutionTraceObserver and "
+            "chakra_converter write it; import the profile of torch.profiler that was taken with "
+            "it, or what chakra_trace_link made of both"
+        )
+    return nodes
+
+
+def _of_json(path: Path) -> Iterator[Node]:
+    stream = JsonStream(path)
+    starts_us: dict[object, float] = {}
+    timed: list[tuple[float, float, dict[str, Any]]] = []
+    for key in stream.keys():  # noqa: SIM118 (no mapping)
+        if key != "nodes" or stream.first() != "[":
+            stream.value()
+            continue
+        for node in stream.items():
+            start_us, duration_us = _time(node, "ts"), _time(node, "inclusive_dur")
+            if start_us is not None and duration_us is not None:
+                timed.append((start_us, duration_us, node))
+                if isinstance(node.get("id"), int):
+                    starts_us[node["id"]] = start_us
+    for start_us, duration_us, node in timed:
+        parent = node.get("ctrl_deps")
+        launched_us = starts_us.get(parent) if isinstance(parent, int) else None
+        on_gpu = node.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        yield Node(
+            _ns(start_us),
+            _ns(start_us) + _ns(duration_us),
+            str(node.get("name")),
+            _sequence(node),
+            _ns(launched_us if launched_us is not None else start_us) if on_gpu else None,
+        )
+
+
+def _time(node: object, key: str) -> float | None:
+    value = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= _MOST_US else None
+
+
+def _sequence(node: dict[str, Any]) -> int | None:
+    attributes = node.get("attrs")
+    for attribute in attributes if isinstance(attributes, list) else ():
+        if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
+            value = attribute.get("value")
+            return value if type(value) is int and value >= 0 else None
+    return None
+
+
+def _ns(time_us: float) -> int:
+    whole_us = math.floor(time_us)
+    return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
+
+
+def _of_protobuf(path: Path) -> Iterator[Node]:
+    data = bytearray()
+    for chunk in open_bytes(path):
+        data += chunk
+        if len(data) > _MOST_BYTES:
+            raise RrfpError(f"{path} is larger than {_MOST_BYTES >> 30} GiB; import its JSON")
+    view = memoryview(data)
+    position = 0
+    is_first = True
+    try:
+        while position < len(view):
+            size, position = _varint(view, position)
+            if position + size > len(view):
+                raise ValueError("a message is cut off")
+            if not is_first and (node := _node(view[position : position + size])) is not None:
+                yield node
+            is_first = False
+            position += size
+    except (ValueError, IndexError) as error:
+        raise RrfpError(
+            f"{path} is no execution trace of Chakra, or cut off ({error}); import it as "
+            "chakra_converter wrote it"
+        ) from None
+
+
+def _node(message: memoryview) -> Node | None:
+    name, start_us, duration_us, sequence = "", 0, 0, None
+    for number, value in _fields(message):
+        match number, value:
+            case (2, memoryview()):
+                name = bytes(value).decode(errors="replace")
+            case (6, int()):
+                start_us = value
+            case (7, int()):
+                duration_us = value
+            case (10, memoryview()):
+                told = dict(_fields(value))
+                label, found = told.get(_ATTRIBUTE_NAME), told.get(_INT64)
+                if isinstance(label, memoryview) and bytes(label) == b"seq_id":
+                    sequence = found if isinstance(found, int) and found < 1 << 63 else None
+    if not start_us or max(start_us, duration_us) > _MOST_US:
+        return None
+    start_ns = start_us * _NS_PER_US
+    return Node(start_ns, start_ns + duration_us * _NS_PER_US, name, sequence, None)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The fields of a message: their numbers, and their values where these are varints or bytes."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        match tag & 7:
+            case 0:
+                value, position = _varint(message, position)
+                yield tag >> 3, value
+            case 2:
+                size, position = _varint(message, position)
+                if position + size > len(message):
+                    raise ValueError("a field is cut off")
+                yield tag >> 3, message[position : position + size]
+                position += size
+            case 1:
+                position += 8
+            case 5:
+                position += 4
+            case kind:
+                raise ValueError(f"a field of kind {kind}")
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")

@@ -1,0 +1,1 @@
+"""The dumps of torch's flight recorder, told as who waits for whom."""

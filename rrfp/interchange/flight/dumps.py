@@ -1,0 +1,219 @@
+"""Reads dumps of torch's flight recorder, one a rank, pickled or as JSON.
+
+Their form is that of `torch/csrc/distributed/c10d/FlightRecorder.hpp`, version 2: `entries`, a
+rank's last operations with their process group, sequence number and state; `pg_config`, the groups.
+A pickled dump holds nothing but built-in containers, numbers and texts, and one that asks for any
+class is refused. The rank is the number at the end of a file's name (`nccl_trace_rank_3`).
+"""
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rrfp.errors import RrfpError
+
+_MOST_BYTES = 1 << 28
+_RANK = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|bin|dump))?", re.ASCII)
+_P2P = re.compile(r"(send|recv) (\d{1,6})(->|<-)(\d{1,6})", re.ASCII)
+_OF_LIBRARIES = ("/torch/", "/threading.py", "/contextlib.py", "/functools.py")
+_MOST_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group."""
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    """Empty where no dump tells them."""
+
+    @property
+    def title(self) -> str:
+        told = self.description not in ("", "undefined")
+        return f"{self.description} ({self.name})" if told else f"group {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A collective, a send or a receive that a rank has begun."""
+
+    group: str
+    name: str
+    """`all_reduce`, `send`, `recv`, ..."""
+    sequence: int
+    """Counted in its group."""
+    peer: int | None
+    """The other rank of a send or a receive."""
+    is_done: bool
+    state: str
+    """`scheduled`, `started` or `completed`."""
+    created_ns: int
+    sizes: str
+    place: str
+    """Where in the script it was called; empty where the dump does not tell."""
+
+
+@dataclass(slots=True)
+class Dump:
+    """One rank's."""
+
+    path: Path
+    rank: int
+    groups: dict[str, Group] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    """From the oldest that it still has."""
+
+
+def read_dumps(paths: Sequence[Path]) -> list[Dump]:
+    """The dumps in files and directories of files, by rank.
+
+    Raises RrfpError for what is no dump, and for two of one rank.
+    """
+    files = list(dict.fromkeys(file for path in paths for file in _files(path)))
+    dumps: dict[int, Dump] = {}
+    for file in files:
+        rank = _rank_of(file)
+        dump = _dump(file, rank, _content(file))
+        # A directory may hold both forms of the same dumps.
+        if rank in dumps and file.stem != dumps[rank].path.stem and _differ(dump, dumps[rank]):
+            raise RrfpError(
+                f"{dumps[rank].path} and {file} are both of rank {rank}; give one dump a rank"
+            )
+        dumps[rank] = dump
+    return [dumps[rank] for rank in sorted(dumps)]
+
+
+def _differ(one: Dump, other: Dump) -> bool:
+    return [op.sequence for op in one.operations] != [op.sequence for op in other.operations]
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise RrfpError(f"there is nothing at {path}")
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file for file in path.iterdir() if file.is_file() and _RANK.search(file.name) is not None
+    )
+    if not found:
+        raise RrfpError(
+            f"{path} has no dump of torch's flight recorder, such as nccl_trace_rank_0; set "
+            "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 in the job"
+        )
+    return found
+
+
+def _rank_of(file: Path) -> int:
+    *_, last = [None, *_RANK.finditer(file.name)]
+    if last is None:
+        raise RrfpError(
+            f"{file} has no number in its name, which tells the rank of a dump; name it like "
+            "nccl_trace_rank_0"
+        )
+    return int(last[1])
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads containers, numbers and texts, and loads no code."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise RrfpError(f"{file} is larger than {_MOST_BYTES >> 20} MiB; no dump is")
+        data = file.read_bytes()
+    except OSError as error:
+        raise RrfpError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        if data.lstrip()[:1] == b"{":
+            content = json.loads(data)
+        else:
+            content = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # A damaged pickle raises almost anything.
+        reason = " ".join(str(error).split())[:80] or type(error).__name__
+        raise RrfpError(
+            f"{file} is no dump of torch's flight recorder ({reason}); give the files that the "
+            "job wrote, one a rank"
+        ) from None
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+        raise RrfpError(
+            f"{file} is no dump of torch's flight recorder: it has no entries; give the files that "
+            "the job wrote, one a rank"
+        )
+    return content
+
+
+def _dump(file: Path, rank: int, content: Mapping[str, Any]) -> Dump:
+    dump = Dump(file, rank)
+    groups = content.get("pg_config")
+    for key, told in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(told, dict):
+            name = _text(told.get("name") or key)
+            dump.groups[name] = Group(name, _text(told.get("desc")), _ranks(told.get("ranks")))
+    for entry in content["entries"]:
+        if isinstance(entry, dict):
+            dump.operations.append(_operation(dump, entry))
+    return dump
+
+
+def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
+    told = entry.get("process_group")
+    parts = told if isinstance(told, list | tuple) and len(told) == 2 else (told, "")
+    group = _text(parts[0])
+    dump.groups.setdefault(group, Group(group, _text(parts[1]), ()))
+    name = _text(entry.get("profiling_name")).rpartition(":")[2]
+    peer = None
+    if match := _P2P.fullmatch(name):
+        name, peer = match[1], int(match[4])
+        ranks = dump.groups[group].ranks
+        peer = ranks[peer] if peer < len(ranks) else peer
+    is_p2p = entry.get("is_p2p") is True or peer is not None
+    state = _text(entry.get("state"))
+    return Operation(
+        group,
+        name,
+        _whole(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")),
+        peer,
+        # On gloo no operation's state changes, but a finished one is retired.
+        state == "completed" or entry.get("retired") is True,
+        state,
+        _whole(entry.get("time_created_ns")),
+        _text(entry.get("output_sizes" if name == "recv" else "input_sizes")),
+        _place(entry.get("frames")),
+    )
+
+
+def _place(frames: object) -> str:
+    """The innermost frame that is not torch's."""
+    for frame in frames if isinstance(frames, list) else ():
+        if isinstance(frame, dict):
+            file = _text(frame.get("filename"))
+            if not any(part in file for part in _OF_LIBRARIES):
+                return f"{file}:{_whole(frame.get('line'))} {_text(frame.get('name'))}"
+    return ""
+
+
+def _ranks(told: object) -> tuple[int, ...]:
+    """`"[0, 1]"` in what torch writes."""
+    if isinstance(told, str):
+        return tuple(map(int, re.findall(r"\d{1,7}", told)))
+    if isinstance(told, list):
+        return tuple(rank for rank in told if type(rank) is int)
+    return ()
+
+
+def _text(value: object) -> str:
+    return str("" if value is None else value)[:_MOST_TEXT]
+
+
+def _whole(value: object) -> int:
+    return value if type(value) is int else 0

@@ -1,0 +1,180 @@
+"""Who waits for whom in a job that hangs, from the dumps of its ranks.
+
+Of each group a rank is at the first operation that has not ended. In a collective it waits for the
+ranks of the group that have not begun it; in a send or a receive for its peer, unless the peer has
+begun the other half. A rank that others wait for and that is in no operation never came: it is what
+to look at. Without such a rank, ranks wait for each other in a circle.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rrfp.interchange.flight.dumps import Dump, Group, Operation
+
+_OTHER_HALF = {"send": "recv", "recv": "send"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that waits in an operation."""
+
+    rank: int
+    group: Group
+    operation: Operation
+    waits_for: tuple[int, ...]
+    """Empty where every rank has come, and the operation does not end all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Ranks of one group whose operations with one number differ."""
+
+    group: Group
+    sequence: int
+    operations: Mapping[str, tuple[int, ...]]
+    """The ranks that began each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """What the dumps of a job tell."""
+
+    ranks: tuple[int, ...]
+    """Those that have a dump."""
+    without_dump: tuple[int, ...]
+    waits: tuple[Wait, ...]
+    """By rank; the first is what the rank has been in for the longest time."""
+    never_came: tuple[int, ...]
+    """Those that others wait for, and that are in no operation."""
+    circles: tuple[tuple[int, ...], ...]
+    """Ranks that wait for each other, each for the next and the last for the first."""
+    mismatches: tuple[Mismatch, ...]
+    last: Mapping[int, Operation]
+    """The last operation that each rank began."""
+
+
+def hang_of(dumps: Sequence[Dump]) -> Hang:
+    """What a job's dumps tell of its hang."""
+    groups = _groups(dumps)
+    with_dump = {dump.rank for dump in dumps}
+    begun = _Begun(dumps)
+    waits = [
+        Wait(
+            dump.rank,
+            groups[operation.group],
+            operation,
+            begun.missing(dump.rank, operation, groups[operation.group]),
+        )
+        for dump in dumps
+        for operation in _first_pending(dump)
+    ]
+    waits.sort(key=lambda wait: (wait.rank, wait.operation.created_ns))
+    edges: defaultdict[int, set[int]] = defaultdict(set)
+    for wait in waits:
+        edges[wait.rank].update(wait.waits_for)
+    waited_for = set().union(*edges.values()) if edges else set()
+    known = with_dump.union(*(group.ranks for group in groups.values()), waited_for)
+    return Hang(
+        tuple(sorted(with_dump)),
+        tuple(sorted(known - with_dump)),
+        tuple(waits),
+        tuple(sorted(waited_for - {wait.rank for wait in waits})),
+        tuple(_circles(edges)),
+        tuple(_mismatches(dumps, groups)),
+        {dump.rank: dump.operations[-1] for dump in dumps if dump.operations},
+    )
+
+
+def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
+    """All groups; where no dump tells a group's ranks, those that used it."""
+    found: dict[str, Group] = {}
+    used: defaultdict[str, set[int]] = defaultdict(set)
+    for dump in dumps:
+        for name, group in dump.groups.items():
+            if name not in found or len(group.ranks) > len(found[name].ranks):
+                found[name] = group
+        for operation in dump.operations:
+            used[operation.group].add(dump.rank)
+    return {
+        name: group if group.ranks else Group(name, group.description, tuple(sorted(used[name])))
+        for name, group in found.items()
+    }
+
+
+def _first_pending(dump: Dump) -> Iterator[Operation]:
+    """Of each group, the first operation that has not ended."""
+    seen = set()
+    for operation in dump.operations:
+        # What ends a batch of sends and receives names no peer.
+        if operation.is_done or operation.name == "coalesced" or operation.group in seen:
+            continue
+        seen.add(operation.group)
+        yield operation
+
+
+class _Begun:
+    """What each rank has begun."""
+
+    def __init__(self, dumps: Sequence[Dump]) -> None:
+        self._last: dict[tuple[int, str], int] = {}
+        """The last number of a rank's collectives in a group."""
+        self._halves: set[tuple[int, str, str, int]] = set()
+        """The sends and receives of a rank that have not ended: group, name and peer."""
+        for dump in dumps:
+            for operation in dump.operations:
+                group = operation.group
+                if operation.peer is None:
+                    last = self._last.get((dump.rank, group), -1)
+                    self._last[dump.rank, group] = max(last, operation.sequence)
+                elif not operation.is_done:
+                    self._halves.add((dump.rank, group, operation.name, operation.peer))
+
+    def missing(self, rank: int, operation: Operation, group: Group) -> tuple[int, ...]:
+        """For whom a rank waits in an operation."""
+        if operation.peer is not None:
+            other = operation.peer, operation.group, _OTHER_HALF[operation.name], rank
+            return () if other in self._halves else (operation.peer,)
+        return tuple(
+            each
+            for each in group.ranks
+            if each != rank and self._last.get((each, operation.group), -1) < operation.sequence
+        )
+
+
+def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
+    """A circle of every set of ranks that wait for each other, the smallest rank first."""
+    told: set[int] = set()
+    for start in sorted(edges):
+        path: dict[int, None] = {}
+        rank = start
+        while rank not in path and rank not in told and edges.get(rank):
+            path[rank] = None
+            rank = min(edges[rank])
+        if rank in path:
+            ranks = list(path)
+            circle = ranks[ranks.index(rank) :]
+            first = circle.index(min(circle))
+            yield tuple(circle[first:] + circle[:first])
+        told.update(path)
+
+
+def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[Mismatch]:
+    """Of each group, the first number under which its ranks began different collectives."""
+    began: defaultdict[tuple[str, int], defaultdict[str, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for dump in dumps:
+        for operation in dump.operations:
+            if operation.peer is None and operation.name != "coalesced":
+                of = f"{operation.name} of {operation.sizes}"
+                began[operation.group, operation.sequence][of].append(dump.rank)
+    told = set()
+    for (group, sequence), found in sorted(began.items()):
+        names = {of.partition(" of ")[0] for of in found}
+        differs = len(names) > 1 or (len(found) > 1 and "all_reduce" in names)
+        if differs and group not in told:
+            told.add(group)
+            yield Mismatch(
+                groups[group], sequence, {of: tuple(ranks) for of, ranks in found.items()}
+            )

@@ -1,0 +1,1 @@
+"""A run read from what Nsight Systems exported as SQLite."""

@@ -1,0 +1,145 @@
+"""The tables of Nsight Systems' SQLite export (`nsys export --type sqlite`), read only.
+
+The schema is that of "SQLite Export Schema Reference" in NVIDIA's documentation of nsys-exporter
+(docs.nvidia.com/nsight-systems, 2020 to 2025): `NVTX_EVENTS` has ranges, with their name in `text`
+or by `textId` in `StringIds`; `CUPTI_ACTIVITY_KIND_KERNEL` what the GPU ran, and
+`CUPTI_ACTIVITY_KIND_RUNTIME` the calls that launched it, joined by `correlationId`. Tables are made
+only where there is something in them. Times are nanoseconds. A `globalTid` holds the process id in
+its bits 24 to 47 and the thread's in the lowest 24.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.unnamed.gpu import Kernel, is_nccl_transfer
+
+MAGIC = b"SQLite format 3\0"
+_MOST_NS = 1 << 61
+"""Of times; ids of threads are smaller too."""
+_RANGES = """
+    SELECT event.start, event.end, coalesce(event.text, string.value), event.globalTid
+    FROM NVTX_EVENTS AS event LEFT JOIN StringIds AS string ON string.id = event.textId
+    WHERE event.eventType IN (59, 60, 70, 71) AND event.end IS NOT NULL
+    ORDER BY event.start
+"""
+"""Ranges that were pushed and popped (59, 70), and started and ended (60, 71)."""
+_KERNELS = """
+    SELECT kernel.start, kernel.end, kernel.correlationId, string.value, kernel.globalPid
+    FROM CUPTI_ACTIVITY_KIND_KERNEL AS kernel
+    LEFT JOIN StringIds AS string ON string.id = kernel.shortName
+    ORDER BY kernel.start
+"""
+_LAUNCHES = """
+    SELECT runtime.start, runtime.correlationId, runtime.globalTid
+    FROM CUPTI_ACTIVITY_KIND_RUNTIME AS runtime
+"""
+_COLUMNS = {
+    "NVTX_EVENTS": {"start", "end", "eventType", "text", "textId", "globalTid"},
+    "StringIds": {"id", "value"},
+    "CUPTI_ACTIVITY_KIND_KERNEL": {"start", "end", "correlationId", "shortName", "globalPid"},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "correlationId", "globalTid"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An NVTX range of a process."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+
+
+@dataclass(slots=True)
+class Process:
+    """What one process did."""
+
+    pid: int
+    ranges: list[Range] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: dict[int, int] = field(default_factory=dict)
+    """When each kernel was launched, by its correlation."""
+
+
+def read_processes(path: Path) -> list[Process]:
+    """The processes of an export that have NVTX ranges, by their ids.
+
+    Raises RrfpError when the file is no such export, or has no NVTX ranges.
+    """
+    processes: dict[int, Process] = {}
+
+    def process_of(global_id: int) -> Process:
+        pid = global_id >> 24 & 0xFFFFFF
+        return processes.setdefault(pid, Process(pid))
+
+    try:
+        # A file in use by nsys itself must not be touched: no journal, no lock.
+        location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(location, uri=True)) as database:
+            tables = _tables(path, database)
+            for start_ns, end_ns, name, thread in _rows(path, database, _RANGES, text_at=2):
+                if isinstance(name, str):
+                    process_of(thread).ranges.append(Range(start_ns, end_ns, name))
+            if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
+                for start_ns, end_ns, correlation, name, owner in _rows(
+                    path, database, _KERNELS, text_at=3
+                ):
+                    kernel = Kernel(start_ns, end_ns, correlation, is_nccl_transfer(name or ""))
+                    process_of(owner).kernels.append(kernel)
+                for start_ns, correlation, thread in _rows(path, database, _LAUNCHES):
+                    process_of(thread).launches[correlation] = start_ns
+    except sqlite3.Error as error:
+        raise RrfpError(
+            f"{path} cannot be read as SQLite ({error}); export it again with nsys export --type "
+            "sqlite"
+        ) from None
+    found = [processes[pid] for pid in sorted(processes) if processes[pid].ranges]
+    if not found:
+        raise RrfpError(f"{path} {_WITHOUT_RANGES}")
+    return found
+
+
+_WITHOUT_RANGES = (
+    "has no NVTX ranges, which alone tell what a kernel belongs to; profile with --trace=cuda,nvtx "
+    "and torch.autograd.profiler.emit_nvtx()"
+)
+
+
+def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
+    """The tables that are there, once each is known to have the columns that are read."""
+    rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    found = {name for (name,) in rows}
+    if "NVTX_EVENTS" not in found:
+        known = found & {"StringIds", "TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE", *_COLUMNS}
+        raise RrfpError(
+            f"{path} {_WITHOUT_RANGES}"
+            if known
+            else f"{path} is a database, and not one of Nsight Systems; export a report with nsys "
+            "export --type sqlite"
+        )
+    for table, columns in _COLUMNS.items():
+        has = {row[1] for row in database.execute(f'PRAGMA table_info("{table}")')}
+        if table in found and not columns <= has:
+            raise RrfpError(
+                f"{path} has a table {table} without {', '.join(sorted(columns - has))}; export it "
+                "with Nsight Systems 2022.1 or newer"
+            )
+    if "StringIds" not in found:
+        raise RrfpError(f"{path} has no table StringIds; export it again")
+    return found
+
+
+def _rows(
+    path: Path, database: sqlite3.Connection, query: str, *, text_at: int | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a query, all of whose columns are whole numbers but one, which is text."""
+    for row in database.execute(query):
+        numbers = [value for index, value in enumerate(row) if index != text_at]
+        if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers):
+            raise RrfpError(f"{path} has a row {str(row)[:60]} that is damaged; export it again")
+        yield row

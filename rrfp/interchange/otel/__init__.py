@@ -1,0 +1,1 @@
+"""A run read from OpenTelemetry spans of Megatron-LM."""

@@ -1,0 +1,244 @@
+"""Dumps of torch's flight recorder, told as who waits for whom."""
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from rrfp.cli import main as cli
+from rrfp.errors import RrfpError
+from rrfp.interchange.flight.dumps import read_dumps
+from rrfp.interchange.flight.hang import hang_of
+from tests.flight_dumps import DONE, PIPELINE, STARTED, WORLD, Entry, dump
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[..., Path]:
+    def write(dumps: dict[int, list[Entry]], *, as_json: bool = False) -> Path:
+        for rank, entries in dumps.items():
+            content = dump(entries)
+            if as_json:
+                (tmp_path / f"trace_{rank}.json").write_text(json.dumps(content))
+            else:
+                path = tmp_path / f"nccl_trace_rank_{rank}"
+                path.write_bytes(pickle.dumps(content, protocol=2))
+        return tmp_path
+
+    return write
+
+
+def rrfp(*arguments: str) -> int:
+    with patch("sys.argv", ["rrfp", *arguments]):
+        return cli.main()
+
+
+def told(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    """What the command says of a hang, as text and as JSON."""
+    capsys.readouterr()
+    assert rrfp("trace", "import", "--flight-recorder", str(path)) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert len(text.splitlines()) <= 24
+    assert rrfp("trace", "import", "--flight-recorder", str(path), "--format", "json") == 0
+    return text, json.loads(capsys.readouterr().out)
+
+
+REDUCED = ("all_reduce", WORLD, 1, DONE)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_rank_that_never_came_to_a_collective_is_named(
+    as_json: bool, put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = [REDUCED, ("all_reduce", WORLD, 2, STARTED)]
+    text, found = told(put({0: late, 1: late, 2: [REDUCED], 3: late}, as_json=as_json), capsys)
+    assert text.startswith("Rank 2 never came: ranks 0, 1, 3 wait for it in all_reduce #2 of")
+    assert "/job/train.py:10 train" in " ".join(text.split())
+    assert found["never_came"] == [2]
+    assert {wait["rank"]: wait["waits_for"] for wait in found["waits"]} == {0: [2], 1: [2], 3: [2]}
+    assert found["waits"][0]["place"] == "/job/train.py:11 train"
+
+
+def test_a_chain_of_receives_ends_at_the_rank_that_does_not_send(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipeline that waits for a gradient which the last rank never sends."""
+    text, found = told(
+        put(
+            {
+                0: [("send 0->1", PIPELINE, 1, DONE), ("recv 0<-1", PIPELINE, 2, STARTED)],
+                1: [("recv 1<-0", PIPELINE, 1, DONE), ("recv 1<-2", PIPELINE, 2, "scheduled")],
+                2: [("recv 2<-1", PIPELINE, 1, DONE), ("recv 2<-3", PIPELINE, 2, "scheduled")],
+                3: [("recv 3<-2", PIPELINE, 1, DONE)],
+            }
+        ),
+        capsys,
+    )
+    assert text.startswith("Rank 3 never came: rank 2 waits for it")
+    assert found["never_came"] == [3]
+    assert [wait["waits_for"] for wait in found["waits"]] == [[1], [2], [3]]
+
+
+def test_ranks_that_wait_for_each_other_are_a_circle(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {rank: [(f"recv {rank}<-{(rank + 1) % 4}", PIPELINE, 1, STARTED)] for rank in range(4)}
+    text, found = told(put(waits), capsys)
+    assert text.startswith("Ranks wait for each other in a circle: 0 -> 1 -> 2 -> 3 -> 0.")
+    assert found["circles"] == [[0, 1, 2, 3]]
+    assert found["never_came"] == []
+
+
+def test_different_operations_under_one_number_are_told(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = ("all_reduce", WORLD, 1, STARTED), ("all_gather", WORLD, 1, STARTED)
+    text, found = told(put({0: [one], 1: [one], 2: [other], 3: [one]}), capsys)
+    assert "different operations as number 1" in text
+    assert "rank 2 all_gather" in " ".join(text.split())
+    assert found["mismatches"][0]["sequence"] == 1
+
+
+def test_a_rank_without_a_dump_may_have_died(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = [("all_reduce", WORLD, 1, STARTED)]
+    text, found = told(put({0: waiting, 1: waiting, 2: waiting}), capsys)
+    assert "Rank 3 left no dump: look at its log" in text
+    assert found["ranks_without_dump"] == [3]
+
+
+def test_both_halves_of_a_transfer_wait_for_nobody(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, found = told(
+        put(
+            {
+                0: [("send 0->1", PIPELINE, 1, STARTED)],
+                1: [("recv 1<-0", PIPELINE, 1, STARTED)],
+                2: [REDUCED],
+                3: [REDUCED],
+            }
+        ),
+        capsys,
+    )
+    assert "it does not end: look at the network" in " ".join(text.split())
+    assert all(wait["waits_for"] == [] for wait in found["waits"])
+
+
+def test_a_job_that_does_not_hang_is_told(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, found = told(put({rank: [REDUCED] for rank in range(4)}), capsys)
+    assert text.startswith("No rank waits")
+    assert found["waits"] == []
+
+
+def test_many_ranks_fit_on_a_screen(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of 100 ranks waits in an operation of its own."""
+    told(
+        put({rank: [(f"recv {rank}<-{rank + 1}", PIPELINE, 1, STARTED)] for rank in range(100)}),
+        capsys,
+    )
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harmed",)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("nccl_trace_rank_0", pickle.dumps({"entries": [Harmful()]}), "it asks for posix.mkdir"),
+        ("nccl_trace_rank_0", pickle.dumps({"entries": 3}), "it has no entries"),
+        ("nccl_trace_rank_0", pickle.dumps([1]), "it has no entries"),
+        ("nccl_trace_rank_0", b"", "is no dump of torch's flight recorder"),
+        ("nccl_trace_rank_0", b"\x80\x02}q\x00(", "is no dump of torch's flight recorder"),
+        ("trace_0.json", b'{"entries": [', "is no dump of torch's flight recorder"),
+        ("trace", b"{}", "has no number in its name"),
+    ],
+)
+def test_what_is_no_dump_is_refused(
+    name: str,
+    content: bytes,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    assert rrfp("trace", "import", "--flight-recorder", str(tmp_path / name)) == 1
+    told = capsys.readouterr()
+    assert sentence in told.err
+    assert told.err.count("\n") == 1
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_odd_entries_are_read_all_the_same(tmp_path: Path) -> None:
+    content = {"pg_config": 3, "entries": [3, {}, {"process_group": "x", "frames": 7, "state": 2}]}
+    (tmp_path / "trace_rank_5").write_bytes(pickle.dumps(content))
+    hang = hang_of(read_dumps([tmp_path]))
+    assert hang.ranks == (5,)
+
+
+def test_two_dumps_of_a_rank_are_refused(put: Callable[..., Path]) -> None:
+    path = put({0: [REDUCED]})
+    (path / "other_rank_0").write_bytes(pickle.dumps(dump([REDUCED, REDUCED])))
+    with pytest.raises(RrfpError, match="are both of rank 0"):
+        read_dumps([path])
+    with pytest.raises(RrfpError, match="there is nothing at"):
+        read_dumps([path / "none"])
+
+
+def test_the_options_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rrfp("trace", "import", "--flight-recorder", "x", "-o", str(tmp_path / "run")) == 2
+    assert "makes no run" in capsys.readouterr().err
+    assert rrfp("trace", "import", str(tmp_path)) == 2
+    assert "add -o runs/NAME" in capsys.readouterr().err
+
+
+def hang_on_gloo(directory: str) -> None:
+    """All ranks but one begin a second reduction; all of them dump what torch recorded."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(8))
+    work = dist.all_reduce(torch.ones(8), async_op=True) if rank != 1 else None
+    own: Any = torch._C._distributed_c10d
+    deadline = time.monotonic() + 20
+    while not pickle.loads(own._dump_fr_trace())["entries"][0]["retired"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (Path(directory) / f"trace_rank_{rank}").write_bytes(own._dump_fr_trace())
+    while len(list(Path(directory).iterdir())) < dist.get_world_size():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if work is None:
+        dist.all_reduce(torch.ones(8))
+    else:
+        work.wait()
+    dist.destroy_process_group()
+
+
+def test_torchs_own_dumps_are_read(tmp_path: Path) -> None:
+    run_ranks(3, hang_on_gloo, str(tmp_path), timeout_s=60)
+    hang = hang_of(read_dumps([tmp_path]))
+    assert hang.never_came == (1,)
+    assert [(wait.rank, wait.operation.name, wait.operation.sequence) for wait in hang.waits] == [
+        (0, "all_reduce", 2),
+        (2, "all_reduce", 2),
+    ]
