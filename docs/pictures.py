@@ -16,9 +16,10 @@ import altair as alt
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.cache import load_frames
+from rrfp.analyze.charts.colours import KIND_COLOURS
 from rrfp.analyze.charts.files import save
 from rrfp.analyze.charts.gantt import gantt
-from rrfp.analyze.charts.style import INK, KIND_COLOURS
+from rrfp.analyze.charts.style import INK
 from rrfp.analyze.frames import Frames
 from rrfp.cli import main as cli
 
@@ -52,7 +53,7 @@ def _run(flag: str, out: Path) -> Path:
 
 
 def _draw(runs: list[Path]) -> None:
-    slow, fast = (load_frames(run / "trace.pftrace") for run in runs)
+    slow, fast = (load_frames(run / "trace.pftrace", with_warm_up=True) for run in runs)
     speedups = {
         step: length / _lengths_s(fast)[step] for step, length in _lengths_s(slow).items() if step
     }
@@ -78,7 +79,7 @@ def _lengths_s(frames: Frames) -> dict[int, float]:
 
 def _half(frames: Frames, step: int, name: str, longest_s: float) -> Any:
     """The Gantt chart of a step on the longer step's time axis; what is grey is idle."""
-    _, work, numbers = gantt(frames, step).layer
+    _, work, numbers, *_ = gantt(frames, step).layer
     length_s = _lengths_s(frames)[step]
     for layer in (work, numbers):
         layer.encoding.x.scale = alt.Scale(domain=[0, longest_s], nice=False)

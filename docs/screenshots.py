@@ -1,6 +1,6 @@
 """Takes the pictures of the documentation, from a headless Chromium: `make screenshots`.
 
-They show the sample trace: the report, and the Perfetto UI at the same step.
+They show the sample traces: the report, the comparison, and the Perfetto UI at the same step.
 """
 
 import sys
@@ -8,7 +8,9 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rrfp.analyze.cache import load_frames
 from rrfp.analyze.initial_view import find_initial_view
+from rrfp.analyze.path_slices import path_track
 from rrfp.cli import main as cli
 from rrfp.trace.initial_view import Preset
 from rrfp.trace.view import TraceServer, find_local_ui
@@ -16,6 +18,7 @@ from tests.browser import MISSING, Browser, Page, browser
 
 ROOT = Path(__file__).parent.parent
 TRACE = ROOT / "traces" / "gpt-pp4-bf.pftrace"
+OTHER = ROOT / "traces" / "gpt-pp4-megatron.pftrace"
 IMAGES = ROOT / "docs" / "images"
 
 _IDLE = "waitForPerfettoIdle().then(() => true)"
@@ -45,14 +48,15 @@ def main() -> None:
         _show_trace(chromium, ui, Preset.BUBBLES, "view-bubbles", height=560)
         _show_trace(chromium, ui, Preset.HINTS, "view-hints", height=900)
         _show_trace(chromium, ui, Preset.FLOW, "view-flow", height=820)
-        _show_report(chromium)
+        _show_pages(chromium)
 
 
 def _show_trace(
     chromium: Browser, ui: Path, preset: Preset | None, name: str, *, height: int
 ) -> None:
     found = find_initial_view(TRACE, preset)
-    with TraceServer(TRACE, ui=ui, port=0, initial_view=found.view) as server:
+    track, _ = path_track(load_frames(TRACE, with_warm_up=True), found.step)
+    with TraceServer(TRACE, ui=ui, port=0, initial_view=found.view, appended=track) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = chromium.open(server.address, height=height)
         page.wait_for("document.querySelector('.pf-track__canvas') !== null")
@@ -68,19 +72,27 @@ def _show_trace(
         server.shutdown()
 
 
-def _show_report(chromium: Browser) -> None:
+def _show_pages(chromium: Browser) -> None:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
-        # Without the first step, as the UI shows the slowest one after it.
-        sys.argv = ["rrfp", "analyze", "report", str(TRACE), "--steps", "1:", "-o", str(report)]
-        if cli.main() != 0:
-            sys.exit("make screenshots: the report could not be made")
+        compared = Path(folder) / "compared.html"
+        _run("report", str(TRACE), "-o", str(report))
+        _run("compare", str(TRACE), str(OTHER), "-o", str(compared))
         page = chromium.open(report.as_uri(), width=1200, height=1500)
         page.wait_for("document.querySelectorAll('svg, canvas').length > 0")
         _save(page, "report")
         page.resize(1200, 700)
         page.evaluate("document.querySelector('#step').scrollIntoView()")
         _save(page, "report-step")
+        page = chromium.open(compared.as_uri(), width=1200, height=1130)
+        page.wait_for("document.documentElement?.dataset.drawn === 'yes'")
+        _save(page, "compared")
+
+
+def _run(*arguments: str) -> None:
+    sys.argv = ["rrfp", "analyze", *arguments]
+    if cli.main() != 0:
+        sys.exit(f"make screenshots: rrfp analyze {arguments[0]} failed")
 
 
 def _save(page: Page, name: str) -> None:

@@ -1,5 +1,8 @@
 """The errors a user can see. Each message is one sentence: the fact, the value, the next step."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class RrfpError(Exception):
     """Something failed while running; the command line exits with 1."""
@@ -26,3 +29,10 @@ class UsageError(RrfpError):
 def first_line(text: str) -> str:
     """The first line of a long message; torch's go on with source locations."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """`; did you mean 'bfw'?`: the known name that is nearest to what somebody wrote, to be put
+    behind the fact. Empty if none is near."""
+    nearest = get_close_matches(text, [*known], n=1)
+    return f"; did you mean '{nearest[0]}'?" if nearest else ""

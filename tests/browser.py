@@ -54,13 +54,15 @@ class Page:
     _session: str
     _requests: dict[str, str] = field(default_factory=dict)
     """By request: its address."""
+    held_back: set[str] = field(default_factory=set)
+    """The addresses that the page wanted to ask for, and that its own policy held back."""
     errors: list[str] = field(default_factory=list)
     """What the console shows as an error, exceptions that nothing caught among them."""
 
     @property
     def requests(self) -> set[str]:
         """The addresses asked for. Those of no network (`data:`, `blob:`) do not count, nor do
-        those that the page's own policy held back."""
+        those in `held_back`."""
         return set(self._requests.values())
 
     def evaluate(self, script: str) -> Any:
@@ -102,7 +104,8 @@ class Page:
                 if not address.startswith(("data:", "blob:", "about:")):
                     self._requests[params["requestId"]] = address
             case "Network.loadingFailed" if params.get("blockedReason") == "csp":
-                self._requests.pop(params["requestId"], None)
+                if address := self._requests.pop(params["requestId"], None):
+                    self.held_back.add(address)
             case "Runtime.exceptionThrown":
                 details = params["exceptionDetails"]
                 self.errors.append(details.get("exception", details).get("description", "?"))

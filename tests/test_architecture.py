@@ -46,6 +46,7 @@ ROOMS = {
         "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
+    "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
     "rrfp.race": room(
         "schedule inputs trace runtime simulate replay megatron train analyze",
@@ -53,7 +54,7 @@ ROOMS = {
     ),
     "rrfp.cli": room(
         "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
-        "race",
+        "race watch",
         "typer rich polars torch",
     ),
 }

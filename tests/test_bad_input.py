@@ -325,7 +325,7 @@ def test_a_run_that_is_not_there(rrfp: Rrfp, tmp_path: Path, reader: list[str]) 
         assert words in sentence
     code, sentence = rrfp(*reader)
     assert code == 1
-    assert "there is no run yet (runs/latest is missing); make one with 'rrfp train'" in sentence
+    assert "there is no run yet in runs; make one with 'rrfp train'" in sentence
 
 
 SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")

@@ -1,15 +1,19 @@
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import typer
 
 from rrfp import __version__
-from rrfp.cli import errors, main
+from rrfp.cli import errors, main, streams
 from rrfp.errors import RrfpError, UsageError
+from rrfp.schedule.hints.table import HINTS, IN_WORDS
 
+TRACE = str(Path(__file__).parent.parent / "traces" / "gpt-pp4-bf.pftrace")
 HEAVY = ("torch", "polars", "perfetto", "megatron", "altair", "numpy")
 
 
@@ -114,16 +118,98 @@ def test_a_bug_is_told_as_one(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_closed_stdout_is_no_news(unbuffered: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--version"], 0),
+        (["trian"], 2),
+        (["analyze", "bubbles", TRACE, "--fail-above", "0.01"], 3),
+    ],
+)
+def test_a_closed_pipe_changes_no_exit_code(
+    arguments: list[str], code: int, unbuffered: str
+) -> None:
+    """Whether something failed is told by its exit code alone, then: nobody hears the rest."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "rrfp", "--version"],
+            [sys.executable, "-m", "rrfp", *arguments],
             stdout=closed,
+            stderr=closed,
             env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            timeout=60,
+        )
+    assert done.returncode == code
+
+
+def test_a_full_disk_is_told() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rrfp", "--version"],
+            stdout=full,
             stderr=subprocess.PIPE,
             text=True,
             timeout=60,
         )
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("rrfp: the system refused: ")
+
+
+def test_a_command_knows_whether_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with streams.unheard_if_closed():
+            sys.stdout.write("read\n")
+            sys.stdout.flush()
+            assert streams.is_heard()
+            os.close(reading)
+            sys.stdout.write("unheard\n")
+            sys.stdout.flush()
+            assert not streams.is_heard()
+        assert sys.stdout is stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "--hnit", "bf"], "No such option: --hnit; did you mean '--hint'? See "),
+        (["tran"], "No such command 'tran'; did you mean 'train', 'trace'? See 'rrfp --help'"),
+        (["analyze", "bubles"], "No such command 'bubles'; did you mean 'bubbles'? See "),
+        (["train", "--hint", "bffw"], "; did you mean 'bfw'?"),
+        (["train", "--dispatch", "fix"], "; did you mean 'fixed'?"),
+        (["simulate", "--pp", "2", "--microbatches", "2", "--hint", "1f1"], "mean '1f1b'?"),
+        (["simulate", "--pp", "2", "--microbatches", "2", "--sweep", "hnt=bf"], "mean 'hint'?"),
+        (["simulate", "--pp", "2", "--microbatches", "2", "--costs", "langage"], "'language'?"),
+        (["bench", "rq1", "--system", "megatron1f1b"], "did you mean 'megatron-1f1b'?"),
+    ],
+)
+def test_what_was_probably_meant_is_said(
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+    assert main.main() == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert told in captured.err
+
+
+@pytest.mark.parametrize("verb", ["train", "run", "simulate"])
+def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["rrfp", verb, "--help"])
+    assert main.main() == 0
+    shown = capsys.readouterr().out
+    assert set(IN_WORDS) == set(HINTS)
+    for name, words in IN_WORDS.items():
+        assert re.search(rf" {re.escape(name)} +{re.escape(words)} ", shown)
+    for panel in ("Schedule", "Memory", "Layout", "Output"):
+        assert f"─ {panel} ─" in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -184,7 +184,7 @@ def test_check_tells_a_whole_trace_from_a_damaged_one(
     recording = make_recording(4, 6, 5)
     steps_ns = [p.end_ns - p.start_ns for p in recording.ranks[3].phases if p.phase == "schedule"]
     cost = f"at most {5 * 900 / sum(steps_ns):.2%} of a rank's time in its steps"
-    assert out == f"runs/latest/trace.pftrace is whole; recording it took {cost}\n"
+    assert out == f"runs/one/trace.pftrace is whole; recording it took {cost}\n"
     damaged = make_recording(3, 4, 2)
     del damaged.ranks[1].receives[0]
     write_trace(run / "trace.pftrace", damaged)
@@ -201,7 +201,7 @@ def test_check_of_a_run_that_stated_no_cost(
         records.costs.clear()
     write_trace(run / "trace.pftrace", recording)
     code, out, _ = _rrfp(capsys, monkeypatch, "trace", "check")
-    assert (code, out) == (0, "runs/latest/trace.pftrace is whole\n")
+    assert (code, out) == (0, "runs/one/trace.pftrace is whole\n")
 
 
 def _view(*arguments: str, **variables: str) -> subprocess.Popen[str]:

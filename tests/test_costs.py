@@ -423,6 +423,10 @@ def test_settled_costs_are_those_of_the_run_that_was_the_newest(
     Path("runs/latest").symlink_to("a")
     assert settled("runs/latest") == settled("runs/latest/trace.pftrace") == str(trace)
     assert settled("drawn:runs/latest") == f"drawn:{trace}"
+    assert settled("a") == settled("@-1") == str(trace)
+    assert settled("drawn:@-1") == f"drawn:{trace}"
+    with pytest.raises(RrfpError, match="there is no @-2 among the 1 run in runs"):
+        resolve_costs("@-2")
     assert [settled(text) for text in ("uniform", "mine.csv")] == ["uniform", "mine.csv"]
 
 

@@ -1,16 +1,19 @@
 """The run directory: made once, found again, and merged by whoever opens it first."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.locate import resolve_trace
+from rrfp.trace.locate import find_run, resolve_trace
 from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.run_files import write_run_files
+from rrfp.trace.rundir import RunDir, create_run_dir, runs_in
 from rrfp.trace.spill import SpillWriter, row_of
 from tests.recordings import make_recording
 
@@ -30,15 +33,54 @@ def _spill(run: RunDir, recording: Recording) -> None:
         writer.close()
 
 
-def test_runs_are_named_by_time_and_hint_and_the_latest_is_linked() -> None:
+def test_runs_are_named_by_time_and_hint() -> None:
     first = create_run_dir(None, False, "bf")
     second = create_run_dir(None, False, "bf")
     assert first.path != second.path
     assert first.path.parent == Path("runs")
     assert first.path.name.endswith("-bf")
-    assert Path("runs/latest").resolve() == second.path.resolve()
     ordered = create_run_dir(None, False, "orders/my order.csv")
     assert ordered.path.name.endswith("-my-order")
+
+
+def test_the_latest_is_the_newest_run_that_has_a_trace() -> None:
+    first = create_run_dir(None, False, "bf")
+    _spill(first, make_recording(2, 1, 1))
+    assert not Path("runs/latest").exists()
+    resolve_trace(first.path)
+    assert Path("runs/latest").resolve() == first.path.resolve()
+    # Neither a run without a trace nor an older one whose trace comes later.
+    older = create_run_dir(Path("runs/older"), False, "bf")
+    _spill(older, make_recording(2, 1, 1))
+    _begin(older, -10)
+    without = create_run_dir(None, False, "bf")
+    without.run_json.write_text("{}")
+    resolve_trace(older.path)
+    assert Path("runs/latest").resolve() == first.path.resolve()
+    _begin(older, 10)
+    write_run_files(create_run_dir(Path("runs/new"), False, ""), make_recording(2, 1, 1))
+    _begin(RunDir(Path("runs/new")), 5)
+    create_run_dir(older.path, True, "bf")
+    assert Path("runs/latest").readlink() == Path("new")
+    for path in (Path("runs/new"), first.path):
+        create_run_dir(path, True, "bf")
+    assert not Path("runs/latest").is_symlink()
+
+
+def test_what_stands_in_the_place_of_the_link_is_left_alone() -> None:
+    run = create_run_dir(None, False, "bf")
+    Path("runs/latest").mkdir()
+    write_run_files(run, make_recording(1, 1, 1))
+    assert Path("runs/latest").is_dir()
+    assert not Path("runs/latest").is_symlink()
+    with pytest.raises(UsageError, match="is not a link"):
+        create_run_dir(None, False, "bf")
+
+
+def _begin(run: RunDir, after_s: float) -> None:
+    """Let a run have begun so long from now."""
+    moment_s = time.time() + after_s
+    os.utime(run.run_json, (moment_s, moment_s))
 
 
 def test_a_given_directory_is_made_and_not_linked() -> None:
@@ -75,7 +117,65 @@ def test_a_trace_is_found_by_file_by_directory_and_as_the_latest() -> None:
     run.trace.write_bytes(b"x")
     assert resolve_trace(run.trace) == run.trace
     assert resolve_trace(run.path) == run.trace
-    assert resolve_trace(None).resolve() == run.trace.resolve()
+    assert resolve_trace(None) == run.trace
+
+
+@pytest.fixture
+def _three_runs() -> None:
+    for age, name in enumerate(("third", "second", "first")):
+        run = create_run_dir(Path("runs", name), False, "")
+        run.run_json.write_text("{}")
+        run.trace.write_bytes(b"x")
+        _begin(run, -100 * age)
+    create_run_dir(Path("runs/newest"), False, "").run_json.write_text("{}")
+    Path("runs/no run").mkdir()
+    Path("runs/latest").symlink_to("third")
+
+
+@pytest.mark.usefixtures("_three_runs")
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        (None, "third"),
+        ("@-1", "newest"),
+        ("@-2", "third"),
+        ("@-4", "first"),
+        ("second", "second"),
+        ("second/", "second"),
+        ("second/trace.pftrace", "second/trace.pftrace"),
+        ("latest", "latest"),
+        ("runs/latest", "latest"),
+    ],
+)
+def test_a_run_has_short_names(named: str | None, found: str) -> None:
+    assert [path.name for path in runs_in()] == ["newest", "third", "second", "first"]
+    assert find_run(None if named is None else Path(named)) == Path("runs", found)
+
+
+@pytest.mark.usefixtures("_three_runs")
+def test_a_path_that_exists_goes_before_a_short_name() -> None:
+    for name in ("second", "@-1"):
+        Path(name).mkdir()
+        assert find_run(Path(name)) == Path(name)
+
+
+@pytest.mark.usefixtures("_three_runs")
+@pytest.mark.parametrize(
+    ("named", "sentence"),
+    [
+        ("secnod", "there is no run or trace at secnod; did you mean 'second'?"),
+        ("runs/frist", "there is no run or trace at runs/frist; did you mean 'runs/first'?"),
+        ("quite else", "there is no run or trace at quite else; 'rrfp runs' lists the runs"),
+        ("../elsewhere", "there is no run or trace at ../elsewhere; 'rrfp runs' lists the runs"),
+        ("@-5", "there is no @-5 among the 4 runs in runs; 'rrfp runs' lists them"),
+        ("@1", "'@1' counts no runs; write @-1 for the newest one in runs, @-2 for the one before"),
+        ("@-0", "'@-0' counts no runs; "),
+    ],
+)
+def test_a_name_of_no_run_is_a_sentence(named: str, sentence: str) -> None:
+    with pytest.raises(RrfpError) as raised:
+        find_run(Path(named))
+    assert str(raised.value).startswith(sentence)
 
 
 @pytest.mark.parametrize("path", [None, Path("none")])

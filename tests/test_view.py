@@ -1,6 +1,7 @@
 """The server of a trace: this machine only, that file only, and the UI's own files."""
 
 import http.client
+import re
 import socket
 import struct
 import sys
@@ -230,6 +231,31 @@ def test_the_window_asked_for_is_shown_first(trace: Path, ui: Path) -> None:
     with TraceServer(trace, ui=ui, port=0, initial_view=InitialView((1_000, 2_000))) as server:
         arguments = parse_qs(urlsplit(server.ui_address("localhost")).fragment)
     assert (arguments["visStart"], arguments["visEnd"]) == (["1000"], ["2000"])
+
+
+def test_what_is_appended_is_shown_and_the_file_served_as_it_is(trace: Path, ui: Path) -> None:
+    for folder in (ui, None):
+        for server in _serve(TraceServer(trace, ui=folder, port=0, appended=b"more")):
+            response, _ = _ask(server, "/")
+            (shown,) = parse_qs(response.headers["Location"].partition("#!/?")[2])["url"]
+            response, body = _ask(server, urlsplit(shown).path, Origin=PUBLIC_UI)
+            assert (response.status, body) == (200, CONTENT + b"more")
+            assert response.headers["Content-Length"] == str(len(body))
+            assert _ask(server, "/trace.pftrace")[1] == CONTENT
+    assert trace.read_bytes() == CONTENT
+
+
+def test_the_ui_is_served_without_the_script_of_its_makers(trace: Path, ui: Path) -> None:
+    foreign = "https://storage.cloud.google.com/perfetto-ui-internal/a-b/is_internal_user.js"
+    (ui / "v1" / "bundle.js").write_text(f'a="{foreign}";b=1')
+    for server in _serve(TraceServer(trace, ui=ui, port=0)):
+        response, body = _ask(server, "/v1/bundle.js")
+        found = re.fullmatch(rb'a="(/[a-z_]+\.js)";b=1', body)
+        assert found is not None
+        assert response.headers["Content-Length"] == str(len(body))
+        response, body = _ask(server, found[1].decode())
+        assert (response.status, body) == (200, b"")
+        assert response.headers["Content-Type"].startswith("text/javascript")
 
 
 def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) -> None:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _LAYOUT = 2
 """Part of the folder's name; a new number makes every table anew."""
-_NOTES = 1
+_NOTES = 2
 """Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 
@@ -40,14 +40,22 @@ _temporary: list[tempfile.TemporaryDirectory[str]] = []
 """Folders of traces beside which nothing can be written; removed when the process ends."""
 
 
-def load_frames(trace: Path, steps: range | None = None, *, evaluations: bool = False) -> Frames:
+def load_frames(
+    trace: Path,
+    steps: range | None = None,
+    *,
+    evaluations: bool = False,
+    with_warm_up: bool = False,
+) -> Frames:
     """The tables of a trace's steps that train, or of its evaluations. `steps` chooses among these
-    by number; None takes all.
+    by number; None takes all but the warm-up (`rrfp.analyze.chosen.warm_up_of`), or with
+    `with_warm_up` all.
 
     Raises RrfpError for a file that is missing, empty, cut off, or not a trace of a run, and
     UsageError when the run has none of the steps asked for.
     """
-    return choose(CachedTrace(trace).frames(), steps, evaluations=evaluations)
+    whole = CachedTrace(trace).frames()
+    return choose(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
 
 
 class CachedTrace:

@@ -21,10 +21,11 @@ DEVIATIONS = {
 }
 
 
-def deviations(frames: Frames, stage: int | None = None) -> pl.DataFrame:
+def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = False) -> pl.DataFrame:
     """A row a pipeline rank, or only that of a stage, over replicas and the steps that every rank
     finished. Members of a group run the same tasks and count once. The distance is a share of all
-    pairs of a step's tasks, as the mean over steps.
+    pairs of a step's tasks, as the mean over steps. With `by_rank` each replica has a row, with
+    `rank` the first of its group's ranks.
 
     Raises UsageError for a stage that the run does not have, and RrfpError when no step was
     finished by every rank or the run recorded no places in a hint's order.
@@ -41,23 +42,24 @@ def deviations(frames: Frames, stage: int | None = None) -> pl.DataFrame:
         raise RrfpError(
             "the trace has no places of its tasks in a hint's order; record one with 'rrfp train'"
         )
-    by_step = leads.group_by("pp_rank", "dp_rank", "step").agg(
+    key = ["pp_rank", "rank"] if by_rank else ["pp_rank"]
+    by_step = leads.group_by("pp_rank", "rank", "step").agg(
         pl.len().alias("num"), pl.col("skipped").sum().alias("inversions")
     )
     num_pairs = pl.col("num") * (pl.col("num") - 1) / 2
     # A single task has no pair, whatever number a damaged trace says it skipped.
     distance = pl.when(num_pairs > 0).then(pl.col("inversions") / num_pairs).otherwise(0)
-    distances = by_step.group_by("pp_rank").agg(distance.mean().alias("kendall_tau_distance"))
+    distances = by_step.group_by(key).agg(distance.mean().alias("kendall_tau_distance"))
     return (
-        leads.group_by("pp_rank")
+        leads.group_by(key)
         .agg(
             pl.len().alias("dispatches"),
             (pl.col("skipped") > 0).mean().alias("deviating_fraction"),
             pl.col("skipped").mean().alias("mean_displacement"),
             pl.col("skipped").max().alias("max_displacement"),
         )
-        .join(distances, on="pp_rank")
-        .sort("pp_rank")
+        .join(distances, on=key)
+        .sort(key)
         .cast(DEVIATIONS)  # type: ignore[arg-type]
     )
 

@@ -82,6 +82,8 @@ class Frames:
         self.run = run
         self.num_left_out = 0
         """How many evaluations of the run were left out, because the tables are of its training."""
+        self.warm_up: tuple[int, ...] = ()
+        """The first steps that were left out because they took far longer than the later ones."""
         self._tables = tables
 
     @cached_property
@@ -205,6 +207,7 @@ class Frames:
             {name: table.filter(chosen(name)) for name, table in self._tables.items()},
         )
         found.num_left_out = self.num_left_out
+        found.warm_up = self.warm_up
         return found
 
     def _has_none_of_those(self) -> str:

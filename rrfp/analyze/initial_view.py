@@ -38,7 +38,8 @@ def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool =
         return StepView(InitialView(), None)
     whole = CachedTrace(trace).frames()
     only_evaluates = len(evaluations_of(whole)) == len(whole.steps) > 0
-    frames = choose(whole, evaluations=evaluations or only_evaluates)
+    # Which first step is passed over, the view itself decides: it shows one, and averages none.
+    frames = choose(whole, evaluations=evaluations or only_evaluates, with_warm_up=True)
     found = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
     step = typical_step(found) if preset is None else worst_step(found)
     if step is None:

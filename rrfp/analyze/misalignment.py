@@ -19,14 +19,18 @@ from rrfp.errors import RrfpError
 from rrfp.trace.records import NS_PER_S, Phase
 
 LINK = ("from", "to", "direction")
+_RANKS = ("from_rank", "to_rank")
 _OF_A_STEP = ("to_rank", "step")
 _TIMES: Schema = {"queued_ns": pl.Int64, "starved_ns": pl.Int64}
 
 
-def misalignment(frames: Frames, stage: int | None = None) -> pl.DataFrame:
+def misalignment(
+    frames: Frames, stage: int | None = None, *, by_rank: bool = False
+) -> pl.DataFrame:
     """A row a directed link between pipeline ranks: how many messages it carried, and the median
     and 95th percentile of the seconds that they were queued and that they starved their stage.
-    `stage` takes only the links that lead to the rank that holds it.
+    `stage` takes only the links that lead to the rank that holds it. With `by_rank` each link
+    between two ranks has a row, with `from_rank` and `to_rank`.
 
     Raises RrfpError for a run that recorded no messages.
     """
@@ -38,8 +42,9 @@ def misalignment(frames: Frames, stage: int | None = None) -> pl.DataFrame:
             "the trace has no messages between stages; record one with 'rrfp train' under its own "
             "transport"
         )
+    link = (*LINK, *(_RANKS if by_rank else ()))
     return (
-        messages.group_by(*LINK)
+        messages.group_by(*link)
         .agg(
             pl.len().alias("messages"),
             *(
@@ -50,7 +55,7 @@ def misalignment(frames: Frames, stage: int | None = None) -> pl.DataFrame:
                 for name, share in (("median", 0.5), ("p95", 0.95))
             ),
         )
-        .sort(*LINK)
+        .sort(*link)
     )
 
 
@@ -59,7 +64,7 @@ def as_json(report: pl.DataFrame) -> dict[str, object]:
     return {
         "links": [
             {
-                **{name: row[name] for name in (*LINK, "messages")},
+                **{name: row[name] for name in (*LINK, *_RANKS, "messages") if name in row},
                 **{
                     what: {share: row[f"{what}_{share}"] for share in ("median", "p95")}
                     for what in ("queued_s", "starved_s")

@@ -1,8 +1,17 @@
-"""Times as people read them: in the unit that leaves few digits before the decimal point."""
+"""Figures as people read them: times in the unit that leaves few digits before the decimal point,
+parts rounded so that they still add up, and outliers known as such."""
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
+from statistics import median
 
 from rrfp.trace.records import NS_PER_S
+
+_FAR = 3.5
+"""A modified z-score above this is an outlier (Iglewicz and Hoaglin 1993)."""
+_SCALE = 0.6745
+_LEAST_EXCESS = 0.1
+"""An outlier exceeds the median by at least this share of it, however alike the others are."""
 
 
 class Unit(Enum):
@@ -27,4 +36,56 @@ def tell(time_ns: float) -> str:
     """`1.23 s`, `45.6 ms`: three significant digits."""
     unit = Unit.of(time_ns)
     value = time_ns / unit.value
-    return f"{value:.0f} {unit.symbol}" if value >= 100 else f"{value:#.3g} {unit.symbol}"
+    return f"{value:.0f} {unit.symbol}" if abs(value) >= 100 else f"{value:#.3g} {unit.symbol}"
+
+
+def apportioned(parts: Sequence[float], total: int) -> list[int]:
+    """Parts as whole numbers that sum to `total`, each rounded down or up: those with the largest
+    remainders up. All zero where the parts are."""
+    whole = sum(parts)
+    if not whole:
+        return [0] * len(parts)
+    exact = [part * total / whole for part in parts]
+    found = [int(each // 1) for each in exact]
+    by_rest = sorted(range(len(parts)), key=lambda place: (found[place] - exact[place], place))
+    for place in by_rest[: total - sum(found)]:
+        found[place] += 1
+    return found
+
+
+def tenths(number: int) -> str:
+    """`12.3` for 123 tenths."""
+    return f"{number / 10:.1f}"
+
+
+class Times:
+    """Times in the one unit that suits the longest of them, with one decimal."""
+
+    def __init__(self, times_ns: Iterable[float]) -> None:
+        # Of its own unit the longest may have less than ten, which leaves too few digits.
+        self.unit = Unit.of(max(map(abs, times_ns), default=0) / 10)
+
+    def tell(self, time_ns: float) -> str:
+        """`0.6 ms`; `0` and `<0.1 ms` for what one decimal does not show."""
+        if not time_ns:
+            return "0"
+        if 0 < time_ns < self.unit.value / 20:
+            return f"<0.1 {self.unit.symbol}"
+        return f"{self.number(time_ns)} {self.unit.symbol}"
+
+    def number(self, time_ns: float) -> str:
+        """`0.6`."""
+        return f"{time_ns / self.unit.value:.1f}"
+
+
+def outliers(values: Sequence[float]) -> frozenset[int]:
+    """The places of the values that lie far above the others."""
+    if len(values) < 3:
+        return frozenset()
+    middle = median(values)
+    spread = median(abs(value - middle) for value in values)
+    return frozenset(
+        place
+        for place, value in enumerate(values)
+        if _SCALE * (value - middle) > _FAR * spread and value > (1 + _LEAST_EXCESS) * middle > 0
+    )

@@ -6,21 +6,43 @@ from typing import Annotated
 
 import typer
 
+from rrfp.cli.completion import completer_of
 from rrfp.schedule.hints.hint import Hint
+from rrfp.schedule.hints.table import IN_WORDS
 from rrfp.train.declared import Declared
 
+SCHEDULE, MEMORY, LAYOUT, MODEL, DATA = "Schedule", "Memory", "Layout", "Model", "Data"
+TRAINING, PACE, OUTPUT, CHECKPOINTS, HOSTS = "Training", "Pace", "Output", "Checkpoints", "Hosts"
 
-def option_of(declared: Declared, panel: str | None = None) -> inspect.Parameter:
-    """The option of a setting, in this panel of the help; without it the settings' own default
+_OF_GROUPS = {
+    "policy": SCHEDULE,
+    "layout": LAYOUT,
+    "model": MODEL,
+    "data": DATA,
+    "run": TRAINING,
+}
+_OF_SETTINGS = {
+    **dict.fromkeys(("limit", "hold", "recompute"), MEMORY),
+    **dict.fromkeys(("pace", "jitter"), PACE),
+    **dict.fromkeys(("out", "force", "no_trace"), OUTPUT),
+    **dict.fromkeys(("save", "save_every", "save_async", "keep", "resume"), CHECKPOINTS),
+    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), HOSTS),
+}
+"""The panels of settings that do not stand in their group's."""
+
+
+def option_of(declared: Declared) -> inspect.Parameter:
+    """The option of a setting, in its panel of the help; without it the settings' own default
     holds, or a TOML file's."""
     kind = str if declared.kind is Hint or issubclass(declared.kind, StrEnum) else declared.kind
+    told = hint_help(declared.help_text) if declared.kind is Hint else declared.help_text
     option = typer.Option(
         f"--{declared.spelled}",
-        # In help texts [bf] would be a style, which is not shown.
-        help=declared.help_text.replace("[", r"\["),
+        help=escaped(told),
         show_default=False,
         metavar=declared.metavar,
-        rich_help_panel=panel,
+        rich_help_panel=_OF_SETTINGS.get(declared.flag, _OF_GROUPS[declared.group]),
+        autocompletion=completer_of(declared),
     )
     return inspect.Parameter(
         declared.flag,
@@ -28,3 +50,16 @@ def option_of(declared: Declared, panel: str | None = None) -> inspect.Parameter
         default=None,
         annotation=Annotated[kind | None, option],
     )
+
+
+def hint_help(about: str) -> str:
+    """The help of an option that takes a hint: what it is for, and what each hint is."""
+    width = max(map(len, IN_WORDS))
+    # Behind \b typer keeps the lines as they are.
+    lines = (f"{name:{width}} {words}" for name, words in IN_WORDS.items())
+    return "\n\n".join((about, "\b\n" + "\n".join(lines)))
+
+
+def escaped(text: str) -> str:
+    """A help text in which [bf] is shown; to typer it would be a style."""
+    return text.replace("[", r"\[")

@@ -4,9 +4,7 @@
 handling is passed by: it would print a panel, and take every broken pipe for a closed stdout.
 """
 
-import io
 import os
-import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,7 +12,8 @@ from typing import Any
 
 import typer
 
-from rrfp.errors import RrfpError
+from rrfp.cli.streams import unheard_if_closed
+from rrfp.errors import RrfpError, did_you_mean
 
 FAILED = 1
 INTERRUPTED = 130
@@ -27,6 +26,11 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
     """Run a command line and give its exit code, whatever happens in it. A command may return a
     function instead, whose errors are not ours to handle: then give that, to be called for the exit
     code."""
+    with unheard_if_closed():
+        return _run(app, arguments)
+
+
+def _run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
     try:
         left = _invoke(app, arguments)
     except typer.Exit as exit_:
@@ -42,8 +46,7 @@ def run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
     except RrfpError as error:
         return tell(error)
     except BrokenPipeError as error:
-        if not _stdout_is_closed():
-            _say(f"a pipe broke: {error}")
+        _say(f"a pipe broke: {error}")
         return FAILED
     except OSError as error:
         _say(f"the system refused: {error}")
@@ -69,7 +72,7 @@ def _invoke(app: typer.Typer, arguments: Sequence[str]) -> Any:
         with command.make_context("rrfp", list(arguments)) as context:
             return command.invoke(context)
     finally:
-        # Here, and not at the interpreter's end, where a closed pipe would be reported.
+        # Here, where a disk that is full can still be told of.
         sys.stdout.flush()
 
 
@@ -81,21 +84,15 @@ def _say(sentence: str) -> None:
 
 
 def _usage_sentence(error: typer.TyperException) -> str:
-    """Typer's message on one line, with the help that would explain it."""
-    sentence = " ".join(error.format_message().split()).rstrip(".")
+    """Typer's message on one line, with what was probably meant and the help that explains it."""
+    # Typer would list whatever is a little near, in alphabetical order.
+    near = getattr(error, "possibilities", None)
+    told = error.message if near else error.format_message()
+    sentence = " ".join(told.split()).rstrip(".").replace(". Did you mean", "; did you mean")
+    if near:
+        sentence += did_you_mean(getattr(error, "option_name", ""), near)
     context = getattr(error, "ctx", None)
-    return f"{sentence}; see '{context.command_path} --help'" if context else sentence
-
-
-def _stdout_is_closed() -> bool:
-    """Whether the reader of stdout has gone (`rrfp ... | head`); if so, nothing more goes there."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except io.UnsupportedOperation:
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return True
+    if context is None:
+        return sentence
+    see = f"see '{context.command_path} --help'"
+    return f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}"

@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from rrfp import __version__
-from rrfp.cli import analyze, errors, hint, trace
-from rrfp.cli.bench import bench
+from rrfp.cli import analyze, completion, errors, hint, trace
+from rrfp.cli.bench.command import bench
 from rrfp.cli.run import run
+from rrfp.cli.runs import runs
 from rrfp.cli.simulate import simulate
 from rrfp.cli.train import train
 from rrfp.cli.verify import verify
+from rrfp.cli.watch.command import watch
 
 app = typer.Typer(
     name="rrfp",
@@ -24,7 +26,6 @@ app = typer.Typer(
     epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view; or rrfp "
     "simulate --pp 8 --microbatches 32 --sweep hint=bf,bfw.",
     no_args_is_help=True,
-    add_completion=False,
     # Also of the commands in it.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -34,6 +35,8 @@ app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(verify)
 app.command()(simulate)
 app.command()(bench)
+app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
+app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)
 app.add_typer(trace.app, name="trace")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(hint.app, name="hint")
@@ -59,5 +62,7 @@ def _options(
 
 def main() -> int:
     """Run the command line on `sys.argv` and give its exit code."""
+    if completion.is_asked():
+        return completion.answer(app)
     done = errors.run(app, sys.argv[1:])
     return done if isinstance(done, int) else done()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.completion import run_names
 from rrfp.errors import UsageError
 from rrfp.trace.steps import evaluation_step, is_evaluation
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 TracePath = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[PATH]", help="A run's directory or its trace file; none means the newest run."
+        metavar="[RUN]",
+        help="A run: its directory, its name in runs/, @-1 for the newest, or its trace file; "
+        "none means the newest one.",
+        autocompletion=run_names,
     ),
 ]
 Steps = Annotated[
@@ -41,6 +45,7 @@ class RowFormat(StrEnum):
     """How rows of a comparison are printed."""
 
     TABLE = "table"
+    MD = "md"
     JSON = "json"
     CSV = "csv"
 
@@ -49,19 +54,31 @@ class Format(StrEnum):
     """How a report is printed."""
 
     TABLE = "table"
+    MD = "md"
     JSON = "json"
     CSV = "csv"
     PARQUET = "parquet"
 
 
-class TextFormat(StrEnum):
-    """How what is no table is printed."""
+class By(StrEnum):
+    """What has a row in a table."""
 
-    TEXT = "text"
-    JSON = "json"
+    STAGE = "stage"
+    RANK = "rank"
 
 
-FrameFormat = Annotated[Format, typer.Option("--format", help="How to print the report.")]
+FrameFormat = Annotated[
+    Format,
+    typer.Option(
+        "--format", help="How to print the report; md is a table in Markdown, as GitHub has it."
+    ),
+]
+ByRank = Annotated[
+    By,
+    typer.Option(
+        "--by", help="A row a stage, or a row a rank where several ranks share the work of a stage."
+    ),
+]
 
 
 def parse_steps(text: str) -> range:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rrfp.analyze.frames import Frames
+    from rrfp.cli.tables.sheet import Sheet
 
 NOT_WHOLE = "they are not whole training steps"
 """Why a step is not replayed."""
@@ -25,21 +26,15 @@ def print_frame(
     report: "pl.DataFrame",
     as_json: dict[str, object],
     output_format: Format,
-    print_table: Callable[[], None] | None = None,
+    sheets: "Callable[[], Sequence[Sheet]]",
 ) -> None:
-    """Print a report on stdout. `print_table` prints a table of its own in place of the rows.
+    """Print a report on stdout: for people its sheets, for programs its rows or its JSON.
 
     Raises UsageError for Parquet on a terminal.
     """
     match output_format:
-        case Format.TABLE if print_table is not None:
-            print_table()
-        case Format.TABLE:
-            from rich.console import Console
-
-            from rrfp.cli.tables import frame_table
-
-            Console().print(frame_table(report))
+        case Format.TABLE | Format.MD:
+            print_sheets(sheets(), markdown=output_format is Format.MD)
         case Format.JSON:
             print(json.dumps(as_json))
         case Format.CSV:
@@ -54,6 +49,19 @@ def print_frame(
             octets = BytesIO()
             report.write_parquet(octets)
             sys.stdout.buffer.write(octets.getvalue())
+
+
+def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
+    """Print tables for people, as tables or as Markdown."""
+    if markdown:
+        print("\n".join(sheet.markdown() for sheet in sheets), end="")
+        return
+    from rich.console import Console
+
+    # What is told may look like rich's own markup, and figures in it are no finds.
+    console = Console(highlight=False, markup=False, emoji=False)
+    for sheet in sheets:
+        sheet.print(console)
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:
@@ -74,6 +82,13 @@ def tell_left_out(steps: tuple[int, ...], why: str) -> None:
     """Name on stderr the steps that a report does not count."""
     if steps:
         typer.echo(f"left out, as {why}: {step_names(steps)}", err=True)
+
+
+def tell_warm_up(frames: "Frames", whose: str = "") -> None:
+    """Name on stderr the first steps that a report leaves out because they were slow."""
+    if frames.warm_up:
+        told = step_names(frames.warm_up)
+        typer.echo(f"{whose}left out, as warm-up: {told}; --steps 0: takes all", err=True)
 
 
 def tell_evaluations(

@@ -1,11 +1,13 @@
-"""A bar on a terminal that tells how much of a command's work is done."""
+"""Bars on a terminal: how much of a command's work is done, or that it is under way."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
 _POLL_S = 1.0
+_PATIENCE_S = 1.0
+"""Work that takes less is not told of."""
 
 
 @contextmanager
@@ -52,3 +54,28 @@ def progress(
             ended.set()
             for thread in threads:
                 thread.join()
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that work whose end is not known is under way, and for how long, once it
+    has taken a second. Nothing may be printed meanwhile. The bar leaves nothing behind."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.add_task(what, total=None)
+    timer = Timer(_PATIENCE_S, bar.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if bar.live.is_started:
+            bar.stop()

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from rrfp.cli import errors
-from rrfp.cli.declared_options import option_of
+from rrfp.cli.completion import one_of
+from rrfp.cli.declared_options import LAYOUT, OUTPUT, SCHEDULE, option_of
 from rrfp.cli.script import Module, Program, Script
 from rrfp.errors import UsageError
 from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted
@@ -20,6 +21,7 @@ from rrfp.megatron.job.telling import tell
 from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement
 from rrfp.train.settings import DECLARED
 
 _ASKER = "rrfp run"
@@ -47,35 +49,37 @@ _PARAMETERS = [
     _parameter(
         "dispatch",
         str,
-        "Policy",
+        SCHEDULE,
         "ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
         "(Megatron-Core's own schedule, recorded).",
+        autocompletion=one_of(*Dispatch),
     ),
-    *(option_of(DECLARED[name], "Policy") for name in _STEERING),
+    *(option_of(DECLARED[name]) for name in _STEERING),
     _parameter(
         "placement",
         str,
-        "Policy",
+        LAYOUT,
         "Where the job's model chunks are: loop (default: Megatron's interleaving) or v (there and "
         "back, 2 a rank).",
+        autocompletion=one_of(*Placement),
     ),
     _parameter(
         "connect_s",
         float,
-        "Policy",
+        "Time-outs",
         r"Longest time for ranks to connect at their first step \[60].",
     ),
     _parameter(
         "stall_s",
         float,
-        "Policy",
+        "Time-outs",
         r"Longest time without any arrival before a rank gives up \[600].",
     ),
-    *(option_of(DECLARED[name], "Recording") for name in _RECORDING),
+    *(option_of(DECLARED[name]) for name in _RECORDING),
     _parameter(
         "steps",
         str,
-        "Recording",
+        OUTPUT,
         r"Record training steps A to B - 1, counted from the process's first call, and the "
         r"evaluations between them \[all].",
         metavar="A:B",

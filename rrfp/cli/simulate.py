@@ -12,10 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.completion import Completer, cost_names, hint_names, one_of
+from rrfp.cli.declared_options import (
+    DATA,
+    LAYOUT,
+    MEMORY,
+    OUTPUT,
+    SCHEDULE,
+    escaped,
+    hint_help,
+)
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import NOT_WHOLE, tell_left_out
+from rrfp.cli.output import NOT_WHOLE, print_sheets, tell_left_out
 from rrfp.cli.progress import progress
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.policy import AgreementRule, Dispatch
+from rrfp.schedule.shape import Placement
 from rrfp.trace.run_policy import POLICY
 
 if TYPE_CHECKING:
@@ -28,73 +41,118 @@ _LONGEST_LABEL = 100
 """Of a row's directory; file systems take 255 letters."""
 
 
-def _setting(help_text: str, metavar: str = "TEXT") -> Any:
+_COSTS, _ROWS = "Costs", "Rows"
+
+
+def _setting(
+    panel: str, help_text: str, metavar: str = "TEXT", offers: Completer | None = None
+) -> Any:
     """A setting of every row; its text is read where rows and sweeps are."""
-    # In help texts [bf] would be a style, which is not shown.
-    return typer.Option(help=help_text.replace("[", r"\["), metavar=metavar, show_default=False)
+    return typer.Option(
+        help=escaped(help_text),
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=panel,
+        autocompletion=offers,
+    )
 
 
 def simulate(
-    pp: Annotated[str | None, _setting("Pipeline ranks.", "N")] = None,
-    microbatches: Annotated[str | None, _setting("Microbatches a step and replica.", "N")] = None,
+    pp: Annotated[str | None, _setting(LAYOUT, "Pipeline ranks.", "N")] = None,
+    microbatches: Annotated[
+        str | None, _setting(DATA, "Microbatches a step and replica.", "N")
+    ] = None,
     hint: Annotated[
-        str | None, _setting(f"{', '.join(HINTS)}, or an order file (.csv) [bf].")
+        str | None,
+        _setting(
+            SCHEDULE,
+            hint_help("What goes first of the ready tasks: a hint, or an order file (.csv) [bf]."),
+            offers=hint_names,
+        ),
     ] = None,
     dispatch: Annotated[
         str | None,
-        _setting("ready (default: the hint ranks what is ready) or fixed (its order binds)."),
+        _setting(
+            SCHEDULE,
+            "ready (default: the hint ranks what is ready) or fixed (its order binds).",
+            offers=one_of(Dispatch.READY, Dispatch.FIXED),
+        ),
     ] = None,
     links: Annotated[
         str | None,
         _setting(
+            _COSTS,
             "async (default: messages pass beside the work) or blocking (both ranks wait for "
-            "them, as in Megatron's own schedules; with --dispatch fixed)."
+            "them, as in Megatron's own schedules; with --dispatch fixed).",
+            offers=one_of("async", "blocking"),
         ),
     ] = None,
-    chunks: Annotated[str | None, _setting("Model chunks a pipeline rank [1].", "N")] = None,
-    placement: Annotated[
-        str | None, _setting("Where chunks lie: loop (default) or v (with --chunks 2).")
+    chunks: Annotated[
+        str | None, _setting(LAYOUT, "Model chunks a pipeline rank [1].", "N")
     ] = None,
-    tp: Annotated[str | None, _setting("Tensor-parallel ranks [1].", "N")] = None,
-    dp: Annotated[str | None, _setting("Data-parallel replicas [1].", "N")] = None,
+    placement: Annotated[
+        str | None,
+        _setting(
+            LAYOUT,
+            "Where chunks lie: loop (default) or v (with --chunks 2).",
+            offers=one_of(*Placement),
+        ),
+    ] = None,
+    tp: Annotated[str | None, _setting(LAYOUT, "Tensor-parallel ranks [1].", "N")] = None,
+    dp: Annotated[str | None, _setting(LAYOUT, "Data-parallel replicas [1].", "N")] = None,
     limit: Annotated[
         str | None,
         _setting(
+            MEMORY,
             "Forwards a rank may run ahead of its backwards, or none [32 if ready without --hold].",
             "N",
         ),
     ] = None,
     hold: Annotated[
         str | None,
-        _setting("Most microbatches whose activations a rank keeps; instead of --limit.", "N"),
+        _setting(
+            MEMORY, "Most microbatches whose activations a rank keeps; instead of --limit.", "N"
+        ),
     ] = None,
     w: Annotated[
         str | None,
-        _setting("Weight gradients of an order used as a hint: idle (default) or ranked."),
+        _setting(
+            SCHEDULE,
+            "Weight gradients of an order used as a hint: idle (default) or ranked.",
+            offers=one_of(*WeightGradients),
+        ),
     ] = None,
     agreement: Annotated[
         str | None,
         _setting(
+            SCHEDULE,
             "What tensor-parallel ranks run: intersection (default: the best that all have ready) "
-            "or unanimous (what all would pick)."
+            "or unanimous (what all would pick).",
+            offers=one_of(*AgreementRule),
         ),
     ] = None,
     admit: Annotated[
         str | None,
         _setting(
+            SCHEDULE,
             "The order in which microbatches enter: given (default), pyramid (light, heavy, light) "
-            "or a file with a line a step."
+            "or a file with a line a step.",
+            offers=one_of(*Admit),
         ),
     ] = None,
     costs: Annotated[
         str | None,
         _setting(
-            "uniform (default), language, multimodal, a CSV or TOML file, or a run or its trace."
+            _COSTS,
+            "uniform (default), language, multimodal, a CSV or TOML file, or a run or its trace.",
+            offers=cost_names,
         ),
     ] = None,
     jitter: Annotated[
         str | None,
-        _setting("none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."),
+        _setting(
+            _COSTS, "none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md."
+        ),
     ] = None,
     row: Annotated[
         list[str] | None,
@@ -102,6 +160,7 @@ def simulate(
             metavar="SETTINGS",
             help="A row of its own settings, such as 'hint=1f1b dispatch=fixed'; give it again "
             "for each row.",
+            rich_help_panel=_ROWS,
         ),
     ] = None,
     sweep: Annotated[
@@ -109,28 +168,45 @@ def simulate(
         typer.Option(
             metavar="NAME=A,B,...",
             help="A row for each value, in all combinations if given again, the first the slowest.",
+            rich_help_panel=_ROWS,
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="The first seed of costs and jitter.")
+        int,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            metavar="N",
+            help="The first seed of costs and jitter.",
+            rich_help_panel=_ROWS,
+        ),
     ] = 1234,
     seeds: Annotated[
         int,
         typer.Option(
-            min=1, max=100_000, help="Steps of each row, under as many seeds from --seed on."
+            min=1,
+            max=100_000,
+            metavar="N",
+            help="Steps of each row, under as many seeds from --seed on.",
+            rich_help_panel=_ROWS,
         ),
     ] = 1,
     output_format: Annotated[
-        RowFormat, typer.Option("--format", help="How to print the rows.")
+        RowFormat,
+        typer.Option("--format", help="How to print the rows.", rich_help_panel=OUTPUT),
     ] = RowFormat.TABLE,
     out: Annotated[
         Path | None,
         typer.Option(
             help="A directory for the run and its trace, a step a seed; of several rows, each in "
-            "a directory of its own below."
+            "a directory of its own below.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the run in --out.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace the run in --out.", rich_help_panel=OUTPUT),
+    ] = False,
 ) -> None:
     """Simulate steps of a pipeline, with the runtime's own dispatcher.
 
@@ -157,8 +233,12 @@ def simulate(
     else:
         rows = _record(asked, settings, chosen, out, force)
     match output_format:
-        case RowFormat.TABLE:
-            _print_table(asked, rows, chosen)
+        case RowFormat.TABLE | RowFormat.MD:
+            from rrfp.cli.tables.replays import trial_sheet
+
+            labels = [each.label for each in asked]
+            sheet = trial_sheet(_title(asked, chosen), labels, rows)
+            print_sheets([sheet], markdown=output_format is RowFormat.MD)
         case RowFormat.JSON:
             print(json.dumps({"rows": _as_json(asked, rows)}))
         case RowFormat.CSV:
@@ -268,16 +348,6 @@ def _print_csv(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> None:
         if number == 0:
             writer.writerow(flat)
         writer.writerow(flat.values())
-
-
-def _print_table(asked: "Sequence[Asked]", rows: "Sequence[Row]", seeds: range) -> None:
-    from rich.console import Console
-
-    from rrfp.cli.tables import trial_table
-
-    console = Console()
-    console.print(_title(asked, seeds), highlight=False, markup=False)
-    console.print(trial_table([each.label for each in asked], rows))
 
 
 _ALWAYS_TOLD = ("hint", "dispatch", "links", "costs", "jitter")

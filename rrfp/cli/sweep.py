@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import TypeVar
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.inputs.admission_files import resolve_admission
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.replay.cost_files import resolve_costs
@@ -242,7 +242,10 @@ def _read_pair(text: str, sentence: str) -> tuple[str, str]:
     if not equals:
         raise UsageError(sentence)
     if name not in SETTINGS:
-        raise UsageError(f"'{name}' is not a setting of a row ({', '.join(SETTINGS)})")
+        raise UsageError(
+            f"'{name}' is not a setting of a row ({', '.join(SETTINGS)})"
+            f"{did_you_mean(name, SETTINGS)}"
+        )
     return name, value
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
+from rrfp.cli.output import print_sheets
+from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.train.checks import check_settings
@@ -20,14 +22,6 @@ if TYPE_CHECKING:
     from rrfp.trace.rundir import RunDir
     from rrfp.train.checkpoints.beginning import Beginning
 
-
-_PANELS = {
-    "policy": "Policy",
-    "layout": "Layout of the ranks",
-    "model": "Model",
-    "data": "Data",
-    "run": "Run",
-}
 
 _CONFIG = inspect.Parameter(
     "config",
@@ -40,6 +34,7 @@ _CONFIG = inspect.Parameter(
             r"\[data], [run]; flags go first.".replace(" [", r" \["),
             metavar="FILE",
             show_default=False,
+            rich_help_panel="File of settings",
         ),
     ],
 )
@@ -47,7 +42,7 @@ _CONFIG = inspect.Parameter(
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for every setting of a training run, as each was declared."""
-    options = (option_of(declared, _PANELS[declared.group]) for declared in DECLARED.values())
+    options = (option_of(declared) for declared in DECLARED.values())
     parameters = [*options, _CONFIG]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -171,12 +166,18 @@ def _run(settings: TrainSettings) -> None:
 
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
+    from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.ranks.launch import launch
 
     run = beginning.run
     try:
-        with TrainDisplay(run.metrics, settings, beginning.first_step):
+        with (
+            noting_outcome(run) as note,
+            TrainDisplay(run.metrics, settings, beginning.first_step),
+        ):
             launch(settings, run)
+            if _num_finished(run) < settings.num_steps:
+                note.outcome = Outcome.STOPPED
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
         raise
@@ -196,15 +197,16 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
     if settings.run.no_trace:
         _tell(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
-    from rich.console import Console
-
     from rrfp.analyze.bubbles import bubbles
     from rrfp.analyze.cache import load_frames
-    from rrfp.cli.tables import bubble_table
+    from rrfp.cli.tables.reports import bubble_sheet
     from rrfp.trace.locate import resolve_session
 
-    trace = resolve_session(run.path)
-    Console().print(bubble_table(bubbles(load_frames(trace))))
+    with working("Merging the ranks' records"):
+        trace = resolve_session(run.path)
+    # Of all that was trained, as the metrics; reports leave out the warm-up.
+    frames = load_frames(trace, with_warm_up=True)
+    print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {run.path}"
     if trace != run.trace:
@@ -258,7 +260,8 @@ def _encode_what_is_there(run: "RunDir") -> None:
     if not session.records.is_dir():
         return
     try:
-        trace = resolve_session(run.path)
+        with working("Merging the ranks' records"):
+            trace = resolve_session(run.path)
     except RrfpError as error:
         typer.echo(f"No trace could be made: {error}", err=True)
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.completion import hint_names
 from rrfp.errors import RrfpError, UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ def verify(
     ] = None,
     hint: Annotated[
         list[str] | None,
-        typer.Option(help="Only this hint; may be given again. All of them by default."),
+        typer.Option(
+            help="Only this hint; may be given again. All of them by default.",
+            autocompletion=hint_names,
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 5,
     output_format: Annotated[

@@ -6,9 +6,11 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from rrfp.analyze.charts.colours import CAUSE_COLOURS
 from rrfp.analyze.charts.style import INK, WIDTH_PX, by_value, finished
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
+from rrfp.schedule.causes import Cause
 
 _COLOURS = {
     "megatron": "#8C8C8C",
@@ -18,7 +20,11 @@ _COLOURS = {
     "ready": "#009E73",
 }
 """Colours by dispatch, from Okabe and Ito, as in all charts."""
-_PARTS = {"compute": "#56B4E9", "blocking": "#C4C4C4", "coordination": "#CC79A7"}
+_PARTS = {
+    "compute": "#C4C4C4",
+    "blocking": CAUSE_COLOURS[Cause.TRANSFER],
+    "coordination": CAUSE_COLOURS[Cause.COORDINATION],
+}
 _ROW_PX = 16
 
 _TITLES = {

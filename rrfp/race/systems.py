@@ -6,7 +6,7 @@ separately.
 
 from dataclasses import dataclass
 
-from rrfp.errors import UsageError
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.race.peers import PEERS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
@@ -101,5 +101,8 @@ SYSTEMS = {
 def system_named(name: str) -> System:
     """The system of that name; raises UsageError, with the list of names, if there is none."""
     if name not in SYSTEMS:
-        raise UsageError(f"'{name}' is not a system of the race ({', '.join(SYSTEMS)})")
+        raise UsageError(
+            f"'{name}' is not a system of the race ({', '.join(SYSTEMS)})"
+            f"{did_you_mean(name, SYSTEMS)}"
+        )
     return SYSTEMS[name]

@@ -4,12 +4,13 @@ import tomllib
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
-from rrfp.errors import UsageError
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.simulate.costs.flops import parse_flops
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.costs.rows import parse_rows
 from rrfp.simulate.costs.table import PRESETS, parse_table, preset
-from rrfp.trace.locate import resolve_trace
+from rrfp.trace.locate import find_run, resolve_trace
+from rrfp.trace.rundir import RUNS
 
 DRAWN = "drawn:"
 """Before the path of a run: draw task times from those recorded."""
@@ -36,8 +37,8 @@ def resolve_costs(text: str) -> Costs:
     path = Path(text)
     if path.suffix not in (".csv", ".toml"):
         raise UsageError(
-            f"'{text}' is not costs: choose {', '.join(PRESETS)}, a .toml or .csv file, or a run's "
-            "directory or trace"
+            f"'{text}' is not costs: choose {', '.join(PRESETS)}, a .toml or .csv file, or a run "
+            f"or its trace{did_you_mean(text, PRESETS)}"
         )
     content = _read(path)
     if path.suffix == ".csv":
@@ -67,7 +68,7 @@ def settled(text: str) -> str:
 def _recorded_trace(text: str) -> Path | None:
     """The trace whose times are the costs; None if the costs were not recorded."""
     rest = text.removeprefix(DRAWN)
-    path = Path(rest)
+    path = _named(rest)
     # A pipe might never get a writer, and reading it would hang.
     mode = _mode(path)
     if mode and not (S_ISREG(mode) or S_ISDIR(mode)):
@@ -84,6 +85,14 @@ def _recorded_trace(text: str) -> Path | None:
         raise UsageError(
             f"cannot read the costs {path}: {error.strerror}; choose another run"
         ) from None
+
+
+def _named(text: str) -> Path:
+    """The run of that short name, or else what the text is as a path."""
+    if text.startswith("@"):
+        return find_run(Path(text))
+    path, below = Path(text), RUNS / text
+    return below if text and not _mode(path) and S_ISDIR(_mode(below)) else path
 
 
 def _mode(path: Path) -> int:

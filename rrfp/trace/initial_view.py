@@ -24,11 +24,11 @@ class Preset(StrEnum):
 
 # Names from `rrfp.trace.perfetto.tracks`, of tracks with slices: a pinned group shows nothing.
 _TRACKS_OF = {
-    Preset.BUBBLES: "^(compute|wait)$",
+    Preset.BUBBLES: "^(compute|wait|critical path)$",
     Preset.HINTS: "^(compute|hint|D)$",
     Preset.FLOW: "^(compute$|send to |receive from )",
 }
-_STAGES = "^(pipeline|stage)"
+_STAGES = "^(pipeline|stage|analysis)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,23 @@ def _command(name: str, *arguments: str) -> dict[str, object]:
 def typical_step(windows: Mapping[int, Window]) -> int | None:
     """The step of median length, not counting the first unless it is the only one. None without
     steps."""
-    lengths_ns = _lengths_after_warm_up(windows)
-    shortest_first = sorted(lengths_ns, key=lengths_ns.__getitem__)
-    return shortest_first[(len(shortest_first) - 1) // 2] if shortest_first else None
+    return _middle(_lengths_after_warm_up(windows))
+
+
+def middle_step(windows: Mapping[int, Window]) -> int | None:
+    """The step of median length, of all of them. None without steps."""
+    return _middle({step: end_ns - start_ns for step, (start_ns, end_ns) in windows.items()})
 
 
 def worst_step(windows: Mapping[int, Window]) -> int | None:
     """The longest step, not counting the first unless it is the only one. None without steps."""
     lengths_ns = _lengths_after_warm_up(windows)
     return max(lengths_ns, key=lengths_ns.__getitem__, default=None)
+
+
+def _middle(lengths_ns: Mapping[int, int]) -> int | None:
+    shortest_first = sorted(lengths_ns, key=lengths_ns.__getitem__)
+    return shortest_first[(len(shortest_first) - 1) // 2] if shortest_first else None
 
 
 def _lengths_after_warm_up(windows: Mapping[int, Window]) -> dict[int, int]:

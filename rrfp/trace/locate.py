@@ -1,9 +1,66 @@
-"""Finds the trace of a run that a user names."""
+"""Finds the run that a user names, and its trace.
 
+A run is named by a path, or in short: `NAME` is `runs/NAME`, `@-1` the newest run in `runs`, `@-2`
+the one before. A path that exists goes first.
+"""
+
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from rrfp.errors import RrfpError
-from rrfp.trace.rundir import LATEST, RunDir
+from rrfp.errors import RrfpError, UsageError, did_you_mean
+from rrfp.trace.rundir import RUNS, RunDir, runs_in
+
+_COUNTED = re.compile(r"@-([1-9]\d{0,8})")
+
+
+def find_run(named: Path | None) -> Path:
+    """The path of the run or file that is named; None means the newest run in `runs` that has
+    recorded something.
+
+    Raises RrfpError if there is no such run, with the name that is nearest, and UsageError for an
+    `@` that counts none.
+    """
+    if named is None:
+        return _newest()
+    if named.exists():
+        return named
+    if str(named).startswith("@"):
+        return _counted(str(named))
+    below = RUNS / named
+    if ".." not in named.parts and below.exists():
+        return below
+    known = did_you_mean(str(named), _known(named)) or "; 'rrfp runs' lists the runs"
+    raise RrfpError(f"there is no run or trace at {named}{known}")
+
+
+def _newest() -> Path:
+    for path in runs_in():
+        if RunDir(path).sessions():
+            return path
+    raise RrfpError(f"there is no run yet in {RUNS}; make one with 'rrfp train'")
+
+
+def _counted(text: str) -> Path:
+    match = _COUNTED.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"'{text}' counts no runs; write @-1 for the newest one in {RUNS}, @-2 for the one "
+            "before"
+        )
+    found = runs_in()
+    if len(found) < int(match[1]):
+        num = {0: "no runs", 1: "1 run"}.get(len(found), f"{len(found)} runs")
+        raise RrfpError(f"there is no {text} among the {num} in {RUNS}; 'rrfp runs' lists them")
+    return found[int(match[1]) - 1]
+
+
+def _known(named: Path) -> Iterable[str]:
+    """What may have been meant: runs by both of their names, and what stands beside a path."""
+    for path in runs_in():
+        yield from (path.name, str(path))
+    if len(named.parts) > 1 and named.parent.is_dir():
+        yield from map(str, named.parent.iterdir())
 
 
 def resolve_session(path: Path) -> Path:
@@ -19,19 +76,12 @@ def resolve_session(path: Path) -> Path:
 
 
 def resolve_trace(path: Path | None) -> Path:
-    """The trace of a run, given its directory or the trace file itself; None means the newest run.
+    """The trace of a run, given as `find_run` reads it, or as the trace file itself.
 
     Merges the run's records if its launcher died before it could, and joins the sessions of a run
     that was resumed. Raises RrfpError if there is no trace, or sessions cannot be joined.
     """
-    if path is None:
-        if not LATEST.exists():
-            raise RrfpError(
-                f"there is no run yet ({LATEST} is missing); make one with 'rrfp train'"
-            )
-        path = LATEST
-    if not path.exists():
-        raise RrfpError(f"there is no run or trace at {path}")
+    path = find_run(path)
     if path.is_file():
         return path
     if not path.is_dir():

@@ -8,7 +8,7 @@ from rrfp.errors import RrfpError
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording, num_times
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.rundir import RunDir, update_latest
 from rrfp.trace.sessions import description_of, joined
 from rrfp.trace.spill import is_being_written, read_spill
 
@@ -38,7 +38,10 @@ def encode_session(run: RunDir) -> bool:
     spills = sorted(run.records.glob("rank-*.jsonl"))
     for spill in spills:
         if is_being_written(spill):
-            raise RrfpError(f"the run in {run.path} is still going; its trace comes when it ends")
+            raise RrfpError(
+                f"the run in {run.path} is still going, and its trace comes when it ends; follow "
+                "it with 'rrfp watch', or take another that 'rrfp runs' lists"
+            )
     found = [records for spill in spills if (records := read_spill(spill)) is not None]
     if not found:
         return run.trace.exists()
@@ -47,6 +50,7 @@ def encode_session(run: RunDir) -> bool:
     write_trace(run.trace, Recording(description_of(run), found))
     run.joined_trace.unlink(missing_ok=True)
     shutil.rmtree(run.records, ignore_errors=True)
+    update_latest(run.path.parent)
     return True
 
 

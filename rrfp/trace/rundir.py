@@ -1,10 +1,11 @@
-"""The directory of a run: the names of its files, and how to make one and find it again."""
+"""The directory of a run: the names of its files, how to make one, and which ones there are."""
 
 import os
 import re
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 RUNS = Path("runs")
 """Where runs go by default, below the working directory."""
 LATEST = RUNS / "latest"
-"""A link to the newest run in `RUNS`."""
+"""A link to the newest run in `RUNS` that has a trace."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -37,6 +38,11 @@ class RunDir:
     def metrics(self) -> Path:
         """One JSON object per line, one line per finished step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def outcome(self) -> Path:
+        """How it ended (`rrfp.trace.outcome`)."""
+        return self.path / "outcome.json"
 
     @property
     def trace(self) -> Path:
@@ -66,6 +72,10 @@ class RunDir:
                 found.add(int(match[1] or match[2]))
         return [RunDir(self.path, session) for session in sorted(found)]
 
+    def has_trace(self) -> bool:
+        """Whether the records of some session were made into a trace."""
+        return any(session.trace.exists() for session in self.sessions())
+
     def _has_recorded(self, session: int) -> bool:
         of = RunDir(self.path, session)
         return of.trace.exists() or of.records.is_dir()
@@ -85,8 +95,7 @@ class RunDir:
 
 
 def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) -> RunDir:
-    """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`, and point
-    `latest` there to it.
+    """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`.
 
     If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
     if it exists without `force`, or cannot be made.
@@ -127,18 +136,22 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"{out} exists; choose another directory with --out, or replace the run in it "
                 f"with --force"
             ) from None
-        for file in (run.run_json, run.metrics, run.joined_trace):
+        for file in (run.run_json, run.metrics, run.outcome, run.joined_trace):
             file.unlink(missing_ok=True)
         for directory in (run.logs, *(session.records for session in run.sessions())):
             if directory.exists():
                 shutil.rmtree(directory)
         for session in run.sessions():
             session.trace.unlink(missing_ok=True)
+        update_latest(out.parent)
     return run
 
 
 def _create_dated(runs: Path, hint: str) -> RunDir:
     runs.mkdir(exist_ok=True)
+    latest = runs / LATEST.name
+    if latest.exists() and not latest.is_symlink():
+        raise UsageError(f"{latest} is not a link; move it away, it has to link to the newest run")
     # A hint may be an order file; use its name, made fit for a directory.
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
@@ -147,20 +160,46 @@ def _create_dated(runs: Path, hint: str) -> RunDir:
     while True:
         try:
             path.mkdir()
-            break
+            return RunDir(path)
         except FileExistsError:
             attempt += 1
             path = runs / f"{name}-{attempt}"
-    point_latest_to(path)
-    return RunDir(path)
 
 
-def point_latest_to(path: Path) -> None:
-    """Make `latest`, beside a run, a link to it. Raises UsageError if it is something else."""
-    latest = path.with_name(LATEST.name)
-    if latest.exists() and not latest.is_symlink():
-        raise UsageError(f"{latest} is not a link; move it away, it has to link to the newest run")
-    link = path.with_name(f".latest-{os.getpid()}")
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.name, target_is_directory=True)
-    link.replace(latest)
+def runs_in(directory: Path = RUNS) -> list[Path]:
+    """The directories of the runs in a directory, the newest first: the one that began last, or
+    went on last. Empty if there is no such directory. May raise OSError."""
+    try:
+        with os.scandir(directory) as entries:
+            names = [each.name for each in entries if each.is_dir() and each.name != LATEST.name]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    began = {path: ns for name in names if (ns := began_ns(path := directory / name)) is not None}
+    return sorted(began, key=lambda path: (began[path], path.name), reverse=True)
+
+
+def began_ns(path: Path) -> int | None:
+    """When a run began, or last went on, in ns since 1970: it is described then. None for what is
+    not the directory of a run."""
+    run = RunDir(path)
+    for file in (run.run_json, run.trace, run.records):
+        with suppress(OSError):
+            return file.stat().st_mtime_ns
+    return None
+
+
+def update_latest(runs: Path) -> None:
+    """Point `latest` to the newest run that has a trace, if this is a directory named `runs`. A
+    link that cannot be made is left as it is: a run does not fail for it."""
+    latest = runs / LATEST.name
+    if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
+        return
+    with suppress(OSError):
+        newest = next((path for path in runs_in(runs) if RunDir(path).has_trace()), None)
+        if newest is None:
+            latest.unlink(missing_ok=True)
+            return
+        link = runs / f".latest-{os.getpid()}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(newest.name, target_is_directory=True)
+        link.replace(latest)

@@ -111,14 +111,15 @@ def read_spill(path: Path) -> RankRecords | None:
                     break
                 raise _corrupt(path, number, "is not JSON") from error
             if records is None:
-                records = RankRecords(_read_header(path, value))
+                records = RankRecords(header_of(path, value))
                 lists = records.by_name()
             else:
-                _read_flush(path, number, value, lists)
+                add_flush(path, number, value, lists)
         return records
 
 
-def _read_header(path: Path, value: Any) -> RankInfo:
+def header_of(path: Path, value: Any) -> RankInfo:
+    """Who records, from the decoded first line. Raises RrfpError for anything else."""
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise _corrupt(path, 1, "is not the header of a records file")
     if value.get("version") != VERSION:
@@ -129,7 +130,9 @@ def _read_header(path: Path, value: Any) -> RankInfo:
         raise _corrupt(path, 1, "does not say which rank wrote it") from error
 
 
-def _read_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) -> None:
+def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) -> None:
+    """Add the records of a decoded line, counted from 1, to the lists of their types
+    (`RankRecords.by_name`). Raises RrfpError for what is no flush."""
     if not isinstance(value, list):
         raise _corrupt(path, number, "is not a list of records")
     for row in value:

@@ -8,17 +8,21 @@ before the first request, so no path leads anywhere else. Requests under another
 rebinding) or from a page of another site are refused.
 
 `/` redirects to the UI with the trace and its initial view, which keeps the address to open short.
-A content policy stops a UI served from here from contacting any other host.
+A UI served from here contacts no other host: the one script that it would load from elsewhere is
+left out as it is served, and a content policy stops everything else.
 """
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
+from typing import IO
 
 from rrfp.errors import RrfpError
 from rrfp.trace.initial_view import InitialView
@@ -30,9 +34,16 @@ PUBLIC_UI_PORT = 9001
 _ADDRESS = "127.0.0.1"
 _OUR_HOST = re.compile(rf"({re.escape(_ADDRESS)}|localhost)(:\d+)?")
 _TRACE_PATH = "/trace.pftrace"
+_SHOWN_PATH = "/shown.pftrace"
+"""The trace with what is appended to it."""
 _TRACE_TYPE = "application/octet-stream"
+_TRACES = (_TRACE_PATH, _SHOWN_PATH)
 _UI_PATH = "/index.html"
 _UI_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
+_FOREIGN_SCRIPT = re.compile(rb"https://[a-z.]+/[a-z/-]*is_internal_user\.js")
+"""The UI asks its makers' machine whether they use it."""
+_NO_SCRIPT_PATH = "/no_script.js"
+"""An empty script in its place; the UI's own policy allows no `data:`."""
 _CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -48,6 +59,14 @@ _CONTENT_TYPES = {
 class _File:
     path: Path
     content_type: str
+    appended: bytes = b""
+    """What follows the file's own content."""
+
+    def open(self) -> IO[bytes]:
+        """The content, but for what is appended. Raises OSError if the file cannot be read."""
+        if self.path.suffix != ".js":
+            return self.path.open("rb")
+        return BytesIO(_FOREIGN_SCRIPT.sub(_NO_SCRIPT_PATH.encode(), self.path.read_bytes()))
 
 
 def find_local_ui() -> Path | None:
@@ -63,7 +82,8 @@ def find_local_ui() -> Path | None:
 class TraceServer(ThreadingHTTPServer):
     """Serves one trace, and the UI's own files if `ui` names their folder.
 
-    `initial_view` is what the UI shows first; None means `InitialView()`. With `port` None it
+    `initial_view` is what the UI shows first; None means `InitialView()`. The UI is given the trace
+    with `appended` behind its own content: tracks that the file does not hold. With `port` None it
     listens on the port that the public UI reads from; with a local UI it takes another one if that
     is in use. Raises RrfpError if the port is in use.
     """
@@ -77,8 +97,13 @@ class TraceServer(ThreadingHTTPServer):
         ui: Path | None,
         port: int | None = None,
         initial_view: InitialView | None = None,
+        appended: bytes = b"",
     ) -> None:
         self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
+        self._shown_path = _TRACE_PATH
+        if appended:
+            self._shown_path = _SHOWN_PATH
+            self.files[_SHOWN_PATH] = _File(trace, _TRACE_TYPE, appended)
         self.has_ui = ui is not None
         self._arguments = (initial_view or InitialView()).ui_arguments()
         ports = [PUBLIC_UI_PORT if port is None else port]
@@ -99,7 +124,7 @@ class TraceServer(ThreadingHTTPServer):
         """The address of the UI with the trace and the initial view, for a browser that sees this
         server as `host` (through a tunnel its port may differ)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
-        return f"{ui}#!/?url=http://{host}{_TRACE_PATH}&{self._arguments}"
+        return f"{ui}#!/?url=http://{host}{self._shown_path}&{self._arguments}"
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Report errors, except that a browser disconnected."""
@@ -123,11 +148,12 @@ class TraceServer(ThreadingHTTPServer):
 def _ui_files(folder: Path | None) -> dict[str, _File]:
     if folder is None:
         return {}
-    return {
+    files = {
         f"/{path.relative_to(folder).as_posix()}": _File(path, _CONTENT_TYPES[path.suffix])
         for path in folder.rglob("*")
         if path.suffix in _CONTENT_TYPES and path.is_file()
     }
+    return files | {_NO_SCRIPT_PATH: _File(Path(os.devnull), _CONTENT_TYPES[".js"])}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -176,12 +202,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         try:
-            file = wanted.path.open("rb")
+            file = wanted.open()
         except OSError:
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         with file:
-            num_bytes = file.seek(0, 2)
+            num_bytes = file.seek(0, 2) + len(wanted.appended)
             file.seek(0)
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", wanted.content_type)
@@ -195,6 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             if with_body:
                 shutil.copyfileobj(file, self.wfile)
+                self.wfile.write(wanted.appended)
 
     def _lead_to_ui(self) -> None:
         self.send_response(HTTPStatus.FOUND)
@@ -226,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_public_ui(self) -> bool:
         """Whether the public UI requests the trace, the only file that it may read."""
-        return self.headers.get("Origin") == PUBLIC_UI and self._asked == _TRACE_PATH
+        return self.headers.get("Origin") == PUBLIC_UI and self._asked in _TRACES
 
     def _allow_public_ui(self) -> None:
         self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rrfp.errors import UsageError
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.hints.hint import Hint
 
@@ -83,6 +83,7 @@ class Declared:
             if value not in list(self.kind):
                 raise UsageError(
                     f"--{self.spelled} is '{value}'; it must be one of {', '.join(self.kind)}"
+                    f"{did_you_mean(value, self.kind)}"
                 )
             return self.kind(value)
         return value

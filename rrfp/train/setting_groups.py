@@ -12,7 +12,6 @@ from pathlib import Path
 from rrfp.megatron.settings import GradOrder
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
-from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.train.declared import AT_LEAST_1, Must, setting
@@ -63,7 +62,9 @@ class Recompute(StrEnum):
 class PolicySettings:
     """The policy that was asked for; `TrainSettings.effective_policy` is the one in effect."""
 
-    hint: Hint | None = setting(None, f"{', '.join(HINTS)}, or an order file (.csv) [bf].")
+    hint: Hint | None = setting(
+        None, "What goes first of the ready tasks: a hint, or an order file (.csv) [bf]."
+    )
     dispatch: Dispatch = setting(
         Dispatch.READY,
         "ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
@@ -250,9 +251,7 @@ class RunSettings:
         must=AT_LEAST_1,
     )
     device: str = setting("cpu", "cpu, the only device in this version.")
-    out: Path | None = setting(
-        None, "The run's directory; none means runs/<time>-<hint>, linked as runs/latest."
-    )
+    out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
     no_trace: bool = setting(False, "Record nothing.")
     save: Path | None = setting(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rrfp.errors import UsageError
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import OrderFile
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import HINTS
@@ -171,8 +171,11 @@ def _read(table: Mapping[str, object], path: Path) -> dict[str, object]:
     for key, value in _entries(table, path):
         flag = key.replace("-", "_")
         if flag not in DECLARED:
-            known = ", ".join(each.spelled for each in DECLARED.values())
-            raise UsageError(f"{path} sets '{key}', which is not a setting ({known}); correct it")
+            known = [each.spelled for each in DECLARED.values()]
+            what = did_you_mean(key.replace("_", "-"), known) or "; correct it"
+            raise UsageError(
+                f"{path} sets '{key}', which is not a setting ({', '.join(known)}){what}"
+            )
         if flag in values:
             raise UsageError(f"{path} sets '{DECLARED[flag].spelled}' twice; keep one")
         values[flag] = DECLARED[flag].read_toml(value, path)

@@ -7,8 +7,8 @@ import altair as alt
 import polars as pl
 
 from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.charts.colours import CAUSE_COLOURS
 from rrfp.analyze.charts.style import (
-    CAUSE_COLOURS,
     INK,
     WIDTH_PX,
     by_value,

@@ -7,8 +7,8 @@ import altair as alt
 import numpy as np
 import polars as pl
 
+from rrfp.analyze.charts.colours import KIND_COLOURS
 from rrfp.analyze.charts.style import (
-    KIND_COLOURS,
     by_value,
     faceted,
     finished,

@@ -5,9 +5,9 @@ from typing import Any
 import altair as alt
 import polars as pl
 
+from rrfp.analyze.charts.colours import KIND_COLOURS
 from rrfp.analyze.charts.style import (
     INK,
-    KIND_COLOURS,
     by_value,
     faceted,
     finished,

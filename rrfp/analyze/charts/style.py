@@ -1,8 +1,7 @@
-"""What all charts share: colours, labels, the time axis, and how many stages are shown.
+"""What all charts share: labels, the time axis, and how many stages are shown.
 
-The colours of tasks are Okabe and Ito's (Color Universal Design, 2008), apart in lightness too, so
-that colour-blind readers and grey printers tell them apart. Text and lines are `currentColor`: an
-SVG takes the colour of the page around it, light or dark, and a file of its own is black on white.
+Text and lines are `currentColor`: an SVG takes the colour of the page around it, light or dark, and
+a file of its own is black on white.
 """
 
 from collections.abc import Sequence
@@ -11,32 +10,11 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from rrfp.analyze.bubbles import CAUSES
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.steps import in_order, step_name
 
 INK = "currentColor"
-KIND_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
-CAUSE_COLOURS = dict(
-    zip(
-        CAUSES,
-        (
-            "#C4C4C4",  # warmup
-            "#56B4E9",  # forward_input: an F is waited for
-            "#D55E00",  # backward_input: a B is
-            "#E69F00",  # limit
-            "#A6611A",  # hold
-            "#CC79A7",  # coordination
-            "#0072B2",  # order
-            "#009E73",  # transfer
-            "#AA4466",  # gradient_sync
-            "#8C8C8C",  # drain
-            "#999933",  # overhead
-        ),
-        strict=True,
-    )
-)
 WIDTH_PX = 760
 """Of a chart in a file; in a page it has the page's."""
 _AXIS_PX = 50
@@ -130,22 +108,23 @@ def window_of(frames: Frames, step: int | None) -> tuple[int, int, int, str]:
     return (*found[step], step_name(step))
 
 
-def lead_tasks(frames: Frames, step: int) -> pl.DataFrame:
-    """The tasks of a step in the first replica; of ranks that run them together, the first's."""
-    return _of_leads(frames.tasks, step)
+def lead_tasks(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
+    """The tasks of a step in a replica, or the first one; of ranks that run them together, the
+    first's."""
+    return _of_leads(frames.tasks, step, replica)
 
 
-def lead_waits(frames: Frames, step: int) -> pl.DataFrame:
+def lead_waits(frames: Frames, step: int, replica: int | None = None) -> pl.DataFrame:
     """The waits of the same ranks."""
-    return _of_leads(frames.waits, step)
+    return _of_leads(frames.waits, step, replica)
 
 
-def _of_leads(frame: pl.DataFrame, step: int) -> pl.DataFrame:
+def _of_leads(frame: pl.DataFrame, step: int, replica: int | None) -> pl.DataFrame:
     # Members of a group and replicas are numbered from 0; a trace may lack some.
     of_step = frame.filter(pl.col("step") == step)
+    chosen = pl.col("dp_rank").min() if replica is None else pl.lit(replica)
     return of_step.filter(
-        (pl.col("dp_rank") == pl.col("dp_rank").min())
-        & (pl.col("tp_rank") == pl.col("tp_rank").min())
+        (pl.col("dp_rank") == chosen) & (pl.col("tp_rank") == pl.col("tp_rank").min())
     )
 
 

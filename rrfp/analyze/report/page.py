@@ -7,7 +7,6 @@ says why in its place; the other parts stand.
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rrfp import __version__
@@ -18,7 +17,7 @@ from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.hint_order import hint_order
 from rrfp.analyze.charts.links import misalignment_map
 from rrfp.analyze.charts.progress import progress
-from rrfp.analyze.chosen import choose
+from rrfp.analyze.chosen import choose, step_time_ns
 from rrfp.analyze.findings.blame import Blame, blame
 from rrfp.analyze.findings.findings import NUM_FINDINGS, Finding, findings
 from rrfp.analyze.findings.replays import Replays, replays
@@ -58,11 +57,16 @@ def report(
     name: str, contents: TraceContents, steps: range | None = None, *, evaluations: bool = False
 ) -> str:
     """The page, as HTML, of a run under that name: of the steps that train, or with `evaluations`
-    of the run's evaluations. `steps` chooses among these by number; None takes all.
+    of the run's evaluations. `steps` chooses among these by number; None takes all but the warm-up.
 
     Raises UsageError when the run has none of those asked for.
     """
     frames = choose(frames_of(contents.recording), steps, evaluations=evaluations)
+    return report_on(name, contents, frames)
+
+
+def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
+    """The page of the steps that are in these tables, of a run under that name."""
     return _Page(name, contents, frames).html()
 
 
@@ -142,11 +146,11 @@ class _Page:
         told.append(" x ".join(layout))
         num_microbatches = self._frames.tasks["microbatch"].n_unique()
         told.append(f"{num_microbatches} microbatches")
-        whole = self._frames.windows
-        lengths_ns = (whole["end_ns"] - whole["start_ns"]).to_list()
-        if lengths_ns:
-            steps = whole["step"].to_list()
-            told.append(f"{count_of(steps)} of {tell(median(lengths_ns))} (median)")
+        steps = self._frames.windows["step"].to_list()
+        if steps:
+            told.append(f"{count_of(steps)} of {tell(step_time_ns(self._frames))} (mean)")
+        if self._frames.warm_up:
+            told.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
         if self._frames.num_left_out:
             told.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
         return element("p", text("; ".join(told)), class_="facts")
@@ -222,7 +226,7 @@ class _Page:
             f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. As "
             f"it was, the replay is {usual.replay_error:.1%} off what was measured."
         )
-        yield lambda: whatif_table(usual)
+        yield lambda: whatif_table(usual, step_time_ns(self._frames))
         for words in filter(None, (usual.conclusion, usual.caution)):
             yield partial(paragraph, words)
 

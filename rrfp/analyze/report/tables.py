@@ -9,7 +9,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import Markup, paragraph, table
 from rrfp.analyze.misalignment import misalignment
 from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.units import Unit, tell
+from rrfp.analyze.units import Unit, apportioned, tell, tenths
 from rrfp.replay.whatif import WhatIf
 from rrfp.trace.steps import step_name
 
@@ -25,16 +25,19 @@ def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
     causes = [cause for cause in CAUSES if any(rank.causes_ns[cause] for rank in divided.ranks)]
     rows = []
     for rank in divided.ranks:
-        parts_ns = [rank.busy_ns, rank.bubble_ns]
-        if rank.structural_ns is not None and rank.excess_ns is not None:
-            parts_ns += [rank.structural_ns, rank.excess_ns]
-        parts_ns += [rank.causes_ns[cause] for cause in causes]
+        work, *idle = apportioned(
+            [rank.busy_ns, *(rank.causes_ns[cause] for cause in causes)], 1000
+        )
+        parts = [work, 1000 - work]
+        if rank.structural_ns is not None:
+            structural = round(1000 * rank.structural_ns / rank.window_ns)
+            parts += [structural, 1000 - work - structural]
         stages = " ".join(map(str, rank.stages))
-        rows.append([rank.rank, stages, *(_percent(ns, rank.window_ns) for ns in parts_ns)])
-    parts = ["structural", "excess"] if structural_shares else []
+        rows.append([rank.rank, stages, *map(tenths, [*parts, *idle])])
+    names = ["structural", "excess"] if structural_shares else []
     return table(
         "Each rank's time, in % of it",
-        ["rank", "stage", "work", "bubble", *parts, *causes],
+        ["rank", "stage", "work", "bubble", *names, *causes],
         rows,
         texts=0,
     )
@@ -45,13 +48,15 @@ def critical_path_table(frames: Frames) -> Markup:
     path = critical_path(frames)
     owners = path.owners
     rows: list[list[object]] = [
-        [owner.pp_rank, owner.kind, tell(owner.time_ns), _percent(owner.time_ns, path.length_ns)]
-        for owner in owners[:_MOST_OWNERS]
+        [owner.pp_rank, owner.kind, tell(owner.time_ns)] for owner in owners[:_MOST_OWNERS]
     ]
-    rest_ns = sum(owner.time_ns for owner in owners[_MOST_OWNERS:])
+    times_ns = [owner.time_ns for owner in owners[:_MOST_OWNERS]]
+    rest_ns = path.length_ns - sum(times_ns)
     if rest_ns:
-        num_more = len(owners) - _MOST_OWNERS
-        rows.append([f"{num_more} more", "", tell(rest_ns), _percent(rest_ns, path.length_ns)])
+        rows.append([f"{len(owners) - _MOST_OWNERS} more", "", tell(rest_ns)])
+        times_ns.append(rest_ns)
+    for row, tenth in zip(rows, apportioned(times_ns, 1000), strict=True):
+        row.append(tenths(tenth))
     return table(
         f"Critical path of {step_name(path.step)}: who owns its {tell(path.length_ns)}",
         ["pipeline rank", "kind", "time", "%"],
@@ -97,16 +102,21 @@ def link_table(frames: Frames) -> Markup:
     )
 
 
-def whatif_table(report: WhatIf) -> Markup:
-    """What a step would have taken with each change."""
+def whatif_table(report: WhatIf, step_ns: float) -> Markup:
+    """What a step, of `step_ns` as it was, would have taken with each change."""
     own = report.as_it_was
     return table(
         "What a step would have taken",
         ["replayed", "time", "saved %", "most held"],
         [
-            [f"as it was: {report.run.told}", tell(own.makespan_ns), "", _most(own.peak_held)],
+            [f"as it was: {report.run.told}", tell(step_ns), "", _most(own.peak_held)],
             *(
-                [row.what, tell(row.makespan_ns), f"{100 * row.saving:.1f}", _most(row.peak_held)]
+                [
+                    row.what,
+                    tell(step_ns * (1 - row.saving)),
+                    f"{100 * row.saving:.1f}",
+                    _most(row.peak_held),
+                ]
                 for row in report.rows
             ),
         ],
@@ -137,10 +147,6 @@ def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _flattened(part, f"{key}.{name}" if key else str(name))
     else:
         yield key, value if isinstance(value, str) else json.dumps(value)
-
-
-def _percent(part_ns: float, whole_ns: float) -> str:
-    return f"{100 * part_ns / whole_ns:.1f}"
 
 
 def _most(held: Sequence[float]) -> str:

@@ -16,21 +16,35 @@ from rrfp.cli.analyze.findings import findings
 from rrfp.cli.analyze.misalignment import misalignment
 from rrfp.cli.analyze.report import report
 from rrfp.cli.analyze.whatif import whatif
+from rrfp.trace.rundir import RUNS
 
 
 class _FindingsByDefault(TyperGroup):
     """Without a report's name, what is given are the arguments of `findings`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or self._is_argument(args[0], ctx.help_option_names):
+        # While a shell asks for what may follow `rrfp analyze`, that may be a report, too.
+        is_open = not args and ctx.resilient_parsing
+        if not is_open and (not args or self._is_argument(args[0], ctx.help_option_names)):
             args = ["findings", *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The reports, and what may stand behind `findings`."""
+        findings = self.commands["findings"]
+        with findings.make_context("findings", [], parent=ctx, resilient_parsing=True) as context:
+            is_option = incomplete.startswith("-")
+            run = next(each for each in findings.params if each.name == "path")
+            offered = (findings if is_option else run).shell_complete(context, incomplete)
+        return [*super().shell_complete(ctx, incomplete), *offered]
 
     def _is_argument(self, text: str, help_options: list[str]) -> bool:
         """Whether it is neither a report's name, nor meant as one."""
         if text in self.commands or text in help_options:
             return False
         if text.startswith("-") or "/" in text or "." in text or Path(text).exists():
+            return True
+        if (RUNS / text).exists():
             return True
         return not get_close_matches(text, self.commands)
 
@@ -41,7 +55,7 @@ app = typer.Typer(
     "findings: rrfp analyze [RUN].",
 )
 
-app.command(epilog="Example: rrfp analyze runs/latest --steps 1:")(findings)
+app.command(epilog="Example: rrfp analyze runs/latest --steps 100:")(findings)
 
 app.command(epilog="Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4")(
     bubbles
@@ -55,6 +69,6 @@ app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10"
 app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
     critical_path
 )
-app.command(epilog="Example: rrfp analyze compare runs/before runs/after --steps 1:")(compare)
+app.command(epilog="Example: rrfp analyze compare runs/before runs/after -o compared.html")(compare)
 app.command(epilog="Example: rrfp analyze report runs/latest -o report.html")(report)
 app.command(epilog="Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png")(chart)

@@ -4,7 +4,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.analyze.frames import left_out_of
 from rrfp.cli.options import (
+    By,
+    ByRank,
     Evaluations,
     Format,
     FrameFormat,
@@ -19,10 +22,12 @@ from rrfp.cli.output import (
     tell_evaluations,
     tell_left_out,
     tell_missing_records,
+    tell_warm_up,
 )
+from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
-    from rrfp.analyze.bubbles import Bubbles
+    from rrfp.cli.tables.sheet import Sheet
 
 
 def bubbles(
@@ -30,13 +35,14 @@ def bubbles(
     steps: Steps = None,
     stage: Stage = None,
     evaluations: Evaluations = False,
+    by: ByRank = By.STAGE,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Exit with 3 when the bubble fraction is above this."),
     ] = None,
 ) -> None:
-    """Show how much of each rank's time was idle, and why.
+    """Show how much of each stage's time was idle, and why.
 
     The structural part is what tasks at their mean times would have left; the
     rest is excess, which jitter made.
@@ -48,32 +54,25 @@ def bubbles(
     from rrfp.analyze.chosen import NOT_REPLAYED, choose
     from rrfp.trace.locate import resolve_trace
 
-    trace = CachedTrace(resolve_trace(path))
-    frames = choose(trace.frames(), asked, evaluations=evaluations)
+    with working("Reading the trace"):
+        trace = CachedTrace(resolve_trace(path))
+        frames = choose(trace.frames(), asked, evaluations=evaluations)
     tell_missing_records(frames)
     report = divide(frames)
-    structural, why_not = ([], NOT_REPLAYED) if evaluations else trace.structural(asked)
+    with working("Replaying the run"):
+        structural, why_not = ([], NOT_REPLAYED) if evaluations else trace.structural(asked)
     report = report.with_structural(structural)
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
+    tell_warm_up(frames)
     tell_left_out(report.dropped_steps, "not every rank finished them")
-    if output_format is Format.TABLE:
+    if output_format in (Format.TABLE, Format.MD):
         tell_evaluations(frames)
-    as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
-    print_frame(report.frame, as_json, output_format, lambda: _print_table(report, why_not))
+
+    def sheets() -> "list[Sheet]":
+        from rrfp.cli.tables.reports import bubble_sheet
+
+        return [bubble_sheet(report, why_not, by_rank=by is By.RANK)]
+
+    print_frame(report.frame, report.as_json() | left_out_of(frames), output_format, sheets)
     check_threshold(fail_above, report.bubble_fraction, "the bubble fraction")
-
-
-def _print_table(report: "Bubbles", why_not_replayed: str) -> None:
-    from rich.console import Console
-
-    from rrfp.cli.tables import bubble_table
-
-    console = Console()
-    console.print(bubble_table(report))
-    told = (
-        f"What of it is structural is not known: {why_not_replayed}."
-        if report.parts is None
-        else report.parts.told
-    )
-    console.print(told, highlight=False, markup=False)

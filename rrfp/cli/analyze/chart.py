@@ -8,7 +8,7 @@ import typer
 from rrfp.analyze.charts.kinds import ChartKind
 from rrfp.cli.analyze.frames import read_frames
 from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
-from rrfp.cli.output import tell_evaluations
+from rrfp.cli.output import tell_evaluations, tell_warm_up
 from rrfp.cli.report_extra import check_report_extra
 
 
@@ -38,7 +38,9 @@ def chart(
 
     out = out or Path(f"{kind}.png")
     check_ending(out)
-    frames = read_frames(path, steps, evaluations)
+    frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
     tell_evaluations(frames)
-    save(draw(kind, frames, step_asked(frames, step, evaluations=evaluations)), out)
+    drawn = draw(kind, frames, step_asked(frames, step, evaluations=evaluations))
+    tell_warm_up(frames)
+    save(drawn, out)
     typer.echo(f"The chart is {out}")

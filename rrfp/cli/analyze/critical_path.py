@@ -1,14 +1,15 @@
 """`rrfp analyze critical-path`: what made a step as long as it was."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.analyze.frames import print_report, read_frames
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, TracePath, step_asked
 from rrfp.cli.output import check_threshold
-from rrfp.trace.records import NS_PER_S
-from rrfp.trace.steps import step_name
+
+if TYPE_CHECKING:
+    from rrfp.cli.tables.sheet import Sheet
 
 
 def critical_path(
@@ -34,12 +35,15 @@ def critical_path(
     """
     from rrfp.analyze.path.critical_path import critical_path as find_path
 
-    frames = read_frames(path, steps, evaluations)
+    frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
     report = find_path(frames, step_asked(frames, step, evaluations=evaluations))
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
-    if output_format is Format.TABLE:
-        name = step_name(report.step).capitalize()
-        typer.echo(f"{name} took {report.length_ns / NS_PER_S:.4g} s, of which")
-    print_report(frames, report.frame, report.as_json(), output_format)
+
+    def sheets() -> "list[Sheet]":
+        from rrfp.cli.tables.reports import path_sheet, stages_by_rank
+
+        return [path_sheet(report, stages_by_rank(frames.run))]
+
+    print_report(frames, report.frame, report.as_json(), output_format, sheets)
     check_threshold(fail_above, report.idle_fraction, "what links and waits own of the step")

@@ -2,16 +2,19 @@
 
 import json
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.padding import Padding
 
-from rrfp.cli.options import Evaluations, Steps, TextFormat, TracePath, parse_steps
-from rrfp.cli.output import tell_missing_records
+from rrfp.cli.analyze.screen import Part, fitted
+from rrfp.cli.options import Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
+from rrfp.cli.output import print_frame, tell_missing_records, tell_warm_up
+from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
+    import polars as pl
+
+    from rrfp.analyze.findings.diagnosis import Diagnosis
     from rrfp.analyze.findings.findings import Finding
 
 
@@ -19,9 +22,7 @@ def findings(
     path: TracePath = None,
     steps: Steps = None,
     evaluations: Evaluations = False,
-    output_format: Annotated[
-        TextFormat, typer.Option("--format", help="How to print the findings.")
-    ] = TextFormat.TEXT,
+    output_format: FrameFormat = Format.TABLE,
 ) -> None:
     """Show what makes a run's steps long, by what mending it would save.
 
@@ -33,39 +34,108 @@ def findings(
 
     from rrfp.analyze.cache import CachedTrace
     from rrfp.analyze.chosen import choose
-    from rrfp.analyze.findings.findings import NUM_FINDINGS
     from rrfp.trace.locate import resolve_trace
 
     trace = resolve_trace(path)
-    cached = CachedTrace(trace)
-    tell_missing_records(choose(cached.frames(), asked, evaluations=evaluations))
-    found = cached.diagnosis(asked, evaluations=evaluations)
+    with working("Reading the trace"):
+        cached = CachedTrace(trace)
+        frames = choose(cached.frames(), asked, evaluations=evaluations)
+    tell_missing_records(frames)
+    tell_warm_up(frames)
+    with working("Replaying the run without each suspect"):
+        found = cached.diagnosis(asked, evaluations=evaluations)
     name = str(trace.parent if trace.name == "trace.pftrace" else trace)
-    if output_format is TextFormat.JSON:
-        typer.echo(json.dumps(found.as_json(name, steps), indent=2))
-        return
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(f"{found.headline} Ranks idle {found.bubble_fraction:.0%} of the time.")
-    for number, each in enumerate(found.findings[:NUM_FINDINGS], start=1):
-        _print(console, number, each, each.command(name, steps))
-    if found.why_not_replayed:
-        console.print(f"\nWhat mending would save is not known: {found.why_not_replayed}.")
-    elif not found.findings:
-        console.print("\nMending any one thing would save less than 1% of a step.")
     chosen = "" if steps is None else f" --steps {steps}"
     chosen += " --evaluations" if evaluations else ""
-    console.print(
-        f"\nNext: rrfp analyze report {quote(name)}{chosen} -o report.html", soft_wrap=True
-    )
+    following = f"rrfp analyze report {quote(name)}{chosen} -o report.html"
+    match output_format:
+        case Format.TABLE:
+            parts = _parts(found, name, steps)
+            lead, last = _lead(found), [*_rest(found), f"Next: {following}"]
+            from rich.console import Console
+
+            console = Console(highlight=False, markup=False, emoji=False)
+            for line in fitted(console, lead, parts, last):
+                console.print(line, soft_wrap=True)
+        case Format.MD:
+            print(_markdown(found, name, steps, following))
+        case Format.JSON:
+            as_json = found.as_json(name, steps)
+            if frames.warm_up:
+                as_json["warm_up_left_out"] = list(frames.warm_up)
+            typer.echo(json.dumps(as_json, indent=2))
+        case _:
+            print_frame(_frame(found, name, steps), {}, output_format, lambda: ())
 
 
-def _print(console: Console, number: int, finding: "Finding", command: str) -> None:
+def _shown(found: "Diagnosis") -> "tuple[Finding, ...]":
+    from rrfp.analyze.findings.findings import NUM_FINDINGS
+
+    return found.findings[:NUM_FINDINGS]
+
+
+def _lead(found: "Diagnosis") -> str:
+    return f"{found.headline} Ranks idle {found.bubble_fraction:.0%} of the time."
+
+
+def _rest(found: "Diagnosis") -> list[str]:
+    """What is to be said below the findings."""
+    if found.why_not_replayed:
+        return [f"What mending would save is not known: {found.why_not_replayed}."]
+    if not found.findings:
+        return ["Mending any one thing would save less than 1% of a step."]
+    return []
+
+
+def _titled(finding: "Finding") -> str:
     part = (
         f"owns {finding.share:.0%} of a step"
         if finding.saving is None
         else f"mending it saves {finding.saving:.0%}"
     )
-    console.print(f"\n{number}. {finding.title}: {part}")
-    console.print(Padding(f"{finding.told} {finding.advice}", (0, 0, 0, 3)))
-    # On one line, to be copied.
-    console.print(f"   {command}", soft_wrap=True)
+    return f"{finding.title}: {part}"
+
+
+def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
+    return [
+        Part(
+            f"{number}. {_titled(each)}",
+            f"{each.told} {each.advice}",
+            each.command(name, steps),
+        )
+        for number, each in enumerate(_shown(found), start=1)
+    ]
+
+
+def _markdown(found: "Diagnosis", name: str, steps: str | None, following: str) -> str:
+    from rrfp.cli.tables.sheet import escaped
+
+    paragraphs = [escaped(_lead(found))]
+    for number, each in enumerate(_shown(found), start=1):
+        paragraphs.append(f"{number}. **{escaped(_titled(each))}**")
+        paragraphs.append(f"   {escaped(f'{each.told} {each.advice}')}")
+        paragraphs.append(f"   ```sh\n   {each.command(name, steps)}\n   ```")
+    paragraphs += map(escaped, _rest(found))
+    return "\n\n".join([*paragraphs, f"Next:\n\n```sh\n{following}\n```"])
+
+
+def _frame(found: "Diagnosis", name: str, steps: str | None) -> "pl.DataFrame":
+    """A row a finding, also those that the screen has no room for."""
+    import polars as pl
+
+    rows = [each.as_json(name, steps) for each in found.findings]
+    links = [
+        None if each.link is None else "-".join(map(str, each.link)) for each in found.findings
+    ]
+    schema = {
+        "kind": pl.String,
+        "pp_rank": pl.Int64,
+        "rank": pl.Int64,
+        "link": pl.String,
+        "saving_fraction": pl.Float64,
+        "share_fraction": pl.Float64,
+        "text": pl.String,
+        "command": pl.String,
+    }
+    flat = [row | {"link": link} for row, link in zip(rows, links, strict=True)]
+    return pl.DataFrame([[row[key] for key in schema] for row in flat], schema=schema, orient="row")

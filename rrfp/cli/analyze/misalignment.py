@@ -1,12 +1,24 @@
 """`rrfp analyze misalignment`: how messages and their stages missed each other."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.analyze.frames import print_report, read_frames
-from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, TracePath
+from rrfp.cli.options import (
+    By,
+    ByRank,
+    Evaluations,
+    Format,
+    FrameFormat,
+    Stage,
+    Steps,
+    TracePath,
+)
 from rrfp.cli.output import check_threshold
+
+if TYPE_CHECKING:
+    from rrfp.cli.tables.sheet import Sheet
 
 
 def misalignment(
@@ -14,6 +26,7 @@ def misalignment(
     steps: Steps = None,
     stage: Stage = None,
     evaluations: Evaluations = False,
+    by: ByRank = By.STAGE,
     output_format: FrameFormat = Format.TABLE,
     fail_above: Annotated[
         float | None,
@@ -24,6 +37,12 @@ def misalignment(
     from rrfp.analyze import misalignment as module
 
     frames = read_frames(path, steps, evaluations)
-    report = module.misalignment(frames, stage)
-    print_report(frames, report, module.as_json(report), output_format)
+    report = module.misalignment(frames, stage, by_rank=by is By.RANK)
+
+    def sheets() -> "list[Sheet]":
+        from rrfp.cli.tables.reports import link_sheet, stages_by_rank
+
+        return [link_sheet(report, stages_by_rank(frames.run), by_rank=by is By.RANK)]
+
+    print_report(frames, report, module.as_json(report), output_format, sheets)
     check_threshold(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import Evaluations, Steps, TracePath, parse_steps
+from rrfp.cli.output import tell_warm_up
+from rrfp.cli.progress import working
 from rrfp.cli.report_extra import check_report_extra
 
 
@@ -26,12 +28,17 @@ def report(
     check_report_extra()
 
     from rrfp.analyze.charts.files import write_file
-    from rrfp.analyze.report.page import report as make
-    from rrfp.analyze.report.page import report_of
+    from rrfp.analyze.chosen import choose
+    from rrfp.analyze.frames import frames_of
+    from rrfp.analyze.report.page import report_of, report_on
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 
     trace = resolve_trace(path)
-    content = make(report_of(trace), read_contents(trace), asked, evaluations=evaluations)
-    write_file(out, content.encode())
+    with working("Reading the trace"):
+        contents = read_contents(trace)
+        frames = choose(frames_of(contents.recording), asked, evaluations=evaluations)
+    tell_warm_up(frames)
+    with working("Writing the report"):
+        write_file(out, report_on(report_of(trace), contents, frames).encode())
     typer.echo(f"The report is {out}")

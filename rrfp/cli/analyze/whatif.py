@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import read_frames
+from rrfp.cli.analyze.frames import left_out_of, read_frames
+from rrfp.cli.completion import hint_names
 from rrfp.cli.options import Format, FrameFormat, Steps, TracePath
 from rrfp.cli.output import (
     NOT_WHOLE,
@@ -13,22 +14,27 @@ from rrfp.cli.output import (
     print_frame,
     tell_evaluations,
     tell_left_out,
+    tell_warm_up,
 )
+from rrfp.cli.progress import working
 from rrfp.errors import UsageError
 from rrfp.inputs.hint_files import resolve_hint
-from rrfp.trace.records import NS_PER_S
+from rrfp.schedule.admission import Admit
 
 if TYPE_CHECKING:
+    from rrfp.cli.tables.sheet import Sheet
     from rrfp.replay.change import Change
     from rrfp.replay.recorded import RecordedRun
-    from rrfp.replay.whatif import WhatIf
 
 
 def whatif(
     path: TracePath = None,
     hint: Annotated[
         list[str] | None,
-        typer.Option(help="A hint's name or an order file; may be given several times."),
+        typer.Option(
+            help="A hint's name or an order file; may be given several times.",
+            autocompletion=hint_names,
+        ),
     ] = None,
     dispatch: Annotated[
         str | None,
@@ -67,7 +73,7 @@ def whatif(
     usual_rank: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="RANK", help="Make a rank as fast as those of the other replicas."
+            min=0, metavar="RANK", help="Make a rank as fast as those that run the same tasks."
         ),
     ] = None,
     usual_replica: Annotated[
@@ -76,6 +82,22 @@ def whatif(
     ] = None,
     even_microbatches: Annotated[
         bool, typer.Option("--even-microbatches", help="Let all microbatches weigh the same.")
+    ] = False,
+    usual_microbatches: Annotated[
+        bool,
+        typer.Option(
+            "--usual-microbatches", help="Make heavy microbatches as light as the median one."
+        ),
+    ] = False,
+    admit: Annotated[
+        Admit, typer.Option(help="In which order the microbatches enter, by what each took.")
+    ] = Admit.GIVEN,
+    even_stages: Annotated[
+        bool,
+        typer.Option(
+            "--even-stages",
+            help="Even out the stages' work: in whole layers, if the run tells how many it has.",
+        ),
     ] = False,
     w_share: Annotated[
         float | None,
@@ -124,20 +146,34 @@ def whatif(
                 usual_rank=usual_rank,
                 usual_replica=usual_replica,
                 even_microbatches=even_microbatches,
+                usual_microbatches=usual_microbatches,
+                admit=admit,
+                even_stages=even_stages,
             )
             for each in hints
         ]
 
-    switches = (without_jitter, free_links, even_microbatches)
+    is_admitted = admit is not Admit.GIVEN
+    evened = (even_microbatches, usual_microbatches, even_stages)
+    switches = (without_jitter, free_links, *evened, is_admitted)
     choices = (hint, dispatch, limit, hold, median_stage, link, usual_rank, usual_replica)
     is_asked = any(switches) or any(choice is not None for choice in choices)
     frames = read_frames(path, steps, evaluations=False)
-    report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
+    with working("Replaying the run"):
+        report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
+    tell_warm_up(frames)
     tell_left_out(report.run.left_out, NOT_WHOLE)
-    if output_format is Format.TABLE:
+    if output_format in (Format.TABLE, Format.MD):
         tell_evaluations(frames, "only steps that train are replayed")
-    as_json = report.as_json() | {"evaluations_left_out": frames.num_left_out}
-    print_frame(whatif_frame(report), as_json, output_format, lambda: _print_table(report))
+
+    def sheets() -> "list[Sheet]":
+        from rrfp.analyze.chosen import step_time_ns
+        from rrfp.cli.tables.replays import whatif_sheet
+
+        replayed = [each.step for each in report.run.steps]
+        return [whatif_sheet(report, step_time_ns(frames, replayed))]
+
+    print_frame(whatif_frame(report), report.as_json() | left_out_of(frames), output_format, sheets)
     check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
 
 
@@ -148,22 +184,3 @@ def _parse_link(text: str) -> tuple[int, int]:
             f"--usual-link takes two pipeline ranks such as 0-1, its sender first, not '{text}'"
         )
     return int(found[1]), int(found[2])
-
-
-def _print_table(report: "WhatIf") -> None:
-    from rich.console import Console
-
-    from rrfp.cli.tables import whatif_table
-
-    # The name of an order file may look like a style.
-    console = Console(highlight=False, markup=False, emoji=False)
-    num_steps = len(report.run.steps)
-    console.print(
-        f"{num_steps} {'steps' if num_steps > 1 else 'step'}, measured "
-        f"{report.measured_ns / NS_PER_S:.4g} s each (median); replayed as it was, the run is "
-        f"{report.replay_error:.1%} off."
-    )
-    console.print(whatif_table(report))
-    console.print(report.bubble.whole.told)
-    for sentence in filter(None, (report.conclusion, report.caution)):
-        console.print(sentence)

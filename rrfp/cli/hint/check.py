@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from rrfp.cli.completion import hint_names
 from rrfp.cli.hint.rehearsed import Chunks, Microbatches, PlacementOption, Pp, grid_of, rehearsal_of
 from rrfp.errors import RrfpError
 from rrfp.schedule.order import Order
@@ -12,7 +13,12 @@ from rrfp.schedule.shape import Placement
 
 
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An order file, or a hint's name.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="An order file, or a hint's name.", autocompletion=hint_names
+        ),
+    ],
     pp: Pp,
     microbatches: Microbatches,
     chunks: Chunks = 1,

@@ -5,13 +5,19 @@ from typing import Annotated
 
 import typer
 
+from rrfp.cli.completion import hint_names
 from rrfp.cli.hint.rehearsed import Chunks, Microbatches, PlacementOption, Pp, grid_of, rehearsal_of
 from rrfp.schedule.order import format_order
 from rrfp.schedule.shape import Placement
 
 
 def show(
-    hint: Annotated[str, typer.Argument(metavar="HINT", help="A hint's name, or an order file.")],
+    hint: Annotated[
+        str,
+        typer.Argument(
+            metavar="HINT", help="A hint's name, or an order file.", autocompletion=hint_names
+        ),
+    ],
     pp: Pp,
     microbatches: Microbatches,
     chunks: Chunks = 1,

@@ -3,6 +3,7 @@
 import typer
 
 from rrfp.cli.options import TracePath
+from rrfp.cli.progress import working
 
 
 def check(path: TracePath = None) -> None:
@@ -15,9 +16,10 @@ def check(path: TracePath = None) -> None:
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 
-    trace = resolve_trace(path)
-    contents = read_contents(trace)
-    problems = check_contents(contents)
+    with working("Checking the trace"):
+        trace = resolve_trace(path)
+        contents = read_contents(trace)
+        problems = check_contents(contents)
     for problem in problems:
         print(problem)
     if problems:

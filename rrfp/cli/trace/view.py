@@ -11,9 +11,11 @@ import typer
 
 from rrfp.cli.options import TracePath
 from rrfp.trace.initial_view import Preset
-from rrfp.trace.steps import step_name
+from rrfp.trace.steps import is_evaluation, step_name
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rrfp.analyze.initial_view import StepView
 
 
@@ -43,8 +45,13 @@ def view(
 
     trace = resolve_trace(path)
     found = find_initial_view(trace, preset, evaluations=evaluations)
-    with TraceServer(trace, ui=find_local_ui(), port=port, initial_view=found.view) as server:
+    track, told = _critical_path(trace, found, evaluations=evaluations)
+    with TraceServer(
+        trace, ui=find_local_ui(), port=port, initial_view=found.view, appended=track
+    ) as server:
         print(f"{trace} is at {server.address}")
+        if told:
+            print(told)
         if preset is not None:
             print(_what_is_shown(preset, found))
         print(
@@ -62,6 +69,22 @@ def view(
             _open_browser(server.address)
         typer.echo("Ctrl-C ends it.", err=True)
         server.serve_forever()
+
+
+def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tuple[bytes, str]:
+    """The track of the critical path, and what to say of it. The trace's file has no such track."""
+    if found.step is None:
+        return b"", ""
+    from rrfp.analyze.cache import load_frames
+    from rrfp.analyze.path_slices import TRACK, path_track
+
+    evaluates = evaluations or is_evaluation(found.step)
+    frames = load_frames(trace, evaluations=evaluates, with_warm_up=True)
+    track, steps = path_track(frames, found.step)
+    every = len(frames.windows)
+    if not track or len(steps) == every:
+        return track, ""
+    return track, f"The track '{TRACK}' has {len(steps)} of {every} steps, evenly over the run."
 
 
 def _what_is_shown(preset: Preset, found: "StepView") -> str:

@@ -33,12 +33,13 @@ _NUM_PARTS_KEPT = 1 << 16
 
 
 class PacketWriter:
-    """Appends packets to a file in batches; `flush` writes the rest."""
+    """Appends packets to a file in batches; `flush` writes the rest. Its tracks are numbered from
+    `first_track` on."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], first_track: int = 1) -> None:
         self._file = file
         self._batch = bytearray()
-        self._tracks = Tracks()
+        self._tracks = Tracks(first_track)
         self._begun: set[int] = set()
         self._sequence = b""
 

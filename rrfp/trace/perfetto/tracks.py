@@ -52,7 +52,8 @@ class Track:
 class Tracks:
     """Hands out tracks by path, and keeps new ones until they are described."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
         self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
         self._new: list[Track] = []
 
@@ -65,7 +66,7 @@ class Tracks:
             key = (*key, (place, name, lane if is_leaf else 0))
             track = self._tracks.get(key)
             if track is None:
-                uuid = len(self._tracks) + 1
+                uuid = self._first + len(self._tracks)
                 track = Track(uuid, parent, name, place, is_counter and is_leaf)
                 self._tracks[key] = track
                 self._new.append(track)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.errors import UsageError
-from rrfp.trace.rundir import RUNS, RunDir, create_run_dir, point_latest_to
+from rrfp.trace.rundir import RunDir, create_run_dir
 from rrfp.trace.sessions import read_description
 from rrfp.trace.whole_file import unfinished
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
@@ -88,8 +88,6 @@ def _run_of(
         # The checkpoints were copied or moved, and that run may go on as well.
         tell(f"The run in {path} saves to another directory, so a new one is made for this run")
         return None
-    if path.parent == RUNS:
-        point_latest_to(path)
     return RunDir(path)
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.bench.output import draw_charts, print_rows, tell_over_pace
+from rrfp.cli.completion import one_of
 from rrfp.cli.options import RowFormat
 from rrfp.cli.progress import progress
-from rrfp.cli.race_output import draw_charts, print_rows, tell_over_pace
-from rrfp.errors import StoppedError, UsageError
+from rrfp.errors import StoppedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from rrfp.race.entries import Failure
@@ -41,7 +42,11 @@ class PeerChoice(StrEnum):
 def bench(
     preset: Annotated[
         list[str],
-        typer.Argument(metavar="PRESET...", help="rq1 to rq6; several share what they both run."),
+        typer.Argument(
+            metavar="PRESET...",
+            help="rq1 to rq6; several share what they both run.",
+            autocompletion=one_of(*(f"rq{number}" for number in range(1, 7))),
+        ),
     ],
     scale: Annotated[
         ScaleName,
@@ -133,7 +138,9 @@ def bench(
     names = list(dict.fromkeys(preset))
     for name in names:
         if name not in PRESETS:
-            raise UsageError(f"'{name}' is not a preset ({', '.join(PRESETS)})")
+            raise UsageError(
+                f"'{name}' is not a preset ({', '.join(PRESETS)}){did_you_mean(name, PRESETS)}"
+            )
     peers = tuple(each for each in Project if peer in (PeerChoice.ALL, each))
     if peer is not PeerChoice.ALL:
         for project in peers:

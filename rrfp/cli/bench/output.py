@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from rrfp.cli.options import RowFormat
+from rrfp.cli.output import print_sheets
+from rrfp.cli.progress import working
 from rrfp.cli.report_extra import missing_for_charts
 from rrfp.runtime.pace import MOST_OVER_PACE
 
@@ -25,15 +27,14 @@ def print_rows(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: Row
             print(json.dumps({"rows": [row.as_json() for row in rows]}, allow_nan=False))
         case RowFormat.CSV:
             _print_csv(rows)
-        case RowFormat.TABLE:
-            from rich.console import Console
+        case RowFormat.TABLE | RowFormat.MD:
+            from rrfp.cli.bench.tables import race_sheets
 
-            from rrfp.cli.race_tables import race_tables
-
-            console = Console()
+            sheets = []
             for preset in lineup.presets:
                 of_preset = [row for row in rows if row.lineup_row.preset == preset.name]
-                console.print(race_tables(preset, of_preset))
+                sheets += race_sheets(preset, of_preset)
+            print_sheets(sheets, markdown=output_format is RowFormat.MD)
 
 
 def _print_csv(rows: "Sequence[ResultRow]") -> None:
@@ -86,8 +87,9 @@ def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) 
         chart = race_chart(preset, [row for row in rows if row.lineup_row.preset == preset.name])
         if chart is None:
             continue
-        for ending in ("svg", "png"):
-            save(chart, directory / f"{preset.name}.{ending}")
+        with working("Drawing the charts"):
+            for ending in ("svg", "png"):
+                save(chart, directory / f"{preset.name}.{ending}")
         typer.echo(
             f"The chart of {preset.name} is {directory / preset.name}.svg and .png", err=True
         )

@@ -1,14 +1,13 @@
-"""The rows of a race for people: a table a case, within 80 columns."""
+"""The rows of a race for people: a sheet a case, within 80 columns."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from rrfp.analyze.units import Times
+from rrfp.cli.tables.sheet import Column, Sheet
 from rrfp.race.presets import Measure, Preset
+from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
     from rrfp.analyze.compare import Estimate
@@ -16,18 +15,17 @@ if TYPE_CHECKING:
     from rrfp.race.results import ResultRow
 
 
-def race_tables(preset: Preset, rows: "Sequence[ResultRow]") -> Group:
-    """The preset's question, a table a case, and what must be known of some rows."""
+def race_sheets(preset: Preset, rows: "Sequence[ResultRow]") -> list[Sheet]:
+    """A sheet a case, the first one under the preset's question; the last one tells what must be
+    known of some rows."""
     cases: dict[Case, list[ResultRow]] = {}
     for row in rows:
         cases.setdefault(row.lineup_row.case, []).append(row)
-    tables = [_table(case, of_case, preset.measure) for case, of_case in cases.items()]
-    return Group(
-        Text(f"{preset.name}: {preset.question}", style="bold"),
-        *tables,
-        *(Text(note) for note in _notes(rows)),
-        Text(f"{_MEANING[preset.measure]}\n"),
-    )
+    sheets = [_sheet(case, of_case, preset.measure) for case, of_case in cases.items()]
+    sheets[0] = replace(sheets[0], title=f"{preset.name}: {preset.question}\n{sheets[0].title}")
+    notes = [*sheets[-1].notes, *_notes(rows), _MEANING[preset.measure]]
+    sheets[-1] = replace(sheets[-1], notes=notes)
+    return sheets
 
 
 _MEANING = {
@@ -40,26 +38,29 @@ _MEANING = {
 }
 
 
-def _table(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Table:
-    table = Table(
-        title=Text(case.name), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+def _sheet(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Sheet:
+    times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
+
+    def time(row: "ResultRow") -> str:
+        found = row.step_time_s
+        return "failed" if found is None else times.tell(found.median * NS_PER_S)
+
+    def interval(row: "ResultRow") -> str:
+        found = row.step_time_s
+        if found is None or row.steps == 1:
+            return ""
+        return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
+
+    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
+    timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
+    return Sheet(
+        case.name,
+        [
+            Column("system", [row.label for row in rows], is_text=True),
+            *(Column(name, [cell(row) for row in rows]) for name, cell in columns.items()),
+        ],
+        [f"Fastest: {min(timed)[1]}."] if len(timed) > 1 else [],
     )
-    table.add_column("system", overflow="fold", vertical="bottom")
-    columns = {"time\ns": _time, "95 of\n100": _interval, "x mega-\ntron": _speed, **_OF[measure]}
-    for heading in columns:
-        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
-    for row in rows:
-        table.add_row(Text(row.label), *(cell(row) for cell in columns.values()))
-    return table
-
-
-def _time(row: "ResultRow") -> str:
-    return "failed" if row.step_time_s is None else f"{row.step_time_s.median:#.4g}"
-
-
-def _interval(row: "ResultRow") -> str:
-    found = row.step_time_s
-    return "" if found is None or row.steps == 1 else f"{found.low:#.3g}-{found.high:#.3g}"
 
 
 def _speed(row: "ResultRow") -> str:

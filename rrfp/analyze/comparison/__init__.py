@@ -1,0 +1,1 @@
+"""What two runs have to be asked before they are compared, and what their comparison says."""

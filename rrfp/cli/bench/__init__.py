@@ -1,0 +1,1 @@
+"""`rrfp bench`: the command, and how a race is told and drawn."""

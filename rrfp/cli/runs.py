@@ -1,0 +1,256 @@
+"""`rrfp runs`: the runs of a directory, what each was and how it ended."""
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.cli.options import RowFormat
+from rrfp.errors import UsageError
+from rrfp.trace.outcome import Outcome, is_going, read_ending
+from rrfp.trace.rundir import RUNS, RunDir, began_ns, runs_in
+from rrfp.trace.sessions import read_description
+
+if TYPE_CHECKING:
+    from rrfp.cli.tables.sheet import Sheet
+
+_LAST_LINE = 2**16
+"""More octets than a line of `metrics.jsonl` has."""
+
+_LAYOUT = ("pp", "tp", "cp", "dp", "ep", "chunks")
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run, as far as its small files tell; no trace is read."""
+
+    run: str
+    """Its short name."""
+    path: str
+    began: str
+    """When it began, or last went on, in ISO 8601 with the offset of this machine's time zone."""
+    kind: str
+    """`train`, `job` (`rrfp run` and the like), `simulate`, `import`, or empty if unknown."""
+    hint: str | None
+    dispatch: str | None
+    pp: int | None
+    tp: int | None
+    cp: int | None
+    dp: int | None
+    ep: int | None
+    chunks: int | None
+    microbatches: int | None
+    steps: int | None
+    """Finished so far."""
+    steps_asked: int | None
+    size_bytes: int
+    outcome: str
+    error: str | None
+    has_trace: bool
+    """Whether it has a trace, or records that make one."""
+
+
+def runs(
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to look.", show_default=False)
+    ] = RUNS,
+    output_format: Annotated[
+        RowFormat, typer.Option("--format", help="How to print the runs.")
+    ] = RowFormat.TABLE,
+) -> None:
+    """List the runs in runs/, or in another directory, the newest first.
+
+    Wherever a run is taken, @-1 is the newest of runs/ and @-2 the one before, and
+    a run there can be given by its name alone.
+    """
+    if not directory.is_dir() and directory != RUNS:
+        raise UsageError(f"{directory} is not a directory; give one that holds runs")
+    found = [_read(path) for path in runs_in(directory)]
+    match output_format:
+        case RowFormat.JSON:
+            print(json.dumps({"runs": [asdict(each) for each in found]}))
+        case RowFormat.CSV:
+            writer = csv.DictWriter(
+                sys.stdout, list(_Run.__dataclass_fields__), lineterminator="\n"
+            )
+            writer.writeheader()
+            writer.writerows(map(asdict, found))
+        case _ if not found:
+            print(f"There are no runs in {directory}; 'rrfp train' makes one.")
+        case RowFormat.TABLE | RowFormat.MD:
+            from rrfp.cli.output import print_sheets
+
+            print_sheets([_sheet(directory, found)], markdown=output_format is RowFormat.MD)
+
+
+def _read(path: Path) -> _Run:
+    run = RunDir(path)
+    described, problem = _described(run)
+    settings = described.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
+    kind = _kind(described, settings)
+    steps = _num_steps(run, kind, settings)
+    outcome, error = _outcome(run, kind, steps, settings)
+    return _Run(
+        run=path.name,
+        path=str(path),
+        began=datetime.fromtimestamp((began_ns(path) or 0) / _NS_PER_S)
+        .astimezone()
+        .isoformat(timespec="seconds"),
+        kind=kind,
+        hint=_text(settings.get("hint")),
+        dispatch=_text(settings.get("dispatch")),
+        **{name: _whole(settings.get(name)) for name in (*_LAYOUT, "microbatches")},
+        steps=steps,
+        steps_asked=_whole(settings.get("seeds" if kind == "simulate" else "steps")),
+        size_bytes=_size_of(path),
+        outcome=outcome,
+        error=problem or error,
+        has_trace=bool(_recorded(run)),
+    )
+
+
+def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
+    """What run.json says, and why nothing if it cannot be read."""
+    try:
+        return read_description(run.run_json), None
+    except Exception as error:
+        return {}, str(error)
+
+
+def _kind(described: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    if described.get("simulated"):
+        return "simulate"
+    if "imported" in described:
+        return "import"
+    if "script" in settings:
+        return "job"
+    return "train" if settings else ""
+
+
+def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | None:
+    if kind == "simulate":
+        return _whole(settings.get("seeds"))
+    if kind != "train":
+        return None
+    try:
+        with run.metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE))
+            whole, *_ = file.read().rpartition(b"\n")  # the last line may be under way
+        return int(json.loads(whole.splitlines()[-1])["step"]) + 1 if whole else 0
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _outcome(
+    run: RunDir, kind: str, steps: int | None, settings: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """How a run ended, and by which error."""
+    with suppress(OSError):
+        if is_going(run):
+            return Outcome.RUNNING, None
+    with suppress(OSError):
+        ending = read_ending(run)
+        if ending is not None:
+            return ending.outcome, ending.error
+    asked = _whole(settings.get("steps"))
+    if kind == "simulate" or (kind == "train" and asked is not None and steps == asked):
+        return Outcome.FINISHED, None
+    has_trace = any(each.trace.exists() for each in _recorded(run))
+    return (Outcome.RECORDED if has_trace and kind != "train" else Outcome.KILLED), None
+
+
+def _recorded(run: RunDir) -> list[RunDir]:
+    try:
+        return run.sessions()
+    except OSError:
+        return []
+
+
+def _size_of(path: Path) -> int:
+    """The octets of all files below a directory; what cannot be read counts nothing."""
+    total = 0
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    total += _size_of(Path(entry.path))
+                else:
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+def _sheet(directory: Path, found: "Sequence[_Run]") -> "Sheet":
+    from rrfp.cli.tables.sheet import Column, Sheet
+
+    return Sheet(
+        f"Runs in {directory}, newest first",
+        (
+            Column("run", [each.run for each in found], is_text=True, is_whole=True),
+            Column("began", [_told_time(each.began) for each in found]),
+            Column("what", [_told_what(each) for each in found], is_text=True),
+            Column("steps", [_told_steps(each) for each in found]),
+            Column("size", [_told_size(each.size_bytes) for each in found]),
+            Column("outcome", [_told_outcome(each) for each in found], is_text=True, is_whole=True),
+        ),
+    )
+
+
+def _told_time(began: str) -> str:
+    moment = datetime.fromisoformat(began)
+    is_this_year = moment.year == datetime.now().year
+    return f"{moment:%m-%d %H:%M}" if is_this_year else f"{moment:%Y-%m-%d}"
+
+
+def _told_what(run: _Run) -> str:
+    """`bf pp 4 tp 2`: what is as it is by default is left out."""
+    kind = None if run.kind == "train" else run.kind
+    dispatch = None if run.dispatch == "ready" else run.dispatch
+    sizes = (
+        f"{name} {size}"
+        for name in _LAYOUT
+        if (size := getattr(run, name)) is not None and (name == "pp" or size > 1)
+    )
+    return " ".join(filter(None, (kind, dispatch, run.hint, *sizes)))
+
+
+def _told_steps(run: _Run) -> str:
+    if run.steps is None:
+        return ""
+    is_whole = run.steps_asked in (None, run.steps)
+    return f"{run.steps}" if is_whole else f"{run.steps}/{run.steps_asked}"
+
+
+def _told_size(num_octets: float) -> str:
+    """`13 kB`, `1.2 MB`."""
+    power = 0
+    while num_octets >= 999.5 and power < len(_UNITS) - 1:
+        num_octets /= 1000
+        power += 1
+    digits = 1 if power and num_octets < 9.95 else 0
+    return f"{num_octets:.{digits}f} {_UNITS[power]}"
+
+
+def _told_outcome(run: _Run) -> str:
+    has_nothing = run.outcome == Outcome.FINISHED and not run.has_trace
+    return "no trace" if has_nothing else run.outcome
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,75 @@
+"""What happens when nobody reads what a command prints (`rrfp ... | head -1`): it goes on, unheard.
+
+So its work comes to its end and its exit code tells of that work: a training under a closed pipe is
+trained, and a gate that fails still fails.
+"""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+
+@contextmanager
+def unheard_if_closed() -> Iterator[None]:
+    """Within the block, stdout and stderr swallow what is written after their reader has gone."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_forgiving, before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            # What a full disk takes no more was told of when the command flushed.
+            with suppress(OSError, ValueError):
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def is_heard() -> bool:
+    """Whether somebody may still read stdout: a command that has no end of its own ends without."""
+    buffer = getattr(sys.stdout, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    return not (isinstance(raw, _ForgivingFile) and raw.has_lost_reader)
+
+
+class _ForgivingFile(io.FileIO):
+    """A stream of this process that leads nowhere once its reader has gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.has_lost_reader = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self.has_lost_reader = True
+            # Whatever else writes there, the interpreter at its end among them, fails no more.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return memoryview(data).nbytes
+
+
+def _forgiving(stream: TextIO | None) -> TextIO:
+    """The same stream, forgiving; itself if it is no file of the system (as in tests)."""
+    if stream is None:  # closed before the process began
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    try:
+        stream.flush()
+        raw = _ForgivingFile(stream.fileno())
+    except (OSError, ValueError):
+        return stream
+    # Python leaves out the buffer where PYTHONUNBUFFERED asks for none.
+    is_unbuffered = isinstance(stream.buffer, io.RawIOBase)
+    return io.TextIOWrapper(
+        raw if is_unbuffered else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

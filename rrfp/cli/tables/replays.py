@@ -1,0 +1,71 @@
+"""The sheets of what is played in virtual time: replays of a run, simulated settings."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rrfp.analyze.units import Times, tell
+from rrfp.cli.tables.sheet import Column, Sheet
+from rrfp.trace.records import NS_PER_S
+from rrfp.trace.steps import STEP, counted
+
+if TYPE_CHECKING:
+    from rrfp.replay.whatif import WhatIf
+    from rrfp.simulate.trial import Row
+
+
+def whatif_sheet(report: "WhatIf", step_ns: float) -> Sheet:
+    """A row a replay: the run as it was, then what each change would have made of its mean step,
+    which took `step_ns`."""
+    own, *others = [report.as_it_was, *report.rows]
+    lengths_ns = [step_ns * (1 - row.saving) for row in others]
+    times = Times([step_ns, *lengths_ns])
+    return Sheet(
+        "What a step would have taken, by replays of the run",
+        [
+            Column(
+                "replayed",
+                [f"{own.what}: {report.run.told}", *(row.what for row in others)],
+                is_text=True,
+            ),
+            Column("time", [times.tell(each) for each in (step_ns, *lengths_ns)]),
+            Column("saved\n%", ["", *(f"{100 * row.saving:.1f}" for row in others)]),
+            Column("held", [f"{max(row.peak_held):g}" for row in (own, *others)]),
+        ],
+        [
+            f"{counted(len(report.run.steps), STEP)}, measured {tell(step_ns)} each (mean); "
+            f"replayed as it was, the run is {report.replay_error:.1%} off.",
+            report.bubble.whole.told,
+            report.conclusion,
+            report.caution,
+        ],
+        num_first=1,
+    )
+
+
+def trial_sheet(title: str, labels: Sequence[str], rows: "Sequence[Row]") -> Sheet:
+    """A row a simulated setting: how long it took, how near to the floor, and what it held."""
+    times = Times(row.mean_s * NS_PER_S for row in rows)
+    columns = [
+        Column("time", [times.tell(row.mean_s * NS_PER_S) for row in rows]),
+        Column("spread\n%", [f"{100 * row.spread:.1f}" for row in rows]),
+        Column("over\nfirst", [f"{row.ratio_to(rows[0]):.3f}" for row in rows]),
+        Column("over\nfloor", [f"{row.ratio_to_floor:.3f}" for row in rows]),
+        Column("held", [f"{max(row.peak_held):g}" for row in rows]),
+        Column("bubble\n%", [f"{100 * row.bubble_fraction:.1f}" for row in rows]),
+    ]
+    if len(rows[0].trials) == 1:
+        columns = [each for each in columns if not each.heading.startswith("spread")]
+    if len(rows) == 1:
+        columns = [each for each in columns if each.heading != "over\nfirst"]
+        floor = rows[0].ratio_to_floor
+        said = (
+            "No schedule is faster: it is at the floor."
+            if floor < 1.0005
+            else f"{floor - 1:.1%} over the floor, below which no schedule gets."
+        )
+        return Sheet(title, columns, [said], num_names=0)
+    best = min(range(len(rows)), key=lambda row: rows[row].mean_s)
+    said = f"Fastest: {labels[best]}"
+    if best:
+        said += f", {1 - rows[best].ratio_to(rows[0]):.1%} less than the first row"
+    return Sheet(title, [Column("row", labels, is_text=True), *columns], [f"{said}."])

@@ -1,0 +1,144 @@
+"""A table with its title and what it says in words: printed on a terminal or as Markdown."""
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+MARK = "▲"
+"""Behind a figure that stands out."""
+_WIDTH = 79
+"""A terminal's, less the space before the first column."""
+_GAP = 2
+"""Between two columns."""
+_MOST_LETTERS = 16
+"""A column of text that is longer wraps."""
+_MARKDOWN = re.compile(r"[\\|*_`<\[\]~]")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column; a line break in its heading is one on a terminal only."""
+
+    heading: str
+    cells: Sequence[str]
+    is_text: bool = False
+    """Text is set left and may wrap; figures are set right and never do."""
+    is_whole: bool = False
+    """Text that does not wrap either, as names that people copy."""
+    marked: Collection[int] = ()
+    """The rows whose cells stand out."""
+    colour: str = ""
+    """What the column shows in charts; terminals show it above the heading."""
+
+    @property
+    def width(self) -> int:
+        """How wide it wants to be, in letters."""
+        texts = [*self.heading.splitlines(), *self.texts()]
+        width = max(map(len, texts), default=0)
+        return min(width, _MOST_LETTERS) if self.is_text else width
+
+    def texts(self) -> list[str]:
+        """The cells, with marks; the others keep the marks' place free."""
+        if not self.marked:
+            return list(self.cells)
+        return [
+            f"{cell}{MARK if row in self.marked else ' '}" for row, cell in enumerate(self.cells)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A table for people."""
+
+    title: str
+    """A line, or several of which the last is the table's own."""
+    columns: Sequence[Column]
+    notes: Sequence[str] = ()
+    """What it says, in sentences."""
+    num_names: int = 1
+    """So many columns name a row; they recur where a table is cut to fit the terminal."""
+    has_total: bool = False
+    """The last row is that of all others together."""
+    num_first: int = 0
+    """So many rows stand apart from those below them."""
+    mark_told: str = "far above the others"
+    """What a mark says."""
+
+    def print(self, console: Console) -> None:
+        """Print it; a table wider than 80 columns goes on below itself."""
+        if self.title:
+            console.print(Text(self.title, style="bold"))
+        for columns in self._parts():
+            console.print(self._table(columns, in_colour=console.color_system is not None))
+        for note in self._told():
+            console.print(Text(note))
+
+    def markdown(self) -> str:
+        """The same in GitHub's Markdown."""
+
+        def line(cells: Sequence[str], style: str = "") -> str:
+            words = (escaped(cell.strip()) for cell in cells)
+            return f"| {' | '.join(f'{style}{each}{style}' if each else '' for each in words)} |"
+
+        head = [each.heading.replace("-\n", "").replace("\n", " ") for each in self.columns]
+        rows = list(zip(*(each.texts() for each in self.columns), strict=True))
+        lines = []
+        for title in self.title.splitlines():
+            lines += [f"**{escaped(title)}**", ""]
+        lines.append(line(head))
+        lines.append(f"| {' | '.join(':--' if each.is_text else '--:' for each in self.columns)} |")
+        for number, row in enumerate(rows, start=1):
+            lines.append(line(row, "**" if self.has_total and number == len(rows) else ""))
+        for note in self._told():
+            lines += ["", escaped(note)]
+        return "\n".join(lines) + "\n"
+
+    def _told(self) -> list[str]:
+        notes = [note for note in self.notes if note]
+        if self.mark_told and any(each.marked for each in self.columns):
+            notes.insert(0, f"{MARK} {self.mark_told}")
+        return notes
+
+    def _parts(self) -> list[list[Column]]:
+        """The columns, cut so that each part fits beside the names."""
+        names = list(self.columns[: self.num_names])
+        parts = [[*names]]
+        for column in self.columns[self.num_names :]:
+            width = sum(each.width + _GAP for each in [*parts[-1], column])
+            if width > _WIDTH and len(parts[-1]) > len(names):
+                parts.append([*names])
+            parts[-1].append(column)
+        return parts
+
+    def _table(self, columns: Sequence[Column], *, in_colour: bool) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        with_blocks = in_colour and any(each.colour for each in columns)
+        for each in columns:
+            heading = Text(each.heading)
+            if with_blocks and each.colour:
+                heading = Text.assemble(("■\n", each.colour), each.heading)
+            if each.is_text:
+                table.add_column(heading, overflow="fold", vertical="bottom", no_wrap=each.is_whole)
+            else:
+                table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+        num_rows = len(columns[0].cells)
+        for row in range(num_rows):
+            is_total = self.has_total and row == num_rows - 1
+            if is_total or (row and row == self.num_first):
+                table.add_section()
+            cells = (
+                Text(text, style="bold" if row in each.marked else "")
+                for each, text in zip(columns, (each.texts()[row] for each in columns), strict=True)
+            )
+            table.add_row(*cells, style="bold" if is_total else None)
+        return table
+
+
+def escaped(words: str) -> str:
+    """Text in which nothing is Markdown, on one line."""
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(words.split()))

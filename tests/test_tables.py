@@ -1,0 +1,239 @@
+"""Tables for people: figures add up, times have units, and Markdown is what GitHub has."""
+
+import csv
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rrfp.analyze.units import Times, apportioned, outliers
+from rrfp.cli import main as cli
+from rrfp.cli.tables.sheet import Column, Sheet
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.world import World
+from rrfp.trace.perfetto.writer import write_trace
+from tests.step_times import MEGATRONS, OURS, equal_times, policy_of, simulated
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=12), st.integers(0, 10_000))
+def test_rounded_parts_sum_to_the_whole(parts: list[int], total: int) -> None:
+    found = apportioned(parts, total)
+    whole = sum(parts)
+    assert len(found) == len(parts)
+    assert sum(found) == (total if whole else 0)
+    for part, rounded in zip(parts, found, strict=True):
+        exact = part * total / whole if whole else 0
+        assert exact - 1 < rounded < exact + 1
+
+
+def test_the_largest_remainders_are_rounded_up() -> None:
+    assert apportioned([1, 1, 1], 1000) == [334, 333, 333]
+    assert apportioned([2, 1, 0], 1000) == [667, 333, 0]
+
+
+@pytest.mark.parametrize(
+    ("longest_ns", "ns", "told"),
+    [
+        (133_000_000, 604_800, "0.6 ms"),
+        (133_000_000, 133_000_000, "133.0 ms"),
+        (133_000_000, 40_000, "<0.1 ms"),
+        (133_000_000, 0, "0"),
+        (1_234_000_000, 1_234_000_000, "1234.0 ms"),
+        (12_340_000_000, 12_340_000_000, "12.3 s"),
+        (300, 7, "7.0 ns"),
+        (12_000, 7_000, "7.0 µs"),
+    ],
+)
+def test_times_have_the_unit_of_the_longest(longest_ns: int, ns: int, told: str) -> None:
+    assert Times([longest_ns, ns]).tell(ns) == told
+
+
+@pytest.mark.parametrize(
+    ("values", "places"),
+    [
+        ((10, 11, 9, 10, 40), {4}),
+        ((10, 10, 10, 10.5), set()),
+        ((10, 10, 10, 12), {3}),
+        ((46.5, 50.4, 31.0, 28.9), set()),
+        ((1, 9), set()),
+        ((0, 0, 0, 0), set()),
+        ((), set()),
+    ],
+)
+def test_outliers_lie_far_above_the_others(values: tuple[float, ...], places: set[int]) -> None:
+    assert outliers(values) == places
+
+
+def test_a_sheet_in_markdown_is_a_table_whatever_it_holds() -> None:
+    sheet = Sheet(
+        "A | B",
+        [
+            Column("what", ["a|b", "*x*\nnext", "all"], is_text=True),
+            Column("over-\nhead\nms", ["1.0", "22.5", "23.5"], marked={1}),
+        ],
+        ["", "1 < 2"],
+        has_total=True,
+    )
+    assert sheet.markdown() == (
+        "**A \\| B**\n\n"
+        "| what | overhead ms |\n"
+        "| :-- | --: |\n"
+        "| a\\|b | 1.0 |\n"
+        "| \\*x\\* next | 22.5▲ |\n"
+        "| **all** | **23.5** |\n\n"
+        "▲ far above the others\n\n"
+        "1 \\< 2\n"
+    )
+
+
+def test_a_wide_sheet_goes_on_below_itself() -> None:
+    columns = [
+        Column("rank", ["0", "1"]),
+        *(Column(f"cause-{n:02}", ["1.0"] * 2) for n in range(14)),
+    ]
+    out = io.StringIO()
+    Sheet("Wide", columns).print(Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("rank" in line for line in lines) == 2
+    assert all(f"cause-{n:02}" in out.getvalue() for n in range(14))
+
+
+def test_terminals_show_the_colours_of_charts() -> None:
+    out = io.StringIO()
+    sheet = Sheet(
+        "", [Column("stage", ["0"], is_text=True), Column("F", ["1.0"], colour="#56B4E9")]
+    )
+    sheet.print(Console(file=out, width=80, force_terminal=True, color_system="truecolor"))
+    assert "38;2;86;180;233m■" in out.getvalue()
+    plain = io.StringIO()
+    sheet.print(Console(file=plain, width=80, color_system=None))
+    assert "■" not in plain.getvalue()
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def rrfp(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+        assert cli.main() == 0
+        return capsys.readouterr().out
+
+    return rrfp
+
+
+SMALL = ("simulate", "--pp", "2", "--microbatches", "4")
+COMMANDS = [
+    *(
+        ("analyze", name, str(OURS))
+        for name in ("findings", "bubbles", "deviations", "misalignment", "critical-path", "whatif")
+    ),
+    ("analyze", "compare", str(OURS), str(MEGATRONS)),
+    SMALL,
+    (*SMALL, "--sweep", "hint=bf,bfw"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command[:2]))
+def test_every_table_is_there_as_markdown(run: Run, command: tuple[str, ...]) -> None:
+    told = run(*command, "--format", "md")
+    assert "─" not in told
+    if "findings" in command:
+        assert told.count("```sh") == 4
+        assert re.search(r"^1\. \*\*Stage 3 ", told, re.MULTILINE)
+        return
+    assert re.match(r"\*\*.+\*\*\n\n\| ", told)
+    blocks = [block.splitlines() for block in told.split("\n\n") if block.startswith("|")]
+    assert blocks
+    for head, rule, *rows in blocks:
+        widths = {line.replace("\\|", "").count("|") for line in (head, rule, *rows)}
+        assert len(widths) == 1
+        assert re.fullmatch(r"\|( :--| --:| \|)+", rule)
+        assert rows
+
+
+def _rows(markdown: str) -> list[dict[str, str]]:
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    cells = [[cell.strip(" *▲") for cell in line.strip("|").split("|")] for line in lines]
+    head, _, *rows = cells
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("trace", [OURS, MEGATRONS], ids=["ours", "megatrons"])
+def test_shares_of_a_stage_sum_to_its_time(run: Run, trace: Path) -> None:
+    for by in ("stage", "rank"):
+        for row in _rows(run("analyze", "bubbles", str(trace), "--by", by, "--format", "md")):
+            causes = [float(value) for name, value in row.items() if name not in _NOT_CAUSES]
+            assert float(row["work"]) + float(row["bubble"]) == pytest.approx(100)
+            assert sum(causes) == pytest.approx(float(row["bubble"]))
+
+
+_NOT_CAUSES = ("rank", "stage", "work", "bubble")
+
+
+@pytest.mark.parametrize("trace", [OURS, MEGATRONS], ids=["ours", "megatrons"])
+def test_owners_of_a_path_sum_to_the_step(run: Run, trace: Path) -> None:
+    rows = _rows(run("analyze", "critical-path", str(trace), "--format", "md"))
+    found = json.loads(run("analyze", "critical-path", str(trace), "--format", "json"))
+    kinds = [name for name in rows[0] if name not in ("stage", "sum", "%")]
+    for row in rows:
+        assert sum(float(row[kind] or 0) for kind in kinds) == pytest.approx(float(row["sum"]))
+    *stages, whole = rows
+    assert whole["%"] == "100.0"
+    assert float(whole["sum"]) == pytest.approx(1000 * found["length_s"], abs=0.0501)
+    for name in (*kinds, "sum", "%"):
+        of_stages = sum(float(row[name] or 0) for row in stages)
+        assert of_stages == pytest.approx(float(whole[name]))
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> str:
+    """A run of two replicas of two stages, each with two tensor-parallel ranks."""
+    policy, shape = policy_of("bf", Shape(2, 4))
+    fast = World(equal_times(shape, 10, 8, 7), num_members=2, transfer=lambda *_: 3)
+    slow = World(equal_times(shape, 20, 16, 14), num_members=2, transfer=lambda *_: 3)
+    path = tmp_path / "trace.pftrace"
+    write_trace(path, simulated(policy, shape, [fast, slow], num_steps=2))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("command", "num_stages", "num_ranks"),
+    [("bubbles", 3, 9), ("deviations", 2, 4), ("misalignment", 2, 8)],
+)
+def test_a_row_a_stage_unless_ranks_are_asked_for(
+    run: Run, replicas: str, command: str, num_stages: int, num_ranks: int
+) -> None:
+    by_stage = _rows(run("analyze", command, replicas, "--format", "md"))
+    by_rank = _rows(run("analyze", command, replicas, "--by", "rank", "--format", "md"))
+    assert (len(by_stage), len(by_rank)) == (num_stages, num_ranks)
+    assert not any(name.startswith("rank") for name in by_stage[0])
+    assert any(name.startswith("rank") for name in by_rank[0])
+    if command == "bubbles":
+        for row in by_stage[:-1]:
+            of_stage = [float(each["work"]) for each in by_rank if each["stage"] == row["stage"]]
+            mean = sum(of_stage) / len(of_stage)
+            assert float(row["work"]) == pytest.approx(mean, abs=0.11)
+        assert by_stage[-1]["work"] == by_rank[-1]["work"]
+
+
+def test_findings_are_rows_too(run: Run) -> None:
+    found = json.loads(run("analyze", str(OURS), "--format", "json"))
+    rows = list(csv.DictReader(io.StringIO(run("analyze", str(OURS), "--format", "csv"))))
+    listed = sorted(
+        found["findings"] + found["owned"],
+        key=lambda each: -(each["saving_fraction"] or each["share_fraction"]),
+    )
+    assert [row["kind"] for row in rows] == [each["kind"] for each in listed]
+    assert [row["command"] for row in rows] == [each["command"] for each in listed]
