@@ -8,6 +8,9 @@ its receiver is free.
 
 from collections import defaultdict
 
+from rrfp.analyze.frames import frames_of
+from rrfp.analyze.path.critical_path import critical_path
+from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Recording
 
 Path = dict[tuple[int, str], int]
@@ -19,13 +22,20 @@ _Key = tuple[int, str, int, int]
 
 def naive_path(recording: Recording, step: int) -> Path:
     """The owners of a step's path from the first task's start to the last one's end."""
+    is_imported = "imported" in recording.settings
     starts: dict[_Key, int] = {}
     ends: dict[_Key, int] = {}
     places: dict[_Key, int] = {}
     rows: defaultdict[int, list[_Key]] = defaultdict(list)
     arrivals: dict[_Key, int] = {}
+    entries: defaultdict[tuple[int, int], int] = defaultdict(int)
     for rank in recording.ranks:
         dp_rank = rank.info.dp_rank
+        for phase in rank.phases:
+            # An imported run does not tell when a rank was there.
+            if (phase.step, phase.phase) == (step, "schedule") and not is_imported:
+                place = rank.info.pp_rank, dp_rank
+                entries[place] = max(entries[place], phase.start_ns)
         for task in rank.tasks:
             if task.step == step:
                 key = dp_rank, str(task.kind), task.stage, task.microbatch
@@ -35,7 +45,7 @@ def naive_path(recording: Recording, step: int) -> Path:
                 if rank.info.tp_rank == 0:
                     rows[rank.info.rank].append(key)
         for receive in rank.receives:
-            if receive.step == step and "imported" not in recording.settings:
+            if receive.step == step and not is_imported:
                 key = dp_rank, str(receive.kind), receive.stage, receive.microbatch
                 arrivals[key] = max(arrivals.get(key, 0), receive.end_ns)
     before: dict[_Key, _Key] = {}
@@ -52,9 +62,27 @@ def naive_path(recording: Recording, step: int) -> Path:
         if key in before:
             needed[before[key]] = ends[before[key]]
         if kind != "W" and giver in ends:
-            needed[giver] = arrivals.get(key, ends[giver])
+            came_ns = arrivals.get(key, ends[giver])
+            if key in before or came_ns > entries[places[key], dp_rank]:
+                needed[giver] = came_ns
         if not needed:
             return dict(found)
         last = max(needed, key=lambda each: needed[each])
         found[places[key], "link"] += starts[key] - ends[last]
         key = last
+
+
+def naive_work(recording: Recording, step: int) -> Path:
+    """What tasks own of the naive path."""
+    path = naive_path(recording, step)
+    return {(pp_rank, kind): ns for (pp_rank, kind), ns in path.items() if kind != "link" and ns}
+
+
+def work_on_path(recording: Recording, step: int) -> Path:
+    """What tasks own of a step's path, as the workbench finds it."""
+    owners = critical_path(frames_of(recording), step).owners
+    return {
+        (owner.pp_rank, str(owner.kind)): owner.time_ns
+        for owner in owners
+        if owner.kind in list(Kind)
+    }

@@ -21,7 +21,7 @@ from rrfp.trace.records import Recording
 from rrfp.trace.steps import step_windows
 from tests.cases import SEEDS, Case, cases
 from tests.effort import examples
-from tests.naive_path import naive_path
+from tests.naive_path import naive_work, work_on_path
 from tests.simulated import simulated_case
 from tests.step_times import MEGATRONS, policy_of, random_times, simulated
 from tests.trained import TINY, rrfp
@@ -34,16 +34,6 @@ BLOCKING = [
     ("interleaved", Shape(3, 6, 2)),
     ("interleaved", Shape(4, 8, 2)),
 ]
-
-
-def work(recording: Recording, step: int) -> dict[tuple[int, str], int]:
-    """What tasks own of a step's path, by pipeline rank and kind."""
-    owners = critical_path(frames_of(recording), step).owners
-    return {
-        (owner.pp_rank, str(owner.kind)): owner.time_ns
-        for owner in owners
-        if owner.kind in list(Kind)
-    }
 
 
 def members_end_apart(recording: Recording, rng: random.Random) -> None:
@@ -65,15 +55,13 @@ def test_the_tasks_are_those_of_the_naive_path(case: Case) -> None:
         lateness=lambda member, _: case.seed % 40 * member,
     )
     members_end_apart(recording, random.Random(case.seed))
-    expected = naive_path(recording, 0)
-    assert work(recording, 0) == {who: ns for who, ns in expected.items() if who[1] != LINK and ns}
+    assert work_on_path(recording, 0) == naive_work(recording, 0)
 
 
 def test_so_they_are_under_megatrons_own_schedule() -> None:
     recording = read_trace(MEGATRONS)
     for step in step_windows(recording):
-        expected = {who: ns for who, ns in naive_path(recording, step).items() if who[1] != LINK}
-        assert work(recording, step) == pytest.approx(expected, abs=1000)
+        assert work_on_path(recording, step) == pytest.approx(naive_work(recording, step), abs=1000)
 
 
 @pytest.mark.slow
@@ -85,7 +73,6 @@ def test_so_they_are_under_megatrons_own_schedule() -> None:
         "--pp 4 --hint 1f1b --dispatch fixed",
         "--pp 2 --hint bf-deep --chunks 2",
         "--pp 2 --tp 2 --hint bf",
-        "--pp 2 --tp 2 --dispatch megatron",
     ],
 )
 def test_so_they_are_in_runs_of_our_own(flags: str, tmp_path: Path) -> None:
@@ -93,8 +80,7 @@ def test_so_they_are_in_runs_of_our_own(flags: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     recording = read_trace(tmp_path / "run" / "trace.pftrace")
     for step in step_windows(recording):
-        expected = {who: ns for who, ns in naive_path(recording, step).items() if who[1] != LINK}
-        assert work(recording, step) == pytest.approx(expected, abs=1000)
+        assert work_on_path(recording, step) == pytest.approx(naive_work(recording, step), abs=1000)
 
 
 @pytest.mark.parametrize(("hint", "whole"), BLOCKING)

@@ -10,6 +10,7 @@ import pytest
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
+from rrfp.analyze.meetings import transfers_block
 from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.interchange.kineto.profiles import read_profiles
@@ -20,6 +21,8 @@ from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.naive_path import naive_work, work_on_path
 from tests.plain_profiles import NUM_RANKS, PlainRun, profile_megatron, profile_pipelining
 from tests.ranks import run_ranks
 from tests.timed_orders import TASK_NS, Timed, expected_tasks, plain_profile, played, told_tasks
@@ -80,6 +83,9 @@ def test_torchs_pipelines_are_imported_as_they_ran(
     runs = run_ranks(NUM_RANKS, profile_pipelining, name, num_chunks, with_stack, timeout_s=120)
     recording = check_against_truth(runs, written(runs, tmp_path), tmp_path)
     assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
+    if not transfers_block(frames_of(recording)):
+        for step in step_windows(recording):
+            assert work_on_path(recording, step) == naive_work(recording, step)
 
 
 @pytest.mark.slow
