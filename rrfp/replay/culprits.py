@@ -143,7 +143,9 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     yield from _worst(_slow_ranks(run, steps))
     yield from _worst(_slow_replicas(run, steps))
     most = max(_slow_stages(run, steps), key=lambda each: each.excess)
-    yield Culprit(CulpritKind.UNEVEN_LAYERS, Change(even_stages=True), most.pp_rank, most.excess)
+    if most.excess > _LEAST_EXCESS_OF_STAGE:
+        change = Change(even_stages=True)
+        yield replace(most, kind=CulpritKind.UNEVEN_LAYERS, change=change, remedy=None)
     if run.tells_arrivals:
         yield from _worst(_slow_links(run, steps))
     yield Culprit(CulpritKind.LINKS, Change(free_links=True))
@@ -161,7 +163,7 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     elif run.policy.hold is not None:
         yield Culprit(CulpritKind.BOUND, Change(hold=int(2 * run.policy.hold)))
     if Kind.W not in run.shape.kinds:
-        for hint in ("bfw", "bfw-deep" if run.shape.num_chunks > 1 else "zb-h1"):
+        for hint in ("bfw", "bfw-deep")[: run.shape.num_chunks]:
             yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(HINTS[hint]))
 
 

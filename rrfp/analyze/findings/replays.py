@@ -11,7 +11,7 @@ from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.replay.step_sample import StepSample
 from rrfp.replay.whatif import WhatIf, what_if
 
-_SAMPLE = StepSample(num_tasks=6_000, most_tasks_of_a_step=10_000)
+_SAMPLE = StepSample(num_tasks=4_000, most_tasks_of_a_step=10_000)
 
 
 @dataclass(frozen=True, slots=True)
