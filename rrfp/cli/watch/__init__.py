@@ -1,0 +1,1 @@
+"""`rrfp watch`: the command, its page, and what it says line by line."""

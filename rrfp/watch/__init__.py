@@ -1,0 +1,1 @@
+"""A run that is going, followed from the files that it writes: its figures, and who became slow."""

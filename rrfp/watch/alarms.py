@@ -1,0 +1,296 @@
+"""Names what the statistics found: which rank, stage, replica or link, its hosts, and a sentence.
+
+Two detectors look at each step: one at the ranks' tasks, one at the links' messages. A link is not
+blamed while one of its ends is slow itself.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from rrfp.trace.records import RankInfo
+from rrfp.watch.figures import StepFigures
+from rrfp.watch.slowness import Against, Detector, Slow
+
+_MOST_RANKS_TOLD = 8
+
+
+class Kind(StrEnum):
+    """What can be slow."""
+
+    RANK = "rank"
+    """One rank, or the ranks of a tensor-parallel group, which run each other's tasks."""
+    STAGE = "stage"
+    """A pipeline rank in all of its replicas."""
+    REPLICA = "replica"
+    LINK = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What is slow, and since when."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """The ranks that are slow; of a link its ends, those that send first."""
+    pp_rank: int | None
+    dp_rank: int | None
+    link: tuple[int, int] | None
+    """The pipeline ranks from and to."""
+    hosts: tuple[str, ...]
+    rise: float
+    """How much longer it takes, as a share: 0.3 is 30% longer."""
+    against: Against
+    since_step: int
+    has_chunks: bool = False
+    """Whether a pipeline rank holds several stages, and is no stage then."""
+
+    @property
+    def _stage(self) -> str:
+        return "pipeline rank" if self.has_chunks else "stage"
+
+    @property
+    def place(self) -> str:
+        """`rank 3 (stage 1, replica 1)`."""
+        match self.kind:
+            case Kind.STAGE:
+                return f"{self._stage} {self.pp_rank}{_told_ranks(self.ranks)}"
+            case Kind.REPLICA:
+                return f"replica {self.dp_rank}{_told_ranks(self.ranks)}"
+            case Kind.LINK:
+                assert self.link is not None
+                where = "" if self.dp_rank is None else f" of replica {self.dp_rank}"
+                return f"the link from {self._stage} {self.link[0]} to {self.link[1]}{where}"
+            case Kind.RANK:
+                many = "s" if len(self.ranks) > 1 else ""
+                return (
+                    f"rank{many} {_listed(self.ranks)} ({self._stage} {self.pp_rank}, "
+                    f"replica {self.dp_rank}{_on(self.hosts)})"
+                )
+
+    @property
+    def short(self) -> str:
+        """`rank_3`, `stage_1`, `replica_0`, `link_0-1`: a name for dashboards."""
+        match self.kind:
+            case Kind.LINK:
+                assert self.link is not None
+                return f"link_{self.link[0]}-{self.link[1]}"
+            case Kind.RANK:
+                return "rank_" + "-".join(map(str, self.ranks))
+            case Kind.STAGE:
+                return f"stage_{self.pp_rank}"
+            case Kind.REPLICA:
+                return f"replica_{self.dp_rank}"
+
+    @property
+    def text(self) -> str:
+        """`rank 3 (stage 1, replica 1, on node7) takes 31% longer than before, since step 57`."""
+        is_group = self.kind is Kind.RANK and len(self.ranks) > 1
+        verb, whose = ("take", "their") if is_group else ("takes", "its")
+        compared = {
+            Against.MEMBERS: f"than {whose} tensor-parallel peers",
+            Against.PEERS: f"than {whose} peers in other replicas",
+            Against.PAST: "than before",
+        }[self.against]
+        if self.kind is Kind.REPLICA:
+            compared = "than the other replicas"
+        return (
+            f"{self.place} {verb} {self.rise:.0%} longer {compared}, since step {self.since_step}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alarm that was raised in this step, or has ended in it."""
+
+    step: int
+    alarm: Alarm
+    has_recovered: bool = False
+
+    @property
+    def text(self) -> str:
+        if self.has_recovered:
+            return f"step {self.step}: {self.alarm.place} has recovered"
+        return f"step {self.step}: {self.alarm.text}"
+
+
+class Alarms:
+    """The alarms of a session, whose ranks do not change."""
+
+    def __init__(self, infos: Iterable[RankInfo]) -> None:
+        self._infos = {info.rank: info for info in infos}
+        self._replicas = sorted({info.dp_rank for info in self._infos.values()})
+        self._stages = sorted({info.pp_rank for info in self._infos.values()})
+        self._members = sorted({info.tp_rank for info in self._infos.values()})
+        self._tasks = Detector(len(self._replicas), len(self._stages), len(self._members))
+        self._hops: list[tuple[int, int]] = []
+        self._links: Detector | None = None
+        self._slow: dict[Slow, Alarm] = {}
+        self._slow_links: dict[Slow, Alarm] = {}
+        self._has_chunks = any(len(info.stages) > 1 for info in self._infos.values())
+
+    @property
+    def active(self) -> list[Alarm]:
+        """What is slow now."""
+        return [*self._slow.values(), *self._slow_links.values()]
+
+    @property
+    def leading(self) -> Alarm | None:
+        """The rank, stage or replica that stands out most, whether or not it counts as slow."""
+        slow = self._tasks.leading
+        return None if slow is None else self._alarm_of_tasks(slow)
+
+    def take(self, step: StepFigures) -> list[Alert]:
+        """Look at a step; returns what was raised or has ended in it."""
+        sample = np.full((len(self._replicas), len(self._stages), len(self._members)), np.nan)
+        work = np.zeros(sample.shape)
+        for figures in step.ranks.values():
+            place = self._place(figures.info)
+            sample[place], work[place] = figures.log_task_s, figures.busy_fraction
+        changes = self._tasks.take(step.step, sample, work)
+        alerts = [
+            Alert(step.step, self._slow.pop(slow), has_recovered=True) for slow in changes.recovered
+        ]
+        for slow in changes.slow:
+            self._slow[slow] = self._alarm_of_tasks(slow)
+            alerts.append(Alert(step.step, self._slow[slow]))
+        return alerts + self._take_links(step)
+
+    def _take_links(self, step: StepFigures) -> list[Alert]:
+        if self._links is None:
+            self._hops = sorted({self._hop(link) for link in step.links})
+            if not self._hops:
+                return []
+            sizes = len(self._replicas), len(self._hops), len(self._members)
+            self._links = Detector(*sizes)
+        sample = np.full((len(self._replicas), len(self._hops), len(self._members)), np.nan)
+        work = np.zeros(sample.shape)
+        for link, figures in step.links.items():
+            hop = self._hop(link)
+            if hop in self._hops:
+                replica, _, member = self._place(self._infos[link[0]])
+                place = replica, self._hops.index(hop), member
+                sample[place], work[place] = figures
+        changes = self._links.take(step.step, sample, work)
+        alerts = [
+            Alert(step.step, ended, has_recovered=True)
+            for slow in changes.recovered
+            if (ended := self._slow_links.pop(slow, None)) is not None
+        ]
+        blamed = {rank for alarm in self._slow.values() for rank in alarm.ranks}
+        for slow in changes.slow:
+            alarm = self._alarm_of_link(slow)
+            if alarm is not None and not blamed.intersection(alarm.ranks):
+                self._slow_links[slow] = alarm
+                alerts.append(Alert(step.step, alarm))
+        return alerts
+
+    def _hop(self, link: tuple[int, int]) -> tuple[int, int]:
+        return self._infos[link[0]].pp_rank, self._infos[link[1]].pp_rank
+
+    def _place(self, info: RankInfo) -> tuple[int, int, int]:
+        return (
+            self._replicas.index(info.dp_rank),
+            self._stages.index(info.pp_rank),
+            self._members.index(info.tp_rank),
+        )
+
+    def _alarm_of_tasks(self, slow: Slow) -> Alarm:
+        where = slow.where
+        has_replicas, has_stages = len(self._replicas) > 1, len(self._stages) > 1
+        if where.place is None or not has_stages:
+            kind = Kind.REPLICA if where.place is None else Kind.RANK
+        else:
+            kind = Kind.STAGE if where.replica is None and has_replicas else Kind.RANK
+        pp_rank = None if where.place is None else self._stages[where.place]
+        of_all = kind is Kind.STAGE
+        # Without replicas, the only one is meant.
+        dp_rank = None if of_all else self._replicas[where.replica or 0]
+        tp_rank = None if where.member is None else self._members[where.member]
+        infos = self._matching(pp_rank, dp_rank, tp_rank)
+        return Alarm(
+            kind,
+            tuple(info.rank for info in infos),
+            pp_rank,
+            dp_rank,
+            None,
+            _hosts(infos),
+            slow.rise,
+            slow.against,
+            slow.since,
+            self._has_chunks,
+        )
+
+    def _alarm_of_link(self, slow: Slow) -> Alarm | None:
+        """None for all links of a replica: that is no link's fault."""
+        where = slow.where
+        if where.place is None:
+            return None
+        hop = self._hops[where.place]
+        is_of_one = where.replica is not None and len(self._replicas) > 1
+        dp_rank = self._replicas[where.replica] if is_of_one and where.replica is not None else None
+        tp_rank = None if where.member is None else self._members[where.member]
+        infos = [info for end in hop for info in self._matching(end, dp_rank, tp_rank)]
+        return Alarm(
+            Kind.LINK,
+            tuple(info.rank for info in infos),
+            None,
+            dp_rank,
+            hop,
+            _hosts(infos),
+            slow.rise,
+            slow.against,
+            slow.since,
+            self._has_chunks,
+        )
+
+    def _matching(
+        self, pp_rank: int | None, dp_rank: int | None, tp_rank: int | None
+    ) -> list[RankInfo]:
+        return [
+            info
+            for _, info in sorted(self._infos.items())
+            if pp_rank in (None, info.pp_rank)
+            and dp_rank in (None, info.dp_rank)
+            and tp_rank in (None, info.tp_rank)
+        ]
+
+
+def _hosts(infos: Iterable[RankInfo]) -> tuple[str, ...]:
+    return tuple(sorted({info.host for info in infos}))
+
+
+def _on(hosts: Sequence[str]) -> str:
+    return f", on {hosts[0]}" if len(hosts) == 1 else ""
+
+
+def _told_ranks(ranks: Sequence[int]) -> str:
+    return f" (rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)})"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    told = ", ".join(map(str, ranks[:_MOST_RANKS_TOLD]))
+    num_more = len(ranks) - _MOST_RANKS_TOLD
+    return f"{told} and {num_more} more" if num_more > 0 else told
+
+
+def facts(alert: Alert, run: str) -> Mapping[str, str]:
+    """What a command that an alert runs is told, as environment variables."""
+    alarm = alert.alarm
+    link = "" if alarm.link is None else f"{alarm.link[0]},{alarm.link[1]}"
+    return {
+        "RRFP_ALERT": "recovered" if alert.has_recovered else "slow",
+        "RRFP_ALERT_RUN": run,
+        "RRFP_ALERT_TEXT": alert.text,
+        "RRFP_ALERT_KIND": str(alarm.kind),
+        "RRFP_ALERT_RANKS": ",".join(map(str, alarm.ranks)),
+        "RRFP_ALERT_STAGE": "" if alarm.pp_rank is None else str(alarm.pp_rank),
+        "RRFP_ALERT_REPLICA": "" if alarm.dp_rank is None else str(alarm.dp_rank),
+        "RRFP_ALERT_LINK": link,
+        "RRFP_ALERT_HOSTS": ",".join(alarm.hosts),
+        "RRFP_ALERT_STEP": str(alert.step),
+        "RRFP_ALERT_SINCE_STEP": str(alarm.since_step),
+        "RRFP_ALERT_RISE": f"{alarm.rise:.4f}",
+    }
