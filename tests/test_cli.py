@@ -61,6 +61,11 @@ def test_version() -> None:
     [
         (["--hnt"], "rrfp: No such option: --hnt"),
         (["trian"], "rrfp: No such command 'trian'"),
+        (
+            ["analyze", "bubbles", "--by", "rnak"],
+            "rrfp: Invalid value for '--by': 'rnak' is not one of 'stage', 'rank'; did you mean "
+            "'rank'? See 'rrfp analyze bubbles --help'",
+        ),
         (["train", "--steps", "many"], "rrfp: Invalid value for '--steps': "),
     ],
 )

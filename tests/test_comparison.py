@@ -104,6 +104,19 @@ def test_the_command_warns_of_it(compared: Any) -> None:
     assert json.loads(out)["differences"] == {"model": {"layers": [8, 16]}}
 
 
+def test_a_page_is_not_written_to_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["rrfp", "analyze", "compare", "a.pftrace", "b.pftrace", "-o", "c.png"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert cli.main() == 2
+    assert capsys.readouterr().err == (
+        "rrfp: 'c.png' is no file for a page; give it a name that ends in .html or .htm\n"
+    )
+    assert not Path("c.png").exists()
+
+
 def test_the_page_has_both_steps_on_one_axis(compared: Any) -> None:
     pytest.importorskip("altair", reason="the extra 'report' is not installed")
     out, err = compared("-o", "c.html")

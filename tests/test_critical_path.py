@@ -1,6 +1,8 @@
 """The critical path against a second, naive one, and where transfers block."""
 
 import random
+import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment, timed_messages
 from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.path.segments import LINK
+from rrfp.cli.tables.reports import path_sheet, stages_by_rank
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
@@ -133,6 +136,24 @@ def test_where_transfers_block_work_is_queued_at_its_sender() -> None:
 def test_links_to_a_stage_of_megatrons_run_are_told() -> None:
     found = misalignment(frames_of(read_trace(MEGATRONS)), stage=1)
     assert found["to"].unique().to_list() == [1]
+
+
+def test_of_a_stage_its_share_is_told_and_the_whole_idles_as_before() -> None:
+    frames = frames_of(read_trace(MEGATRONS))
+    path = critical_path(frames)
+    of_stages = [path.of_rank(rank) for rank in range(4)]
+    assert {each.idle_fraction for each in of_stages} == {path.idle_fraction}
+    stages = stages_by_rank(frames.run)
+    shares = []
+    for rank, each in enumerate(of_stages):
+        (told,) = path_sheet(each, stages).notes
+        found = re.search(rf"Stage {rank} owns ([\d.]+)% of it, most as \w+\.$", told)
+        assert found is not None
+        shares.append(float(found[1]))
+    assert sum(shares) == pytest.approx(100, abs=0.21)
+    own = tuple(each for each in path.segments if each.pp_rank != 3)
+    without = replace(path, segments=own, pp_rank=3)
+    assert path_sheet(without, stages).notes[0].endswith("Stage 3 is not on the critical path.")
 
 
 def test_without_a_rank_the_path_goes_on_by_what_is_there() -> None:

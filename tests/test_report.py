@@ -164,6 +164,23 @@ def test_runs_that_were_recorded_are_reported(trace: Path) -> None:
     assert "Recording took" in page.text
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("trace.pftrace", "mine"),
+        ("trace-joined.pftrace", "mine"),
+        ("trace-2.pftrace", "mine, session 2"),
+        ("other.pftrace", "other"),
+    ],
+)
+def test_a_run_is_called_by_its_directory(tmp_path: Path, file: str, name: str) -> None:
+    run = tmp_path / "mine"
+    run.mkdir()
+    for each in ("trace.pftrace", "trace-2.pftrace", "trace-joined.pftrace", "other.pftrace"):
+        (run / each).touch()
+    assert report_of(run / file) == name
+
+
 def test_groups_replicas_and_chunks_are_reported() -> None:
     policy, shape = policy_of("bfw-deep", Shape(2, 4, 2, Placement.V))
     world = World(

@@ -168,14 +168,21 @@ def test_a_path_that_exists_goes_before_a_short_name() -> None:
         ("quite else", "there is no run or trace at quite else; 'rrfp runs' lists the runs"),
         ("../elsewhere", "there is no run or trace at ../elsewhere; 'rrfp runs' lists the runs"),
         ("@-5", "there is no @-5 among the 4 runs in runs; 'rrfp runs' lists them"),
+        ("mine.pftrac", "there is no run or trace at mine.pftrac; did you mean 'mine.pftrace'?"),
         ("@1", "'@1' counts no runs; write @-1 for the newest one in runs, @-2 for the one before"),
         ("@-0", "'@-0' counts no runs; "),
     ],
 )
 def test_a_name_of_no_run_is_a_sentence(named: str, sentence: str) -> None:
+    Path("mine.pftrace").touch()
     with pytest.raises(RrfpError) as raised:
         find_run(Path(named))
     assert str(raised.value).startswith(sentence)
+
+
+def test_nothing_is_counted_where_there_is_no_run() -> None:
+    with pytest.raises(RrfpError, match="there is no @-1, as runs holds no run; make one with"):
+        find_run(Path("@-1"))
 
 
 @pytest.mark.parametrize("path", [None, Path("none")])

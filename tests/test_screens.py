@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from rrfp.cli import main as cli
+from rrfp.cli.analyze.screen import Part, fitted
 
 ROOT = Path(__file__).parent.parent
 TRACES = {name: f"traces/gpt-pp4-{name}.pftrace" for name in ("bf", "megatron")}
@@ -127,5 +129,14 @@ def test_in_a_real_terminal_it_fits_as_well() -> None:
         assert process.wait(60) == 0
     os.close(ours)
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode()).replace("\r\n", "\n")
-    assert "1. Stage 3 has more work than the others" in screen
+    assert "1. Stage 3 has more work than the median stage" in screen
     assert num_rows(screen) < LINES
+
+
+def test_a_title_that_wraps_is_indented() -> None:
+    part = Part("1. " + "word " * 30 + "end", "Advice.", "rrfp analyze")
+    lines = fitted(Console(width=COLUMNS), "Lead.", [part], [])
+    title = lines[2 : lines.index("   Advice.")]
+    assert len(title) > 1
+    assert all(re.match("   [we]", line) and len(line) <= COLUMNS for line in title[1:])
+    assert " ".join(" ".join(title).split()) == part.title

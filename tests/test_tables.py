@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rrfp.analyze.units import Times, apportioned, outliers
+from rrfp.analyze.compare import Comparison, Estimate
+from rrfp.analyze.units import Times, apportioned, outliers, tell
 from rrfp.cli import main as cli
+from rrfp.cli.tables.compared import compared_sheets
 from rrfp.cli.tables.sheet import Column, Sheet
+from rrfp.replay.bubble_parts import BubbleParts
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.writer import write_trace
@@ -53,6 +56,49 @@ def test_the_largest_remainders_are_rounded_up() -> None:
 )
 def test_times_have_the_unit_of_the_longest(longest_ns: int, ns: int, told: str) -> None:
     assert Times([longest_ns, ns]).tell(ns) == told
+
+
+_UNITS_NS = {"ns": 1, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+
+
+@given(st.integers(1, 10**12))
+@example(99_960_000)
+@example(999_600_000)
+@example(999_960)
+@example(999_500)
+def test_a_time_has_three_digits_in_the_unit_that_it_reaches(ns: int) -> None:
+    number, unit = tell(ns).split()
+    value = float(number)
+    assert value * _UNITS_NS[unit] == pytest.approx(ns, rel=0.00501)
+    assert number[-1] != "."
+    assert 1 <= value < 1000 or unit == "s"
+    assert value >= 1000 or len(number.replace(".", "")) == 3
+    assert tell(-ns) == f"-{tell(ns)}"
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+@example(0.374, 0.336)
+def test_the_percents_of_a_bubble_add_up(fraction: float, structural: float) -> None:
+    told = BubbleParts(structural, fraction - structural).told
+    whole, left, *jitter = map(int, re.findall(r"(\d+)%", told))
+    excess = sum(jitter) * (-1 if "took off" in told else 1)
+    assert whole == left + excess
+    assert ("changed nothing" in told) == (not excess)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.2])
+@pytest.mark.parametrize("cause_s", [0.0, 1e-6, 0.05])
+def test_marks_of_a_comparison_are_told_once(ratio: float, cause_s: float) -> None:
+    clear, cause = (Estimate(each, each, each) for each in (ratio, cause_s))
+    noise = Estimate(0.0, -0.01, 0.01)
+    report = Comparison((3, 3), (1.0, ratio), clear, clear, clear, {"a": cause, "b": noise}, 3)
+    out = io.StringIO()
+    for sheet in compared_sheets(report, ["Told."]):
+        sheet.print(Console(file=out, width=80))
+    is_marked = ratio != 1 or cause_s != 0
+    assert out.getvalue().count("▲ more than noise") == is_marked
+    assert "mean over the ranks that hold stage 3" in out.getvalue()
+    assert re.search(r"[+-][<0]\.?[^.]", out.getvalue()) is None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +150,38 @@ def test_a_wide_sheet_goes_on_below_itself() -> None:
     assert max(map(len, lines)) <= 80
     assert sum("rank" in line for line in lines) == 2
     assert all(f"cause-{n:02}" in out.getvalue() for n in range(14))
+
+
+def test_no_figures_stand_alone_below_a_wide_sheet() -> None:
+    columns = [Column("rank", ["0"]), *(Column(f"cause-{n:02}", ["1.0"]) for n in range(8))]
+    out = io.StringIO()
+    Sheet("Wide", columns).print(Console(file=out, width=80))
+    heads = [line.split() for line in out.getvalue().splitlines() if "rank" in line]
+    assert heads == [
+        ["rank", *(f"cause-{n:02}" for n in range(6))],
+        ["rank", "cause-06", "cause-07"],
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("num_letters", [10, 30, 40, 70, 200])
+def test_names_keep_their_end_and_columns_give_way(width: int, num_letters: int) -> None:
+    name = "n" * (num_letters - 3) + "END"
+    columns = (
+        Column("run", [name], is_text=True, is_whole=True),
+        Column("began", ["11-20 10:00"]),
+        Column("what", ["interleaved pp 4 tp 2 cp 2"], is_text=True),
+        Column("size", ["123 kB"]),
+    )
+    out = io.StringIO()
+    sheet = Sheet("", columns, num_names=len(columns), dispensable=("size", "began"))
+    sheet.print(Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "".join(re.findall(r"^ ([nEND]+)(?= |$)", out.getvalue(), re.M)) == name
+    assert "began" in out.getvalue() or "size" not in out.getvalue()
+    assert name in out.getvalue() or num_letters + 20 > width
+    assert "size" in out.getvalue() or num_letters + 42 > width
 
 
 def test_terminals_show_the_colours_of_charts() -> None:

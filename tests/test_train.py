@@ -97,7 +97,7 @@ def test_the_output_is_the_table_and_the_rest_is_for_people(finished: Finished) 
         assert f"step {step + 1}/{STEPS}   loss " in finished.err
     assert "The trace is runs/" in finished.err
     assert re.search(
-        r"^Next: (\S.*) trace view\n      \1 analyze bubbles --steps 1:$",
+        r"^Next: (\S.*) trace view\n      \1 analyze$",
         finished.err,
         re.MULTILINE,
     )

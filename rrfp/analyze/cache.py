@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _LAYOUT = 2
 """Part of the folder's name; a new number makes every table anew."""
-_NOTES = 2
+_NOTES = 4
 """Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 

@@ -66,6 +66,13 @@ class Comparison:
     causes_s: dict[str, Estimate]
     """How many seconds a step, as the mean over ranks, the second run has more of each cause;
     `work` first, then the causes that occur in either run."""
+    stage: int | None = None
+    """`causes_s` is of the ranks that hold it; None means of all."""
+
+    @property
+    def ranks_told(self) -> str:
+        """Over which ranks the causes are means."""
+        return "ranks" if self.stage is None else f"the ranks that hold stage {self.stage}"
 
     @property
     def frame(self) -> pl.DataFrame:
@@ -121,6 +128,7 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
         estimate(b["length"] / a["length"]),
         estimate(b[WORK] / a[WORK]) if both_work else None,
         {name: estimate(b[name] - a[name]) for name in names},
+        stage,
     )
 
 

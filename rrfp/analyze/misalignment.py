@@ -137,7 +137,8 @@ def _sent(frames: Frames) -> pl.DataFrame:
     )
     free = pl.concat([entries, tasks]).sort("since_ns")
     return (
-        frames.messages.sort("came_ns")
+        frames.messages.join(frames.windows, on="step", how="semi")
+        .sort("came_ns")
         .join_asof(
             free,
             left_on="came_ns",

@@ -33,10 +33,14 @@ class Unit(Enum):
 
 
 def tell(time_ns: float) -> str:
-    """`1.23 s`, `45.6 ms`: three significant digits."""
-    unit = Unit.of(time_ns)
-    value = time_ns / unit.value
-    return f"{value:.0f} {unit.symbol}" if abs(value) >= 100 else f"{value:#.3g} {unit.symbol}"
+    """`1.23 s`, `45.6 ms`: three significant digits, and more only of 1000 s and above."""
+    # Rounded first, as that may reach the next unit, or one digit more before the point.
+    rounded_ns = float(f"{time_ns:.3g}")
+    unit = Unit.of(rounded_ns)
+    value = rounded_ns / unit.value
+    if abs(value) < 100:
+        return f"{value:#.3g} {unit.symbol}"
+    return f"{time_ns / unit.value:.0f} {unit.symbol}"
 
 
 def apportioned(parts: Sequence[float], total: int) -> list[int]:

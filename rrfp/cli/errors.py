@@ -5,6 +5,7 @@ handling is passed by: it would print a panel, and take every broken pipe for a 
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from rrfp.errors import RrfpError, did_you_mean
 
 FAILED = 1
 INTERRUPTED = 130
+
+_NO_CHOICE = re.compile(r": '(.*)' is not one of ('.*')$")
 
 DEBUG_VARIABLE = "RRFP_DEBUG"
 """Set to anything, it shows the traceback of whatever ends a command."""
@@ -89,8 +92,12 @@ def _usage_sentence(error: typer.TyperException) -> str:
     near = getattr(error, "possibilities", None)
     told = error.message if near else error.format_message()
     sentence = " ".join(told.split()).rstrip(".").replace(". Did you mean", "; did you mean")
+    sentence = sentence.replace(": Value error, ", ": ", 1)
+    chosen = _NO_CHOICE.search(sentence)
     if near:
         sentence += did_you_mean(getattr(error, "option_name", ""), near)
+    elif chosen is not None:
+        sentence += did_you_mean(chosen[1], chosen[2].strip("'").split("', '"))
     context = getattr(error, "ctx", None)
     if context is None:
         return sentence

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
     from rrfp.cli.tables.sheet import Sheet
 
+_PAGES = (".html", ".htm")
 NOT_WHOLE = "they are not whole training steps"
 """Why a step is not replayed."""
 
@@ -68,6 +70,14 @@ def check_threshold(most: float | None, found: Any, what: str) -> None:
     """Raise GateError for a figure above --fail-above."""
     if most is not None and found > most:
         raise GateError(f"{what} is {found:.4g}, above the {most:g} of --fail-above")
+
+
+def check_page(path: Path) -> None:
+    """Raise UsageError for a name that does not end as a page's; writing refuses a directory."""
+    if path.suffix.lower() not in _PAGES and not path.is_dir():
+        raise UsageError(
+            f"'{path}' is no file for a page; give it a name that ends in {' or '.join(_PAGES)}"
+        )
 
 
 def tell_missing_records(frames: "Frames", whose: str = "") -> None:

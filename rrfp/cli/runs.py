@@ -70,8 +70,8 @@ def runs(
 ) -> None:
     """List the runs in runs/, or in another directory, the newest first.
 
-    Wherever a run is taken, @-1 is the newest of runs/ and @-2 the one before, and
-    a run there can be given by its name alone.
+    Wherever a run is taken, @-1 is the newest of runs/ and @-2 the one before,
+    and a run there can be given by its name alone.
     """
     if not directory.is_dir() and directory != RUNS:
         raise UsageError(f"{directory} is not a directory; give one that holds runs")
@@ -195,16 +195,19 @@ def _size_of(path: Path) -> int:
 def _sheet(directory: Path, found: "Sequence[_Run]") -> "Sheet":
     from rrfp.cli.tables.sheet import Column, Sheet
 
+    columns = (
+        Column("run", [each.run for each in found], is_text=True, is_whole=True),
+        Column("began", [_told_time(each.began) for each in found]),
+        Column("what", [_told_what(each) for each in found], is_text=True),
+        Column("steps", [_told_steps(each) for each in found]),
+        Column("size", [_told_size(each.size_bytes) for each in found]),
+        Column("outcome", [_told_outcome(each) for each in found], is_text=True, is_whole=True),
+    )
     return Sheet(
         f"Runs in {directory}, newest first",
-        (
-            Column("run", [each.run for each in found], is_text=True, is_whole=True),
-            Column("began", [_told_time(each.began) for each in found]),
-            Column("what", [_told_what(each) for each in found], is_text=True),
-            Column("steps", [_told_steps(each) for each in found]),
-            Column("size", [_told_size(each.size_bytes) for each in found]),
-            Column("outcome", [_told_outcome(each) for each in found], is_text=True, is_whole=True),
-        ),
+        columns,
+        num_names=len(columns),
+        dispensable=("size", "began"),
     )
 
 

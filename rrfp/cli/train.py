@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -176,7 +177,7 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
             TrainDisplay(run.metrics, settings, beginning.first_step),
         ):
             launch(settings, run)
-            if _num_finished(run) < settings.num_steps:
+            if run.metrics.exists() and _num_finished(run) < settings.num_steps:
                 note.outcome = Outcome.STOPPED
     except (RrfpError, KeyboardInterrupt):
         _encode_what_is_there(run)
@@ -208,13 +209,13 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
     frames = load_frames(trace, with_warm_up=True)
     print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
     rrfp = _program()
-    where = "" if settings.run.out is None else f" {run.path}"
+    where = "" if settings.run.out is None else f" {quote(str(run.path))}"
     if trace != run.trace:
-        where = f" {trace}"
+        where = f" {quote(str(trace))}"
         _tell(f"Another session of this run went before; {rrfp} trace view {run.path} joins them")
     typer.echo(f"The trace is {trace}", err=True)
     typer.echo(f"Next: {rrfp} trace view{where}", err=True)
-    typer.echo(f"      {rrfp} analyze bubbles{where} --steps 1:", err=True)
+    typer.echo(f"      {rrfp} analyze{where}", err=True)
 
 
 def _tell_pace(run: "RunDir", first_step: int) -> None:

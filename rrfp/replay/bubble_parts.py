@@ -6,9 +6,6 @@ simulator.
 
 from dataclasses import dataclass
 
-_LEAST_EXCESS = 0.005
-"""A smaller excess is not worth a word."""
-
 
 @dataclass(frozen=True, slots=True)
 class BubbleParts:
@@ -23,13 +20,13 @@ class BubbleParts:
 
     @property
     def told(self) -> str:
-        """In two sentences."""
-        jitter = f"{'added' if self.excess > 0 else 'took off'} {abs(self.excess):.0%}"
-        if abs(self.excess) < _LEAST_EXCESS:
-            jitter = "changed nothing"
+        """In two sentences, whose whole percents add up."""
+        whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
+        excess = whole - structural
+        jitter = f"{'added' if excess > 0 else 'took off'} {abs(excess)}%"
         return (
-            f"{self.fraction:.0%} of the ranks' time was bubble. Tasks at their mean times would "
-            f"have left {self.structural:.0%}; jitter {jitter}."
+            f"{whole}% of the ranks' time was bubble. Tasks at their mean times would have left "
+            f"{structural}%; jitter {jitter if excess else 'changed nothing'}."
         )
 
     def as_json(self) -> dict[str, float]:

@@ -11,10 +11,10 @@ hide nothing else: where they save more than twice what any other culprit does.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import median, median_low
+from statistics import fmean, median, median_low
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
@@ -32,7 +32,7 @@ LEAST_SAVING = 0.01
 
 _LEAST_EXCESS = 0.05
 """Ranks, replicas and links are never quite equal; this much over their peers is no suspicion."""
-_LEAST_EXCESS_OF_STAGE = 0.02
+LEAST_EXCESS_OF_STAGE = 0.02
 """Stages differ by what they were given, and little by chance."""
 _MOST_OF_A_KIND = 3
 """So many suspects of a kind are replayed, the worst ones."""
@@ -139,11 +139,11 @@ def _saving(
 
 def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
     """What may be wrong, not replayed yet."""
-    yield from _worst(_slow_stages(run, steps), _LEAST_EXCESS_OF_STAGE)
+    yield from _worst(_slow_stages(run, steps), LEAST_EXCESS_OF_STAGE)
     yield from _worst(_slow_ranks(run, steps))
     yield from _worst(_slow_replicas(run, steps))
-    most = max(_slow_stages(run, steps), key=lambda each: each.excess)
-    if most.excess > _LEAST_EXCESS_OF_STAGE:
+    most = max(_slow_stages(run, steps), key=lambda each: each.excess, default=None)
+    if most is not None and most.excess > LEAST_EXCESS_OF_STAGE:
         change = Change(even_stages=True)
         yield replace(most, kind=CulpritKind.UNEVEN_LAYERS, change=change, remedy=None)
     if run.tells_arrivals:
@@ -179,21 +179,37 @@ def _worst(suspects: Iterator[Culprit], least_excess: float = _LEAST_EXCESS) -> 
 
 
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
-    """Stages with more work than the median one."""
-    work_ns = [0] * run.shape.num_stages
+    """Stages with more work than the median one, and not for a few long tasks alone."""
+    times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
             for task, time_ns in replica.durations_ns.items():
-                work_ns[task.stage] += time_ns
-    usual_ns = max(1, median_low(work_ns))
-    for stage, ns in enumerate(work_ns):
-        yield Culprit(
-            CulpritKind.SLOW_STAGE,
-            Change(median_stage=stage),
-            run.shape.rank_of(stage),
-            ns / usual_ns - 1,
-            remedy=None if run.layers is None else Change(even_stages=True),
-        )
+                times_ns[task.stage, task.kind].append(time_ns)
+    excesses = _excesses(run, {key: fmean(each) for key, each in times_ns.items()})
+    usual = _excesses(run, {key: _usually_at_most(each) for key, each in times_ns.items()})
+    for stage, excess in enumerate(excesses):
+        if usual[stage] >= excess / 2:
+            yield Culprit(
+                CulpritKind.SLOW_STAGE,
+                Change(median_stage=stage),
+                run.shape.rank_of(stage),
+                excess,
+                remedy=None if run.layers is None else Change(even_stages=True),
+            )
+
+
+def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> list[float]:
+    """By how much more than the median one each stage works, by what its tasks take."""
+    work_ns = [0.0] * run.shape.num_stages
+    for (stage, _), ns in times_ns.items():
+        work_ns[stage] += ns
+    usual_ns = max(1.0, median_low(work_ns))
+    return [ns / usual_ns - 1 for ns in work_ns]
+
+
+def _usually_at_most(times_ns: Sequence[int]) -> int:
+    """Three of four take no longer."""
+    return sorted(times_ns)[3 * (len(times_ns) - 1) // 4]
 
 
 def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:

@@ -9,10 +9,11 @@ replay with the same step's replay as it was, because some steps are long whatev
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
+from statistics import median, median_low
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
+from rrfp.replay.culprits import LEAST_EXCESS_OF_STAGE
 from rrfp.replay.measured import measure
 from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun, read_run
@@ -204,7 +205,7 @@ class _WhatIf:
             return f"{saved}."
         stage = self._slow_stage
         if stage is None:
-            return f"{saved}; no stage has more work than the median."
+            return f"{saved}; no stage has much more work than the median."
         times_ns, helped_ns = (
             [step.makespan_ns for step in self._play(each)]
             for each in (change, replace(change, median_stage=stage))
@@ -215,7 +216,7 @@ class _WhatIf:
                 f"{saved}; the busiest stage, {stage}, as fast as the median would then save less "
                 f"than {_LEAST_SAVING:.1%}."
             )
-        return f"{saved}, {helped:.0%} of what remains is stage {stage}, slower than the median."
+        return f"{saved}; {helped:.0%} of what remains is stage {stage}, slower than the median."
 
     def _caution(self, changes: Sequence[Change]) -> str:
         if not (self._run.may_share_cores and any(change.has_policy for change in changes)):
@@ -227,14 +228,15 @@ class _WhatIf:
 
     @cached_property
     def _slow_stage(self) -> int | None:
-        """The stage whose tasks take the most time, if that is more than the median."""
+        """The stage whose tasks take the most time, if that is well above the median."""
         totals_ns = [0] * self._run.shape.num_stages
         for step in self._steps:
             for replica in step.replicas:
                 for task, time_ns in replica.durations_ns.items():
                     totals_ns[task.stage] += time_ns
         most_ns = max(totals_ns)
-        return totals_ns.index(most_ns) if most_ns > median(totals_ns) else None
+        is_slow = most_ns > (1 + LEAST_EXCESS_OF_STAGE) * median_low(totals_ns)
+        return totals_ns.index(most_ns) if is_slow else None
 
 
 def _saving(before_ns: Sequence[int], after_ns: Sequence[int]) -> float:

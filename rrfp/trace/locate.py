@@ -6,6 +6,7 @@ the one before. A path that exists goes first.
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError, did_you_mean
@@ -49,8 +50,10 @@ def _counted(text: str) -> Path:
             "before"
         )
     found = runs_in()
+    if not found:
+        raise RrfpError(f"there is no {text}, as {RUNS} holds no run; make one with 'rrfp train'")
     if len(found) < int(match[1]):
-        num = {0: "no runs", 1: "1 run"}.get(len(found), f"{len(found)} runs")
+        num = "1 run" if len(found) == 1 else f"{len(found)} runs"
         raise RrfpError(f"there is no {text} among the {num} in {RUNS}; 'rrfp runs' lists them")
     return found[int(match[1]) - 1]
 
@@ -59,7 +62,7 @@ def _known(named: Path) -> Iterable[str]:
     """What may have been meant: runs by both of their names, and what stands beside a path."""
     for path in runs_in():
         yield from (path.name, str(path))
-    if len(named.parts) > 1 and named.parent.is_dir():
+    with suppress(OSError):
         yield from map(str, named.parent.iterdir())
 
 

@@ -4,7 +4,6 @@ So a run that still goes is told from one whose launcher was killed: this one's 
 nobody holds it. Like the ranks' own files it is opened for reading and writing (see `spill.py`).
 """
 
-import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import IO
 
 from rrfp.errors import RrfpError, StoppedError
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import is_being_written
+from rrfp.trace.spill import hold, is_being_written
 
 
 class Outcome(StrEnum):
@@ -81,8 +80,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
 def _hold(run: RunDir) -> IO[str] | None:
     with suppress(OSError):
         file = run.outcome.open("w+", encoding="utf-8")
-        # Whoever looks at it holds it for a moment only.
-        fcntl.flock(file, fcntl.LOCK_SH)
+        hold(file)
         return file
     return None
 

@@ -11,11 +11,12 @@ grants shared locks only to readers and exclusive ones only to writers.
 
 import fcntl
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rrfp.errors import RrfpError
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record
@@ -33,6 +34,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _NUM_ROWS_OF_A_BATCH = 1000
 """Rows encoded per call. A call costs as much as ten rows; larger batches gain nothing."""
 
+_MOST_HELD_S = 2.0
+_RETRY_S = 0.001
+
 Row = tuple[str | int, ...]
 """A record's name and its fields."""
 
@@ -49,7 +53,7 @@ class SpillWriter:
     def __init__(self, path: Path, info: RankInfo) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w+", encoding="utf-8")
-        fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        hold(self._file)
         self._file.write(_encode({"format": FORMAT, "version": VERSION, "rank": asdict(info)}))
         self._file.write("\n")
         self._file.flush()
@@ -82,14 +86,33 @@ class SpillWriter:
             self._file.close()
 
 
+def hold(file: IO[str]) -> None:
+    """Mark an open file as being written, until it is closed or its process ends.
+
+    Whoever asks whether it is has it for a moment only. Raises TimeoutError if somebody else keeps
+    it for longer.
+    """
+    until = time.monotonic() + _MOST_HELD_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"another process holds {file.name}") from None
+            time.sleep(_RETRY_S)
+        else:
+            return
+
+
 def is_being_written(path: Path) -> bool:
-    """Whether a process is alive that still writes this spill file.
+    """Whether a process is alive that still writes this file, which it holds (`hold`). Several may
+    ask at once.
 
     May raise OSError.
     """
     with path.open("r+b") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False

@@ -32,7 +32,7 @@ class CulpritWords:
                 stage = change.median_stage
                 assert stage is not None
                 return (
-                    f"Stage {stage} has more work than the others",
+                    f"Stage {stage} has more work than the median stage",
                     f"Its tasks take {longer} than those of the stage in the middle, and the "
                     "others wait for it.",
                     f"{self._on_layers(culprit)} Or give stage {stage} a faster device.",

@@ -24,6 +24,10 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     why_not_replayed: str
     """In a sentence; empty when the run was replayed."""
+    num_replayed: int
+    """So many steps were, spread evenly over the run."""
+    replay_error: float
+    """How far a step's replay as it was is off, as a share of it; the median."""
 
     def as_note(self) -> dict[str, Any]:
         """What `of_note` reads."""
@@ -49,6 +53,8 @@ class Diagnosis:
             "findings": [each for each in told if each["saving_fraction"] is not None],
             "owned": [each for each in told if each["saving_fraction"] is None],
             "why_not_replayed": self.why_not_replayed or None,
+            "steps_replayed": self.num_replayed,
+            "replay_error_fraction": self.replay_error,
         }
 
 
@@ -63,4 +69,6 @@ def diagnose(frames: Frames) -> Diagnosis:
         bubbles(frames).bubble_fraction,
         tuple(findings(frames, found, replayed.run, replayed.culprits)),
         replayed.why_not,
+        replayed.num_steps,
+        replayed.error,
     )

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from rrfp.analyze.frames import Frames, recording_of
 from rrfp.errors import RrfpError
 from rrfp.replay.culprits import Culprit, culprits
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.replayed import replay
 from rrfp.replay.step_sample import StepSample
 from rrfp.replay.whatif import WhatIf, what_if
 
@@ -26,6 +28,11 @@ class Replays:
     """The run with each of the sensible changes, where that was asked for."""
     why_not: str
     """Why the run was not replayed, in a sentence; empty when it was."""
+    num_steps: int = 0
+    """Replayed."""
+    error: float = 0.0
+    """How far the replay of a step as it was is off what was measured, either way, as a share of
+    it; the median."""
 
 
 def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
@@ -36,7 +43,12 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
         chosen = _SAMPLE.choose(finished, frames.tasks.height / max(1, len(frames.steps)))
         recording = recording_of(frames.of_steps(chosen))
         run = read_run(recording)
-        found = culprits(run, measure(run))
-        return Replays(run, found, what_if(recording) if with_usual else None, "")
+        steps = measure(run)
+        found = culprits(run, steps)
+        error = median(
+            abs(replay(run, step).makespan_ns - step.window_ns) / step.window_ns for step in steps
+        )
+        usual = what_if(recording) if with_usual else None
+        return Replays(run, found, usual, "", len(steps), error)
     except RrfpError as error:
         return Replays(None, (), None, str(error))

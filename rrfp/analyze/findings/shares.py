@@ -160,7 +160,7 @@ class _Teller:
                     f"The members of {at} wait for each other",
                     f"Ranks that run tasks together were not ready for the same ones for {amount} "
                     f"of a step{part}.",
-                    f"See 'rrfp analyze misalignment --stage {stage}' for whose messages are late."
+                    f"See 'rrfp analyze misalignment RUN --stage {stage}' for whose messages are late."
                     + (
                         " Try --agreement intersection."
                         if self._settings.get("agreement") == "unanimous"
@@ -175,7 +175,7 @@ class _Teller:
                 )
             case Cause.GRADIENT_SYNC:
                 return (
-                    "Replicas sum their gradients while nothing runs",
+                    "Gradients are summed while nothing runs",
                     f"That takes {amount} of a step.",
                     "More --microbatches a step make it a smaller share.",
                 )

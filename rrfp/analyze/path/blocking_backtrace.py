@@ -30,11 +30,12 @@ class BlockingBacktrace(Backtrace):
     def chain(self, last: ChainTask) -> Iterator[Segment]:
         replica = self._replicas[last.rank]
         rank = replica.ranks[self._ranks[last.rank].pp_rank]
+        tasks = {each.pp_rank: list(each.spans.items()) for each in replica.ranks}
         gap = list(rank.spans).index(Task(last.stage, Kind(last.kind), last.microbatch))
         until_ns = last.end_ns
         passed: set[Task] = set()
         while gap >= 0:
-            task, (start_ns, _) = list(rank.spans.items())[gap]
+            task, (start_ns, _) = tasks[rank.pp_rank][gap]
             begin_ns = min(start_ns, until_ns)
             yield Segment(begin_ns, until_ns, rank.pp_rank, task.kind)
             until_ns = begin_ns

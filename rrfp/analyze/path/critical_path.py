@@ -65,8 +65,12 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of the chain that links and waits own."""
-        idle_ns = sum(owner.time_ns for owner in self.owners if owner.kind not in list(Kind))
+        """The share of the whole chain that links and waits own, whoever's owners are reported."""
+        idle_ns = sum(
+            segment.end_ns - segment.start_ns
+            for segment in self.segments
+            if segment.kind not in list(Kind)
+        )
         return idle_ns / self.length_ns
 
     @property

@@ -1,5 +1,6 @@
 """The parts of a chain, from the end of a step back to its start."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -42,10 +43,11 @@ def idle(
     """Why a rank ran nothing, from the end back: its disjoint waits, and `rest` for what they leave
     unexplained."""
     cursor_ns = end_ns
-    for wait in reversed(waits):
+    index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
+    while index and waits[index - 1].end_ns > start_ns:
+        index -= 1
+        wait = waits[index]
         begin_ns, stop_ns = max(wait.start_ns, start_ns), min(wait.end_ns, cursor_ns)
-        if begin_ns >= stop_ns:
-            continue
         yield Segment(stop_ns, cursor_ns, pp_rank, rest)
         yield Segment(begin_ns, stop_ns, pp_rank, wait.cause)
         cursor_ns = begin_ns

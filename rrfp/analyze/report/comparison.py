@@ -107,7 +107,7 @@ def _ratio_table(report: Comparison) -> Markup:
 
 def _cause_table(report: Comparison) -> Markup:
     return table(
-        "What B has more of in a step than A, the mean over ranks",
+        f"What B has more of in a step than A, the mean over {report.ranks_told}",
         ["", "B less A", "from", "to", ""],
         [
             [name, *(_signed(value) for value in _values(each)), _noise(each, 0)]

@@ -50,6 +50,7 @@ from rrfp.errors import RrfpError
 from rrfp.trace.check import check_contents
 from rrfp.trace.cost import recording_fraction
 from rrfp.trace.perfetto.reader import TraceContents
+from rrfp.trace.rundir import RunDir
 from rrfp.trace.steps import EVALUATION, count_of, counted, step_names
 
 
@@ -71,9 +72,16 @@ def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
 
 
 def report_of(trace: Path) -> str:
-    """What a report calls a trace: the run's directory, or the file if it has another name."""
+    """What a report calls a trace: the run's directory, with the session if it is that of a later
+    one, or the file if it has another name."""
     whole = trace.resolve()
-    return whole.parent.name if whole.name == "trace.pftrace" else whole.stem
+    run = RunDir(whole.parent)
+    if whole in (run.trace, run.joined_trace):
+        return whole.parent.name
+    for each in run.sessions():
+        if each.trace == whole:
+            return f"{whole.parent.name}, session {each.session}"
+    return whole.stem
 
 
 Parts = Iterator[Callable[[], Markup]]

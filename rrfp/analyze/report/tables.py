@@ -114,7 +114,7 @@ def whatif_table(report: WhatIf, step_ns: float) -> Markup:
                 [
                     row.what,
                     tell(step_ns * (1 - row.saving)),
-                    f"{100 * row.saving:.1f}",
+                    f"{100 * row.saving:z.1f}",
                     _most(row.peak_held),
                 ]
                 for row in report.rows

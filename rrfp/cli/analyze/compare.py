@@ -7,7 +7,13 @@ import typer
 
 from rrfp.cli.completion import run_names
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, parse_steps
-from rrfp.cli.output import print_frame, tell_evaluations, tell_missing_records, tell_warm_up
+from rrfp.cli.output import (
+    check_page,
+    print_frame,
+    tell_evaluations,
+    tell_missing_records,
+    tell_warm_up,
+)
 from rrfp.cli.progress import working
 from rrfp.cli.report_extra import check_report_extra
 from rrfp.errors import GateError
@@ -54,6 +60,7 @@ def compare(
     asked = None if steps is None else parse_steps(steps)
 
     if out is not None:
+        check_page(out)
         check_report_extra()
 
     from rrfp.analyze.cache import load_frames

@@ -24,7 +24,10 @@ def critical_path(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Exit with 3 when links and waits own more of the step than this."
+            min=0,
+            max=1,
+            help="Exit with 3 when links and waits own more of the step than this; those of all "
+            "stages, whatever --stage shows.",
         ),
     ] = None,
 ) -> None:

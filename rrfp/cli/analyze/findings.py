@@ -8,7 +8,12 @@ import typer
 
 from rrfp.cli.analyze.screen import Part, fitted
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
-from rrfp.cli.output import print_frame, tell_missing_records, tell_warm_up
+from rrfp.cli.output import (
+    print_frame,
+    tell_evaluations,
+    tell_missing_records,
+    tell_warm_up,
+)
 from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
@@ -16,6 +21,10 @@ if TYPE_CHECKING:
 
     from rrfp.analyze.findings.diagnosis import Diagnosis
     from rrfp.analyze.findings.findings import Finding
+    from rrfp.analyze.frames import Frames
+
+_NOTABLE_ERROR = 0.01
+"""Of a replay: what mending saves is told from 1% on."""
 
 
 def findings(
@@ -34,33 +43,37 @@ def findings(
 
     from rrfp.analyze.cache import CachedTrace
     from rrfp.analyze.chosen import choose
-    from rrfp.trace.locate import resolve_trace
+    from rrfp.trace.locate import find_run, resolve_trace
 
-    trace = resolve_trace(path)
+    run = find_run(path)
     with working("Reading the trace"):
-        cached = CachedTrace(trace)
+        cached = CachedTrace(resolve_trace(run))
         frames = choose(cached.frames(), asked, evaluations=evaluations)
     tell_missing_records(frames)
     tell_warm_up(frames)
     with working("Replaying the run without each suspect"):
         found = cached.diagnosis(asked, evaluations=evaluations)
-    name = str(trace.parent if trace.name == "trace.pftrace" else trace)
+    # The commands look at what this one has looked at.
+    name = f"./{run}" if str(run).startswith("-") else str(run)
+    if output_format in (Format.TABLE, Format.MD):
+        tell_evaluations(frames)
     chosen = "" if steps is None else f" --steps {steps}"
     chosen += " --evaluations" if evaluations else ""
     following = f"rrfp analyze report {quote(name)}{chosen} -o report.html"
     match output_format:
         case Format.TABLE:
             parts = _parts(found, name, steps)
-            lead, last = _lead(found), [*_rest(found), f"Next: {following}"]
+            lead, last = _lead(found), [*_rest(found, frames), f"Next: {following}"]
             from rich.console import Console
 
             console = Console(highlight=False, markup=False, emoji=False)
             for line in fitted(console, lead, parts, last):
                 console.print(line, soft_wrap=True)
         case Format.MD:
-            print(_markdown(found, name, steps, following))
+            print(_markdown(found, _rest(found, frames), name, steps, following))
         case Format.JSON:
             as_json = found.as_json(name, steps)
+            as_json["evaluations_left_out"] = frames.num_left_out
             if frames.warm_up:
                 as_json["warm_up_left_out"] = list(frames.warm_up)
             typer.echo(json.dumps(as_json, indent=2))
@@ -78,13 +91,19 @@ def _lead(found: "Diagnosis") -> str:
     return f"{found.headline} Ranks idle {found.bubble_fraction:.0%} of the time."
 
 
-def _rest(found: "Diagnosis") -> list[str]:
+def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
     """What is to be said below the findings."""
     if found.why_not_replayed:
         return [f"What mending would save is not known: {found.why_not_replayed}."]
     if not found.findings:
         return ["Mending any one thing would save less than 1% of a step."]
-    return []
+    told = []
+    num_steps = frames.windows.height
+    if found.num_replayed < num_steps:
+        told.append(f"Savings are those of {found.num_replayed} of the {num_steps} steps.")
+    if found.replay_error >= _NOTABLE_ERROR:
+        told.append(f"Replays are {found.replay_error:.0%} off; smaller savings are uncertain.")
+    return [" ".join(told)] if told else []
 
 
 def _titled(finding: "Finding") -> str:
@@ -107,7 +126,9 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
     ]
 
 
-def _markdown(found: "Diagnosis", name: str, steps: str | None, following: str) -> str:
+def _markdown(
+    found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
+) -> str:
     from rrfp.cli.tables.sheet import escaped
 
     paragraphs = [escaped(_lead(found))]
@@ -115,7 +136,7 @@ def _markdown(found: "Diagnosis", name: str, steps: str | None, following: str) 
         paragraphs.append(f"{number}. **{escaped(_titled(each))}**")
         paragraphs.append(f"   {escaped(f'{each.told} {each.advice}')}")
         paragraphs.append(f"   ```sh\n   {each.command(name, steps)}\n   ```")
-    paragraphs += map(escaped, _rest(found))
+    paragraphs += map(escaped, rest)
     return "\n\n".join([*paragraphs, f"Next:\n\n```sh\n{following}\n```"])
 
 

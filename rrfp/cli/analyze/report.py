@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import Evaluations, Steps, TracePath, parse_steps
-from rrfp.cli.output import tell_warm_up
+from rrfp.cli.output import check_page, tell_evaluations, tell_warm_up
 from rrfp.cli.progress import working
 from rrfp.cli.report_extra import check_report_extra
 
@@ -25,6 +25,7 @@ def report(
     charts, the settings, and how sound the trace is.
     """
     asked = None if steps is None else parse_steps(steps)
+    check_page(out)
     check_report_extra()
 
     from rrfp.analyze.charts.files import write_file
@@ -39,6 +40,7 @@ def report(
         contents = read_contents(trace)
         frames = choose(frames_of(contents.recording), asked, evaluations=evaluations)
     tell_warm_up(frames)
+    tell_evaluations(frames)
     with working("Writing the report"):
         write_file(out, report_on(report_of(trace), contents, frames).encode())
     typer.echo(f"The report is {out}")

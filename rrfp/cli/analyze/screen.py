@@ -62,7 +62,7 @@ def _blocks(
     return [
         _wrapped(console, lead),
         *(
-            [*_wrapped(console, part.title), *lines, f"{_INDENT}{part.command}"]
+            [*_hanging(console, part.title), *lines, f"{_INDENT}{part.command}"]
             for part, lines in zip(parts, words, strict=True)
         ),
         *([line] if line.startswith("Next: ") else _wrapped(console, line) for line in last),
@@ -79,6 +79,13 @@ def _wrapped(console: "Console", words: str, indent: int = 0) -> list[str]:
 
     lines = Text(words).wrap(console, console.width - indent)
     return [" " * indent + line.plain.rstrip() for line in lines]
+
+
+def _hanging(console: "Console", words: str) -> list[str]:
+    """Wrapped, and indented from the second line on."""
+    first = _wrapped(console, words)[0]
+    rest = words[len(first) :].strip()
+    return [first, *(_wrapped(console, rest, len(_INDENT)) if rest else ())]
 
 
 def _shortened(lengths: Sequence[int], most: int) -> list[int]:

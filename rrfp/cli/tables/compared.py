@@ -25,6 +25,7 @@ def compared_sheets(report: "Comparison", told: Sequence[str]) -> list[Sheet]:
         ns * NS_PER_S for each in report.causes_s.values() for ns in (each.low, each.high)
     )
     a, b = report.num_steps
+    has_clear_cause = any(each.leaves_out(0.0) for each in report.causes_s.values())
     return [
         _sheet(
             f"B over A, medians of {a} and {b} steps",
@@ -32,9 +33,11 @@ def compared_sheets(report: "Comparison", told: Sequence[str]) -> list[Sheet]:
             there,
             {name: _ratios(each) for name, each in there.items()},
             1.0,
+            # Said once, below the last table that has a mark.
+            mark_told="" if has_clear_cause else _NO_NOISE,
         ),
         _sheet(
-            "What B has more of in a step than A, mean over ranks",
+            f"What B has more of in a step than A, mean over {report.ranks_told}",
             "B less A",
             report.causes_s,
             {
@@ -54,6 +57,7 @@ def _sheet(
     rows: dict[str, list[str]],
     nothing: float,
     notes: Sequence[str] = (),
+    mark_told: str = _NO_NOISE,
 ) -> Sheet:
     clear = [row for row, each in enumerate(estimates.values()) if each.leaves_out(nothing)]
     medians, lows, highs = zip(*rows.values(), strict=True)
@@ -66,7 +70,7 @@ def _sheet(
             Column("to", highs),
         ],
         notes,
-        mark_told=_NO_NOISE if notes else "",
+        mark_told=mark_told,
     )
 
 
@@ -76,4 +80,6 @@ def _ratios(each: "Estimate") -> list[str]:
 
 def _signed(times: Times, seconds: float) -> str:
     told = times.tell(abs(seconds) * NS_PER_S)
-    return told if told == "0" else f"{'-' if seconds < 0 else '+'}{told}"
+    if told == "0" or told.startswith("<"):
+        return told
+    return f"{'-' if seconds < 0 else '+'}{told}"

@@ -28,7 +28,7 @@ def whatif_sheet(report: "WhatIf", step_ns: float) -> Sheet:
                 is_text=True,
             ),
             Column("time", [times.tell(each) for each in (step_ns, *lengths_ns)]),
-            Column("saved\n%", ["", *(f"{100 * row.saving:.1f}" for row in others)]),
+            Column("saved\n%", ["", *(f"{100 * row.saving:z.1f}" for row in others)]),
             Column("held", [f"{max(row.peak_held):g}" for row in (own, *others)]),
         ],
         [

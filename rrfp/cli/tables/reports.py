@@ -122,19 +122,29 @@ def path_sheet(path: "CriticalPath", stages: dict[int, Sequence[int]]) -> Sheet:
         Column("sum", [*map(tenths, sums), *[tenths(sum(sums))] * last], marked=outliers(sums)),
         Column("%", [*map(tenths, of_step), *[tenths(sum(of_step))] * last]),
     ]
-    most = owners[0] if owners else None
     said = f"{step_name(path.step).capitalize()} took {tell(path.length_ns)}."
-    if most is not None:
-        said += (
-            f" Most of it is {most.kind} of {_stage(stages[most.pp_rank])}, "
-            f"{most.time_ns / path.length_ns:.0%}; links and waits own {path.idle_fraction:.0%}."
-        )
     return Sheet(
         f"Who owns the critical path of {step_name(path.step)}, in {times.unit.symbol}",
         columns,
-        [said],
+        [f"{said} {_told_owners(path, stages)}"],
         has_total=last,
     )
+
+
+def _told_owners(path: "CriticalPath", stages: dict[int, Sequence[int]]) -> str:
+    owners = path.owners
+    if path.pp_rank is None:
+        most = owners[0]
+        return (
+            f"Most of it is {most.kind} of {_stage(stages[most.pp_rank])}, "
+            f"{most.time_ns / path.length_ns:.0%}; links and waits own {path.idle_fraction:.0%}."
+        )
+    of_rank = stages[path.pp_rank]
+    named, is_one = _stage(of_rank).capitalize(), len(of_rank) == 1
+    if not owners:
+        return f"{named} {'is' if is_one else 'are'} not on the critical path."
+    share = sum(owner.time_ns for owner in owners) / path.length_ns
+    return f"{named} {'owns' if is_one else 'own'} {share:.1%} of it, most as {owners[0].kind}."
 
 
 def deviation_sheet(

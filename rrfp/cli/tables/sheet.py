@@ -17,6 +17,8 @@ _GAP = 2
 """Between two columns."""
 _MOST_LETTERS = 16
 """A column of text that is longer wraps."""
+_LEAST_LETTERS = 8
+"""A column of text that is narrower is hard to read."""
 _MARKDOWN = re.compile(r"[\\|*_`<\[\]~]")
 
 
@@ -29,7 +31,7 @@ class Column:
     is_text: bool = False
     """Text is set left and may wrap; figures are set right and never do."""
     is_whole: bool = False
-    """Text that does not wrap either, as names that people copy."""
+    """Text that wraps only where nothing else helps, as names that people copy."""
     marked: Collection[int] = ()
     """The rows whose cells stand out."""
     colour: str = ""
@@ -40,7 +42,15 @@ class Column:
         """How wide it wants to be, in letters."""
         texts = [*self.heading.splitlines(), *self.texts()]
         width = max(map(len, texts), default=0)
-        return min(width, _MOST_LETTERS) if self.is_text else width
+        return min(width, _MOST_LETTERS) if self.is_text and not self.is_whole else width
+
+    @property
+    def least_width(self) -> int:
+        """How narrow it may become before others are left out."""
+        if not self.is_text or self.is_whole:
+            return self.width
+        words = (word for text in (self.heading, *self.cells) for word in text.split())
+        return min(self.width, max(_LEAST_LETTERS, max(map(len, words), default=0)))
 
     def texts(self) -> list[str]:
         """The cells, with marks; the others keep the marks' place free."""
@@ -64,6 +74,9 @@ class Sheet:
     """So many columns name a row; they recur where a table is cut to fit the terminal."""
     has_total: bool = False
     """The last row is that of all others together."""
+    dispensable: Sequence[str] = ()
+    """The headings of columns that a terminal leaves out, one by one, where the table is too wide;
+    Markdown has them all."""
     num_first: int = 0
     """So many rows stand apart from those below them."""
     mark_told: str = "far above the others"
@@ -73,8 +86,9 @@ class Sheet:
         """Print it; a table wider than 80 columns goes on below itself."""
         if self.title:
             console.print(Text(self.title, style="bold"))
-        for columns in self._parts():
-            console.print(self._table(columns, in_colour=console.color_system is not None))
+        for columns in self._parts(console.width - 1):
+            in_colour = console.color_system is not None
+            console.print(self._table(columns, console.width - 1, in_colour=in_colour))
         for note in self._told():
             console.print(Text(note))
 
@@ -104,26 +118,40 @@ class Sheet:
             notes.insert(0, f"{MARK} {self.mark_told}")
         return notes
 
-    def _parts(self) -> list[list[Column]]:
-        """The columns, cut so that each part fits beside the names."""
-        names = list(self.columns[: self.num_names])
+    def _parts(self, width: int) -> list[list[Column]]:
+        """The columns, cut so that each part fits beside the names, and none stands there alone;
+        without those dispensable ones for which the terminal is not wide enough."""
+        columns = list(self.columns)
+        for heading in self.dispensable:
+            if _least_width(columns) > width:
+                columns = [each for each in columns if each.heading != heading]
+        names = columns[: self.num_names]
         parts = [[*names]]
-        for column in self.columns[self.num_names :]:
-            width = sum(each.width + _GAP for each in [*parts[-1], column])
-            if width > _WIDTH and len(parts[-1]) > len(names):
+        for column in columns[self.num_names :]:
+            if _width([*parts[-1], column]) > _WIDTH and len(parts[-1]) > len(names):
                 parts.append([*names])
             parts[-1].append(column)
+        if len(parts) > 1 and len(parts[-1]) == len(names) + 1 < len(parts[-2]) - 1:
+            parts[-1].insert(len(names), parts[-2].pop())
         return parts
 
-    def _table(self, columns: Sequence[Column], *, in_colour: bool) -> Table:
+    def _table(self, columns: Sequence[Column], width: int, *, in_colour: bool) -> Table:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        is_too_wide = _least_width(columns) > width
         with_blocks = in_colour and any(each.colour for each in columns)
         for each in columns:
             heading = Text(each.heading)
             if with_blocks and each.colour:
                 heading = Text.assemble(("■\n", each.colour), each.heading)
             if each.is_text:
-                table.add_column(heading, overflow="fold", vertical="bottom", no_wrap=each.is_whole)
+                table.add_column(
+                    heading,
+                    overflow="fold",
+                    vertical="bottom",
+                    no_wrap=each.is_whole and not is_too_wide,
+                    # The others give way before the names do.
+                    max_width=each.width if is_too_wide else None,
+                )
             else:
                 table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
         num_rows = len(columns[0].cells)
@@ -137,6 +165,14 @@ class Sheet:
             )
             table.add_row(*cells, style="bold" if is_total else None)
         return table
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return sum(each.width + _GAP for each in columns)
+
+
+def _least_width(columns: Sequence[Column]) -> int:
+    return sum(each.least_width + _GAP for each in columns)
 
 
 def escaped(words: str) -> str:
