@@ -160,7 +160,8 @@ class _Teller:
                     f"The members of {at} wait for each other",
                     f"Ranks that run tasks together were not ready for the same ones for {amount} "
                     f"of a step{part}.",
-                    f"See 'rrfp analyze misalignment RUN --stage {stage}' for whose messages are late."
+                    f"See 'rrfp analyze misalignment RUN --stage {stage}' for whose messages are "
+                    "late."
                     + (
                         " Try --agreement intersection."
                         if self._settings.get("agreement") == "unanimous"
