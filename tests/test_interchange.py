@@ -488,7 +488,7 @@ def test_only_shifts_that_matter_are_told(late_ns: int, told: str | None) -> Non
 def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [FIXTURES / f"megatron/rank-{rank}.json.gz" for rank in (0, 1, 3)]
     assert import_run(files).notes == (
-        "1 of 4 ranks are missing (2): what is said of waits for them, and of the run as a whole, "
+        "1 of 4 ranks is missing (2): what is said of waits for them, and of the run as a whole, "
         "is said without them",
     )
     code = _rrfp("trace", "import", *map(str, files), "-o", str(tmp_path / "run"))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.interchange.flight.dumps import read_dumps
 from rrfp.interchange.flight.hang import hang_of
+from rrfp.interchange.named_ranks import ranks_by_name
 from rrfp.interchange.ranges import ScheduleRange, schedule_range, task_range
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
@@ -123,6 +125,47 @@ def test_nsight_systems_tells_when_the_gpu_ran(ran: list[list[Timed]], tmp_path:
     assert import_run(paths).recording.settings["settings"]["device"] == "cuda"  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("names", "found", "is_noted"),
+    [
+        (("report1", "report2"), [0, 1], True),
+        (("report10", "report9"), [1, 0], True),
+        (("job_48213", "job_48214"), [0, 1], True),
+        (("report_1", "report_0"), [1, 0], False),
+        (("a_rank3_of_8", "a_Rank-12_of_8"), [3, 12], False),
+        (("pprank3", "b"), [1, 0], True),
+    ],
+)
+def test_only_some_numbers_in_names_are_ranks(
+    names: tuple[str, ...], found: list[int], is_noted: bool
+) -> None:
+    ranks, notes = ranks_by_name([Path(f"run7/{name}.json.gz") for name in names])
+    assert (ranks, bool(notes)) == (found, is_noted)
+
+
+def test_files_are_numbered_by_name_and_that_is_told(
+    ran: list[list[Timed]], tmp_path: Path
+) -> None:
+    paths = [
+        path.rename(tmp_path / f"job_4821{place}.sqlite")
+        for place, path in enumerate(exports(ran, tmp_path), 3)
+    ]
+    notes = check_imported(paths, ran)
+    assert any("the files' names do not tell ranks" in note for note in notes)
+    assert not any("missing" in note for note in notes)
+
+
+@pytest.mark.parametrize("table", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL"])
+def test_what_ends_before_it_began_is_refused(
+    table: str, ran: list[list[Timed]], tmp_path: Path
+) -> None:
+    path = exports(ran, tmp_path, late_ns=7_000)[0]
+    with sqlite3.connect(path) as database:
+        database.execute(f"UPDATE {table} SET end = start - 1 WHERE rowid = 5")
+    with pytest.raises(RrfpError, match="that is damaged"):
+        import_run([path])
+
+
 def test_nsight_systems_tells_our_ranges(ran: list[list[Timed]], tmp_path: Path) -> None:
     """Those of trace_native, which tell everything, whatever the files are called."""
 
@@ -143,7 +186,9 @@ def test_nsight_systems_tells_our_ranges(ran: list[list[Timed]], tmp_path: Path)
     assert check_imported(paths, ran) == ()
 
 
-def spans_file(path: Path, ran: list[list[Timed]], *, evaluates: bool = False) -> Path:
+def spans_file(
+    path: Path, ran: list[list[Timed]], *, evaluates: bool = False, num_tensor_ranks: int = 1
+) -> Path:
     """What the collector's file exporter writes of Megatron-LM's spans: a line an export."""
     lines = []
     for rank, rows in enumerate(ran):
@@ -162,6 +207,7 @@ def spans_file(path: Path, ran: list[list[Timed]], *, evaluates: bool = False) -
         resource = [
             {"key": "service.instance.id", "value": {"stringValue": f"job7-rank{rank}"}},
             {"key": "dl.pipeline_parallel.size", "value": {"intValue": "2"}},
+            {"key": "dl.tensor_parallel.size", "value": {"intValue": str(num_tensor_ranks)}},
         ]
         exported = [
             {
@@ -186,6 +232,47 @@ def spans_file(path: Path, ran: list[list[Timed]], *, evaluates: bool = False) -
 def test_spans_of_megatron_are_numbered(ran: list[list[Timed]], tmp_path: Path) -> None:
     notes = check_imported([spans_file(tmp_path / "spans.jsonl", ran)], ran)
     assert any("the spans are the host's" in note for note in notes)
+
+
+def test_steps_of_a_resumed_job_count_as_they_ran_last(
+    ran: list[list[Timed]], tmp_path: Path
+) -> None:
+    """It ran steps 0 and 1, and was resumed from 1 after a second."""
+    resumed = [
+        rows
+        + [
+            row._replace(start_ns=row.start_ns + 1_000_000_000, end_ns=row.end_ns + 1_000_000_000)
+            for row in rows
+            if row.step == 1
+        ]
+        for rows in ran
+    ]
+    parts = ran, [rows[len(ran[0]) :] for rows in resumed]
+    lines = [spans_file(tmp_path / "part.jsonl", part).read_text() for part in parts]
+    path = tmp_path / "spans.jsonl"
+    path.write_text("\n".join(lines))
+    ran_last = [
+        [row for row in rows[: len(ran[0])] if row.step == 0] + rows[len(ran[0]) :]
+        for rows in resumed
+    ]
+    notes = check_imported([path], ran_last)
+    assert any(
+        "1 step ran more than once, as in a job that was resumed (1)" in each for each in notes
+    )
+
+
+def test_spans_of_more_ranks_than_any_run_has_are_refused(
+    ran: list[list[Timed]], tmp_path: Path
+) -> None:
+    path = spans_file(tmp_path / "spans.jsonl", ran, num_tensor_ranks=1_000_000)
+    with pytest.raises(RrfpError, match="says that its run had 2000000 ranks"):
+        import_run([path])
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(RrfpError, match="is neither a file nor a directory"):
+        import_run([tmp_path / "pipe.json"])
 
 
 def test_spans_of_an_evaluation_are_one(ran: list[list[Timed]], tmp_path: Path) -> None:

@@ -258,4 +258,22 @@ def test_one_rank_of_many_says_what_is_missing(tmp_path: Path) -> None:
     (path,) = put(tmp_path, [plain_profile(ran[1], 1, 2)])
     imported = import_run([path])
     assert told_tasks(imported.recording, 0) == expected_tasks(ran[1])
-    assert any("1 of 2 ranks are missing (0)" in note for note in imported.notes)
+    assert any("1 of 2 ranks is missing (0)" in note for note in imported.notes)
+
+
+def test_the_last_pipeline_rank_alone_tells_no_steps(tmp_path: Path) -> None:
+    """In 1F1B each of its forwards has its backward next, as in a step of one microbatch."""
+    ran = played("1f1b", Shape(2, 4, 1), 2)
+    first, last = put(tmp_path, [plain_profile(rows, rank, 2) for rank, rows in enumerate(ran)])
+    with pytest.raises(RrfpError, match="of a last pipeline rank alone, whose 8 forwards each"):
+        import_run([last])
+    assert len({task.step for task in import_run([first, last]).recording.ranks[1].tasks}) == 2
+
+
+def test_what_a_profile_says_in_odd_text_is_read(tmp_path: Path) -> None:
+    """A byte order mark before it, and half a character in the host's name."""
+    profile = plain_profile(played("1f1b", Shape(2, 4, 1), 1)[0], 0, 2)
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({**profile, "host_name": "h\ud800"}), encoding="utf-8-sig")
+    (rank,) = import_run([path]).recording.ranks
+    assert rank.info.host == "h?"

@@ -79,7 +79,8 @@ def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
     present = {rank.info.rank for rank in ranks}
     missing = [rank for rank in range(source.world_size or 0) if rank not in present]
     if missing:
+        are = "is" if len(missing) == 1 else "are"
         yield (
-            f"{len(missing)} of {source.world_size} ranks are missing ({listed(missing)}): what "
+            f"{len(missing)} of {source.world_size} ranks {are} missing ({listed(missing)}): what "
             "is said of waits for them, and of the run as a whole, is said without them"
         )

@@ -1,6 +1,7 @@
 """Which files make up a run to import, and what they hold."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import islice
@@ -11,6 +12,7 @@ from rrfp.interchange.assemble import Imported, assemble
 from rrfp.interchange.json_stream import open_bytes
 from rrfp.interchange.spans import RankSpans, Source
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.steps import counted
 
 _TABLES = (".csv", ".csv.gz", ".parquet")
 _OTHERS = (".json", ".json.gz", ".jsonl", ".jsonl.gz", ".sqlite", ".et")
@@ -59,7 +61,7 @@ def import_run(paths: Sequence[Path]) -> Imported:
             )
         raise RrfpError(
             f"{tables[0]} is a table and holds a run by itself; import it alone, and not with "
-            f"{len(files) - 1} other files"
+            f"{counted(len(files) - 1, 'other file')}"
         )
     if len(set(forms.values())) > 1:
         odd = next(file for file in files if forms[file] is not forms[files[0]])
@@ -114,7 +116,7 @@ def _form(path: Path) -> _Form:
             f"{path} is a trace of rrfp's own and needs no import; look at it with rrfp analyze "
             f"{path}"
         )
-    head = b"".join(islice(open_bytes(path), 1))[:_HEAD_BYTES]
+    head = b"".join(islice(open_bytes(path), 1))[:_HEAD_BYTES].removeprefix(BOM_UTF8)
     if not head:
         raise RrfpError(f"{path} is empty; the program that should have written it did not end")
     if head.startswith(_SQLITE):
@@ -151,8 +153,13 @@ def _is_run(path: Path) -> str:
 def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise RrfpError(f"there is nothing at {path}")
-    if not path.is_dir():
+    if path.is_file():
         return [path]
+    if not path.is_dir():
+        raise RrfpError(
+            f"{path} is neither a file nor a directory; write what it gives to a file and import "
+            "that"
+        )
     inside = sorted(file for file in path.iterdir() if file.is_file())
     found = [
         file

@@ -52,13 +52,18 @@ def _begins(path: Path) -> bytes:
         return file.read(len(_GZIP))
 
 
+def writable(text: str) -> str:
+    """A text that UTF-8 can hold: JSON may have halves of characters, which become `?`."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class JsonStream:
     """The members of one JSON object, or the items of one array, one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._chunks = open_bytes(path)
-        self._to_text = codecs.getincrementaldecoder("utf-8")()
+        self._to_text = codecs.getincrementaldecoder("utf-8-sig")()
         self._decode = json.JSONDecoder().raw_decode
         self._text = ""
         self._position = 0

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rrfp.errors import UsageError
-from rrfp.trace.steps import count_of
+from rrfp.trace.steps import count_of, counted
 
 
 class HangFormat(StrEnum):
@@ -74,7 +74,8 @@ def _import(paths: list[Path], out: Path, *, force: bool) -> None:
     ranks = imported.recording.ranks
     num_tasks = sum(len(rank.tasks) for rank in ranks)
     steps = {phase.step for rank in ranks for phase in rank.phases}
-    print(f"{out} has {num_tasks} tasks of {len(ranks)} ranks in {count_of(steps)}")
+    found = f"{counted(num_tasks, 'task')} of {counted(len(ranks), 'rank')}"
+    print(f"{out} has {found} in {count_of(steps)}")
 
 
 def _hang(paths: list[Path], format_: HangFormat) -> str:

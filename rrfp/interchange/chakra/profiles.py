@@ -1,12 +1,12 @@
 """A run read from Chakra execution traces, a file a rank.
 
 Nodes are read as the events of a torch profile: ranges that name tasks, sends and receives, and the
-operators that autograd paired. An execution trace tells neither its rank, which is the last number
-of the file's name, nor its process groups.
+operators that autograd paired. An execution trace tells neither its rank, which the file's name may
+tell (`rrfp.interchange.named_ranks`), nor its process groups.
 """
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rrfp.errors import RrfpError
@@ -14,6 +14,7 @@ from rrfp.interchange.chakra.nodes import Node, read_nodes
 from rrfp.interchange.kineto.file import Event, Profile
 from rrfp.interchange.kineto.host import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
 from rrfp.interchange.kineto.profiles import spans_of
+from rrfp.interchange.named_ranks import ranks_by_name
 from rrfp.interchange.ranges import is_overlapped, parse_profiler_step, parse_range
 from rrfp.interchange.spans import RankSpans, Source
 from rrfp.interchange.unnamed.calls import Transfer, kind_of_call
@@ -21,7 +22,6 @@ from rrfp.interchange.unnamed.gpu import Kernel, is_nccl_transfer
 
 _NAME = "execution trace of Chakra"
 _TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
-_LAST_NUMBER = re.compile(r"(\d{1,7})\D*")
 
 
 def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
@@ -29,14 +29,17 @@ def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Sourc
     tell no times, or no tasks."""
     profiles: list[Profile] = []
     hosts: dict[int, HostProfile] = {}
-    for path in paths:
+    numbers, notes = ranks_by_name(paths)
+    for number, path in zip(numbers, paths, strict=True):
         nodes = read_nodes(path)
-        numbers = _LAST_NUMBER.findall(path.name.removesuffix(".gz"))
-        profile = Profile(path, number=int(numbers[-1]) if numbers else -1)
+        profile = Profile(path, number=number)
         _keep_ranges(profile, nodes)
         hosts[id(profile)] = _host(path, nodes)
         profiles.append(profile)
-    return spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
+    spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
+    if any(rank.tells_waits for rank in spans):
+        return spans, source  # Our own ranges tell their rank.
+    return spans, replace(source, notes=(*source.notes, *notes))
 
 
 def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:

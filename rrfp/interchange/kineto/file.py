@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.json_stream import JsonStream
+from rrfp.interchange.json_stream import JsonStream, writable
 from rrfp.interchange.ranges import TaskRange, is_overlapped, parse_profiler_step, parse_range
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 
@@ -52,7 +52,7 @@ class Profile:
     @property
     def host(self) -> str:
         match = _OF_TENSORBOARD.match(self.path.name)
-        return match["host"] if match else self.host_name
+        return writable(match["host"] if match else self.host_name)
 
     @property
     def names_tasks(self) -> bool:

@@ -5,7 +5,7 @@ with stacks, by ranges of Megatron's names, or by the operators that autograd pa
 ran kernels, a task lasts from its first kernel to its last.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 from rrfp.errors import RrfpError
@@ -68,10 +68,8 @@ def _calls(host: HostProfile) -> Iterator[Call]:
         return
     starts_ns = [call.start_ns for call in paired]
     for event, kind in named:
-        first = bisect_right(starts_ns, event.start_ns - 1)
-        inside = (
-            call.pair
-            for call in paired[first:]
-            if call.start_ns < event.end_ns and call.kind is kind
-        )
-        yield Call(event.start_ns, event.start_ns, event.end_ns, kind, next(inside, None))
+        inside = paired[
+            bisect_left(starts_ns, event.start_ns) : bisect_left(starts_ns, event.end_ns)
+        ]
+        pair = next((call.pair for call in inside if call.kind is kind), None)
+        yield Call(event.start_ns, event.start_ns, event.end_ns, kind, pair)

@@ -16,6 +16,7 @@ from rrfp.errors import RrfpError
 from rrfp.interchange.kineto.file import Event, Profile
 from rrfp.interchange.kineto.host import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
 from rrfp.interchange.kineto.profiles import spans_of
+from rrfp.interchange.named_ranks import ranks_by_name
 from rrfp.interchange.nsight.tables import Process, Range, read_processes
 from rrfp.interchange.ranges import is_overlapped, parse_profiler_step, parse_range
 from rrfp.interchange.spans import RankSpans, Source
@@ -31,31 +32,29 @@ _TRANSFERS = {
     "nccl:recv": True,
     "ncclRecv": True,
 }
-_LAST_NUMBER = re.compile(r"(\d{1,7})\D*")
 
 
 def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
     """The spans of a run from its exports. Raises RrfpError for files that are no exports, or that
     tell no tasks."""
     found = [(path, process) for path in paths for process in read_processes(path)]
+    if len(found) == len(paths):
+        numbers, notes = ranks_by_name(paths)
+    else:
+        numbers = list(range(len(found)))
+        notes = [
+            "several processes share a file: ranks are numbered in the order of their process ids"
+        ]
     profiles: list[Profile] = []
     hosts: dict[int, HostProfile] = {}
-    for index, (path, process) in enumerate(found):
-        number = _number(path) if len(found) == len(paths) else index
-        profile = _profile(path, process, index if number is None else number)
+    for number, (path, process) in zip(numbers, found, strict=True):
+        profile = _profile(path, process, number)
         hosts[id(profile)] = _host(path, process)
         profiles.append(profile)
     spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
-    if len(found) == len(paths) or any(rank.tells_waits for rank in spans):
-        return spans, source
-    note = "several processes share a file: ranks are numbered in the order of their process ids"
-    return spans, replace(source, notes=(*source.notes, note))
-
-
-def _number(path: Path) -> int | None:
-    """The rank that a file's name ends in, as in `report_3.sqlite`."""
-    numbers = _LAST_NUMBER.findall(path.stem)
-    return int(numbers[-1]) if numbers else None
+    if any(rank.tells_waits for rank in spans):
+        return spans, source  # Our own ranges tell their rank.
+    return spans, replace(source, notes=(*source.notes, *notes))
 
 
 def _profile(path: Path, process: Process, number: int) -> Profile:

@@ -137,9 +137,12 @@ def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
 def _rows(
     path: Path, database: sqlite3.Connection, query: str, *, text_at: int | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a query, all of whose columns are whole numbers but one, which is text."""
+    """The rows of a query, all of whose columns are whole numbers but one, which is text. Rows with
+    text are of something that lasts, and begin with its start and its end."""
     for row in database.execute(query):
         numbers = [value for index, value in enumerate(row) if index != text_at]
-        if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers):
+        if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers) or (
+            text_at is not None and row[1] < row[0]
+        ):
             raise RrfpError(f"{path} has a row {str(row)[:60]} that is damaged; export it again")
         yield row

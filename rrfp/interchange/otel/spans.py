@@ -11,13 +11,15 @@ with `resourceSpans`. Spans are the host's. They name neither stages nor microba
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.json_stream import JsonStream
+from rrfp.interchange.json_stream import JsonStream, writable
+from rrfp.interchange.run_spans import listed
 from rrfp.interchange.spans import RankSpans, Source
 from rrfp.interchange.unnamed.calls import (
     Call,
@@ -30,7 +32,7 @@ from rrfp.interchange.unnamed.calls import (
 )
 from rrfp.interchange.unnamed.numbering import check_pipeline, number_calls
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.steps import counted, evaluation_step
 
 _NAME = "OpenTelemetry trace"
 _STEPS = ("megatron.train.iteration", "megatron.train_step")
@@ -81,20 +83,56 @@ def read_spans(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
         )
     sizes = {name: _size(with_tasks, name) for name in ("pipeline", "tensor", "data")}
     num_ranks = max(1 + max(with_tasks), sizes["pipeline"] * sizes["tensor"] * sizes["data"])
+    if num_ranks > MOST_OF_A_KIND:
+        raise RrfpError(
+            f"the {_NAME} says that its run had {num_ranks} ranks, and no run has more than "
+            f"{MOST_OF_A_KIND}; export it again"
+        )
+    again = {step for each in with_tasks.values() for step in _drop_repeated(each)}
     ranks = [_rank(number, each, num_ranks, sizes) for number, each in sorted(with_tasks.items())]
     check_pipeline(ranks, _NAME)
     numbered, notes = number_calls(ranks, num_ranks, _NAME)
+    if again:
+        notes.append(
+            f"{counted(len(again), 'step')} ran more than once, as in a job that was resumed "
+            f"({listed(sorted(again))}): the last time counts, and what ran before is left out"
+        )
     notes.append(_HOST_TIMES)
     return numbered, Source(_NAME, len(paths), "cpu", True, num_ranks, tuple(notes))
+
+
+def _drop_repeated(exporter: _Exporter) -> Iterator[int]:
+    """Drop what a rank did in iterations that it ran again later, and yield their numbers. Sorts
+    its spans."""
+    exporter.spans.sort(key=lambda span: span[:2])
+    latest: dict[int, _Span] = {}
+    dropped = []
+    for span in exporter.spans:
+        if span.name not in _STEPS or span.iteration is None:
+            continue
+        before = latest.get(span.iteration)
+        if before is not None and span.start_ns < before.end_ns:
+            continue  # A part of the same.
+        if before is not None:
+            dropped.append(before)
+            yield span.iteration
+        latest[span.iteration] = span
+    dropped.sort()
+    starts_ns = [span.start_ns for span in dropped]
+
+    def is_dropped(span: _Span) -> bool:
+        place = bisect_right(starts_ns, span.start_ns) - 1
+        return place >= 0 and span.start_ns < dropped[place].end_ns
+
+    exporter.spans = [span for span in exporter.spans if not is_dropped(span)]
 
 
 def _rank(
     number: int, exporter: _Exporter, num_ranks: int, sizes: Mapping[str, int]
 ) -> UnnamedRank:
     host = exporter.told.get("host.name")
-    rank = UnnamedRank(number, host if isinstance(host, str) else "unknown")
+    rank = UnnamedRank(number, writable(host) if isinstance(host, str) else "unknown")
     rank.groups = _groups(number, num_ranks, sizes)
-    exporter.spans.sort(key=lambda span: span[:2])
     steps = []
     num_evaluations = 0
     for span in exporter.spans:
@@ -110,8 +148,10 @@ def _rank(
         elif name in _EVALUATIONS:
             steps.append((span, evaluation_step(num_evaluations)))
             num_evaluations += 1
+    starts_ns = [call.launched_ns for call in rank.calls]
     for span, step in steps:
-        inside = [call for call in rank.calls if span.start_ns <= call.launched_ns < span.end_ns]
+        first = bisect_left(starts_ns, span.start_ns)
+        inside = rank.calls[first : bisect_left(starts_ns, span.end_ns)]
         if inside:
             # What surrounds the tasks is the loop's, and no part of the pipeline's step.
             rank.schedules.append(Extent(inside[0].start_ns, inside[-1].end_ns + 1))
@@ -134,7 +174,7 @@ def _groups(number: int, num_ranks: int, sizes: Mapping[str, int]) -> Groups:
 
 
 def _size(exporters: Mapping[int, _Exporter], name: str) -> int:
-    told = {each.told.get(f"dl.{name}_parallel.size") for each in exporters.values()}
+    told = [each.told.get(f"dl.{name}_parallel.size") for each in exporters.values()]
     sizes = {size for size in told if type(size) is int and 0 < size < MOST_OF_A_KIND}
     if len(sizes) > 1:
         raise RrfpError(

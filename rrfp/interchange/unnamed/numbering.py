@@ -38,7 +38,7 @@ def number_calls(
     Raises RrfpError when there is no pipeline, or when its order does not tell the microbatches.
     """
     places, notes = places_of(ranks, world_size)
-    steps, more = _steps(ranks, source)
+    steps, more = _steps(ranks, places, source)
     num_chunks = _num_chunks(ranks, steps, places, source)
     notes += [
         *more,
@@ -65,7 +65,9 @@ def check_pipeline(ranks: Sequence[UnnamedRank], source: str) -> None:
         )
 
 
-def _steps(ranks: Sequence[UnnamedRank], source: str) -> tuple[dict[int, list[_Step]], list[str]]:
+def _steps(
+    ranks: Sequence[UnnamedRank], places: dict[int, Place], source: str
+) -> tuple[dict[int, list[_Step]], list[str]]:
     """The calls of each rank by step."""
     if all(rank.schedules for rank in ranks):
         told = {rank.number: list(_told_steps(rank)) for rank in ranks}
@@ -78,6 +80,12 @@ def _steps(ranks: Sequence[UnnamedRank], source: str) -> tuple[dict[int, list[_S
         raise RrfpError(
             f"the {source} does not hold one whole step: no rank's forwards all have their "
             "backward; profile whole steps, with profiler.step() after the optimizer's"
+        )
+    if len(sizes) > 1 and max(sizes) == 1 and all(map(_is_last, places.values())):
+        raise RrfpError(
+            f"the {source} is of a last pipeline rank alone, whose {len(sizes)} forwards each have "
+            "their backward next, so that nothing tells where a step ends; import another pipeline "
+            "rank's file with it, or profile with with_stack=True"
         )
     found = {rank.number: list(_counted_steps(rank.calls, sizes)) for rank in ranks}
     num_whole = min(map(len, found.values()))
@@ -113,6 +121,10 @@ def _told_steps(rank: UnnamedRank) -> Iterator[_Step]:
             call.kind is Kind.F for call in calls
         ):
             yield number, calls
+
+
+def _is_last(place: Place) -> bool:
+    return place.pp_rank == place.num_pp_ranks - 1
 
 
 def _sizes(calls: list[Call]) -> list[int]:
