@@ -7,7 +7,7 @@ DESCRIPTIONS = {WORLD: "default_pg", PIPELINE: "PIPELINE_MODEL_PARALLEL_GROUP"}
 DONE, STARTED = "completed", "started"
 
 Entry = tuple[str, str, int, str]
-"""An operation's name, its group, its number there and its state."""
+"""An operation's name, its group, its number there and its state; `p2p:coalesced` ends a batch."""
 
 
 def dump(entries: list[Entry], num_ranks: int = 4, sizes: Any = ((8,),)) -> dict[str, Any]:
@@ -24,8 +24,8 @@ def dump(entries: list[Entry], num_ranks: int = 4, sizes: Any = ((8,),)) -> dict
                 "process_group": (group, DESCRIPTIONS[group]),
                 "collective_seq_id": sequence,
                 "p2p_seq_id": sequence,
-                "is_p2p": "-" in name,
-                "profiling_name": f"nccl:{name}",
+                "is_p2p": "-" in name or name.startswith("p2p:"),
+                "profiling_name": f"nccl:{name.removeprefix('p2p:')}",
                 "time_created_ns": 1_795_398_104_000_000_000 + number,
                 "input_sizes": sizes,
                 "output_sizes": sizes,

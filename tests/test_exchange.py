@@ -31,7 +31,6 @@ ALLOWED = {
     ("rrfp/train/ranks/exchange.py", "all_gather_object"),
     ("rrfp/train/ranks/exchange.py", "_unpickler"),
     ("rrfp/interchange/flight/dumps.py", "pickle"),
-    ("rrfp/interchange/flight/dumps.py", "Unpickler"),
     ("rrfp/interchange/flight/dumps.py", "_Unpickler"),
     ("rrfp/interchange/flight/dumps.py", "UnpicklingError"),
 }

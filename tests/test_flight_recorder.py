@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,65 @@ def test_both_halves_of_a_transfer_wait_for_nobody(
     assert all(wait["waits_for"] == [] for wait in found["waits"])
 
 
+def batch(rank: int, peer: int, number: int, state: str) -> list[Entry]:
+    """As torch writes it: the state of what ends it alone changes."""
+    return [
+        (f"send {rank}->{peer}", PIPELINE, number, "scheduled"),
+        (f"recv {rank}<-{peer}", PIPELINE, number, "scheduled"),
+        ("p2p:coalesced", PIPELINE, number, state),
+    ]
+
+
+def test_the_parts_of_a_batch_end_with_it(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = {0: batch(0, 1, 1, DONE), 1: batch(1, 0, 1, DONE), 2: [REDUCED], 3: [REDUCED]}
+    text, found = told(put(done), capsys)
+    assert text.startswith("No rank waits")
+    text, found = told(put({0: [*done[0], *batch(0, 1, 2, STARTED)]}), capsys)
+    assert text.startswith("Rank 1 never came: rank 0 waits for it in batch #2 of")
+    assert "the last that it began was batch #1 of PIPELINE_MODEL_PARALLEL_GROUP (18)" in " ".join(
+        text.split()
+    )
+    assert [(wait["rank"], wait["waits_for"]) for wait in found["waits"]] == [(0, [1])]
+    assert [part["operation"] for part in found["waits"][0]["parts"]] == ["send", "recv"]
+    _, found = told(put({1: [*done[1], *batch(1, 0, 2, STARTED)]}), capsys)
+    assert [wait["waits_for"] for wait in found["waits"]] == [[], []]
+
+
+def test_a_batch_of_collectives_is_compared_as_a_whole(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(*names: str) -> list[Entry]:
+        return [REDUCED, *((name, WORLD, 2, DONE) for name in (*names, "coalesced"))]
+
+    same = ends("all_gather", "all_reduce")
+    _, found = told(put(dict.fromkeys(range(4), same)), capsys)
+    assert found["mismatches"] == []
+    # A dump that no longer has the first part of its oldest batch.
+    _, found = told(put({2: same[2:]}), capsys)
+    assert found["mismatches"] == []
+    _, found = told(put({2: ends("all_gather", "all_gather")}), capsys)
+    assert found["mismatches"][0]["operations"] == {
+        "all_gather of [[8]], all_reduce of [[8]]": [0, 1, 3],
+        "all_gather of [[8]], all_gather of [[8]]": [2],
+    }
+
+
+def test_ranks_in_what_does_not_end_are_told_from_those_behind_them(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    late, inner = [("all_reduce", WORLD, 1, STARTED)], [("send 1->2", PIPELINE, 1, STARTED)]
+    text, _ = told(
+        put({0: late, 1: inner, 2: [("recv 2<-1", PIPELINE, 1, STARTED)], 3: late}), capsys
+    )
+    said = " ".join(text.split())
+    assert said.startswith("Rank 1 is in send #1 of PIPELINE_MODEL_PARALLEL_GROUP (18) to rank 2,")
+    assert "look at the network. Ranks 0, 3 wait for it." in said
+    text, _ = told(put({1: [], 2: []}), capsys)
+    assert text.startswith("Ranks 1, 2 never came: ranks 0, 3 wait for them in all_reduce #1 of")
+
+
 def test_a_job_that_does_not_hang_is_told(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,7 +225,7 @@ class Harmful:
         ("nccl_trace_rank_0", b"", "is no dump of torch's flight recorder"),
         ("nccl_trace_rank_0", b"\x80\x02}q\x00(", "is no dump of torch's flight recorder"),
         ("trace_0.json", b'{"entries": [', "is no dump of torch's flight recorder"),
-        ("trace", b"{}", "has no number in its name"),
+        ("trace", b"{}", "has no number at the end of its name"),
     ],
 )
 def test_what_is_no_dump_is_refused(
@@ -188,7 +248,7 @@ def test_what_is_no_dump_is_refused(
 def test_odd_entries_are_read_all_the_same(tmp_path: Path) -> None:
     content = {"pg_config": 3, "entries": [3, {}, {"process_group": "x", "frames": 7, "state": 2}]}
     (tmp_path / "trace_rank_5").write_bytes(pickle.dumps(content))
-    hang = hang_of(read_dumps([tmp_path]))
+    hang = hang_of(read_dumps([tmp_path], pytest.fail))
     assert hang.ranks == (5,)
 
 
@@ -196,14 +256,77 @@ def test_two_dumps_of_a_rank_are_refused(put: Callable[..., Path]) -> None:
     path = put({0: [REDUCED]})
     (path / "other_rank_0").write_bytes(pickle.dumps(dump([REDUCED, REDUCED])))
     with pytest.raises(RrfpError, match="are both of rank 0"):
-        read_dumps([path])
+        read_dumps([path], pytest.fail)
     with pytest.raises(RrfpError, match="there is nothing at"):
-        read_dumps([path / "none"])
+        read_dumps([path / "none"], pytest.fail)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "trace_rank_0")
+    with pytest.raises(RrfpError, match="neither a file nor a directory"):
+        read_dumps([tmp_path / "trace_rank_0"], pytest.fail)
+
+
+def test_other_files_of_a_directory_are_skipped_and_named(put: Callable[..., Path]) -> None:
+    path = put({0: [REDUCED]})
+    for name in ("train_1.log", "rank0_config.yaml", "config_7.json"):
+        (path / name).write_text("{}")
+    notes: list[str] = []
+    assert [dump.rank for dump in read_dumps([path], notes.append)] == [0]
+    assert len(notes) == 3
+    (path / "nccl_trace_rank_0").unlink()
+    with pytest.raises(RrfpError, match="has no dump of torch's flight recorder"):
+        read_dumps([path], notes.append)
+
+
+def nested(depth: int) -> list[Any]:
+    """Of few objects, and with 2 ** depth in its text."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found, found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"input_sizes": nested(40)},
+        {"process_group": (10**5000, nested(40)), "collective_seq_id": 10**5000},
+        {"profiling_name": "nccl:\ud800\x1b[31m", "time_created_ns": -(10**5000)},
+    ],
+)
+def test_what_cannot_be_printed_is_left_out(
+    odd: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = dump([("all_reduce", WORLD, 1, STARTED)], num_ranks=1)
+    content["entries"][0].update(odd)
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(content))
+    text, _ = told(tmp_path, capsys)
+    assert text.isascii()
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x80\x04]r\xff\xff\xff\x7f.", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."],
+    ids=["memo", "bytearray"],
+)
+def test_a_dump_gets_no_more_memory_than_it_fills(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "nccl_trace_rank_0").write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RrfpError, match="is no dump"):
+            read_dumps([tmp_path / "nccl_trace_rank_0"], pytest.fail)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_options_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rrfp("trace", "import", "--flight-recorder", "x", "-o", str(tmp_path / "run")) == 2
     assert "makes no run" in capsys.readouterr().err
+    assert rrfp("trace", "import", str(tmp_path), "-o", "run", "--format", "json") == 2
+    assert "--format json is for what --flight-recorder finds" in capsys.readouterr().err
     assert rrfp("trace", "import", str(tmp_path)) == 2
     assert "add -o runs/NAME" in capsys.readouterr().err
 
@@ -236,7 +359,7 @@ def hang_on_gloo(directory: str) -> None:
 
 def test_torchs_own_dumps_are_read(tmp_path: Path) -> None:
     run_ranks(3, hang_on_gloo, str(tmp_path), timeout_s=60)
-    hang = hang_of(read_dumps([tmp_path]))
+    hang = hang_of(read_dumps([tmp_path], pytest.fail))
     assert hang.never_came == (1,)
     assert [(wait.rank, wait.operation.name, wait.operation.sequence) for wait in hang.waits] == [
         (0, "all_reduce", 2),

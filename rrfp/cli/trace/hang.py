@@ -54,6 +54,7 @@ def hang_json(hang: Hang) -> str:
                     "group_description": wait.group.description,
                     "group_ranks": wait.group.ranks,
                     **_told(wait.operation),
+                    "parts": [_told(part) for part in wait.parts],
                 }
                 for wait in hang.waits
             ],
@@ -82,8 +83,9 @@ def headline(hang: Hang) -> str:
         directly = _ranks([wait.rank for wait in waiting])
         operation = _what(waiting[0].operation, waiting[0].group)
         verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
+        them = "it" if len(hang.never_came) == 1 else "them"
         return (
-            f"{_ranks(hang.never_came, first='Rank')} never came: {directly} {verb} for it in "
+            f"{_ranks(hang.never_came, first='Rank')} never came: {directly} {verb} for {them} in "
             f"{operation}."
         )
     if hang.circles:
@@ -91,9 +93,33 @@ def headline(hang: Hang) -> str:
         chain = " -> ".join(map(str, (*circle[:_MOST_RANKS], circle[0])))
         return f"Ranks wait for each other in a circle: {chain}."
     if hang.waits:
-        operation = _what(hang.waits[0].operation, hang.waits[0].group)
-        return f"All ranks came to {operation}, and it does not end: look at the network."
+        return _endless(hang)
     return "No rank waits: every operation in the dumps has ended."
+
+
+def _endless(hang: Hang) -> str:
+    """What does not end although all have come, and who waits for the ranks in it."""
+    first = next(wait for wait in hang.waits if not wait.waits_for)
+    what = _what(first.operation, first.group)
+    within = [
+        wait.rank
+        for wait in hang.waits
+        if not wait.waits_for and _what(wait.operation, wait.group) == what
+    ]
+    reached = set(within)
+    while (
+        more := {wait.rank for wait in hang.waits if reached.intersection(wait.waits_for)} - reached
+    ):
+        reached |= more
+    told = (
+        f"{_ranks(within, first='Rank')} {'is' if len(within) == 1 else 'are'} in {what}, "
+        f"{_for_whom(first)}, and it does not end: look at the network."
+    )
+    if behind := sorted(reached.difference(within)):
+        verb = "waits" if len(behind) == 1 else "wait"
+        them = "it" if len(within) == 1 else "them"
+        told += f" {_ranks(behind, first='Rank')} {verb} for {them}."
+    return told
 
 
 def _advice(hang: Hang) -> Iterator[str]:
@@ -102,8 +128,9 @@ def _advice(hang: Hang) -> Iterator[str]:
             yield f"Rank {rank} left no dump: look at its log, it may have died."
         elif operation := hang.last.get(rank):
             yield from _wrapped(
-                f"Look at rank {rank}: the last that it began was {operation.name} "
-                f"#{operation.sequence} of {operation.group}, at {_time(operation.created_ns)}"
+                f"Look at rank {rank}: the last that it began was "
+                f"{_what(operation, hang.groups[operation.group])}, at "
+                f"{_time(operation.created_ns)}"
                 f"{', ' + _short(operation.place) if operation.place else ''}."
             )
         else:
@@ -129,6 +156,8 @@ def _told(operation: Operation) -> dict[str, object]:
 
 def _what(operation: Operation, group: Group) -> str:
     match operation.name:
+        case "coalesced":
+            return f"batch #{operation.sequence} of {group.title}"
         case "send":
             return f"send #{operation.sequence} of {group.title} to rank {operation.peer}"
         case "recv":
@@ -137,8 +166,10 @@ def _what(operation: Operation, group: Group) -> str:
 
 
 def _for_whom(wait: Wait) -> str:
+    if wait.operation.name == "coalesced" and not wait.parts:
+        return "whose parts no dump has any more"
     if not wait.waits_for:
-        return "and all have come"
+        return "to which all have come"
     has = "has" if len(wait.waits_for) == 1 else "have"
     match wait.operation.name:
         case "recv":
@@ -157,6 +188,8 @@ def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
 
 
 def _time(time_ns: int) -> str:
+    if time_ns <= 0:
+        return "an unknown time"
     try:
         return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
     except (OverflowError, ValueError, OSError):

@@ -57,6 +57,11 @@ def import_run(
             )
         print(_hang(paths, format_))
         return
+    if format_ is not HangFormat.TEXT:
+        raise UsageError(
+            f"--format {format_.value} is for what --flight-recorder finds; leave it out, or add "
+            "--flight-recorder"
+        )
     if out is None:
         raise UsageError("the run needs a directory to go to; add -o runs/NAME")
     _import(paths, out, force=force)
@@ -83,5 +88,5 @@ def _hang(paths: list[Path], format_: HangFormat) -> str:
     from rrfp.interchange.flight.dumps import read_dumps
     from rrfp.interchange.flight.hang import hang_of
 
-    hang = hang_of(read_dumps(paths))
+    hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))
     return hang_json(hang) if format_ is HangFormat.JSON else hang_text(hang)

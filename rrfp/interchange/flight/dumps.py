@@ -10,18 +10,26 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from rrfp.errors import RrfpError
 
 _MOST_BYTES = 1 << 28
-_RANK = re.compile(r"(\d{1,6})(?:\.(?:pkl|pickle|json|bin|dump))?", re.ASCII)
+_RANK = re.compile(r"(?<!\d)(\d{1,6})(?:\.(?:pkl|pickle|json|bin|dump))?\Z", re.ASCII)
 _P2P = re.compile(r"(send|recv) (\d{1,6})(->|<-)(\d{1,6})", re.ASCII)
 _OF_LIBRARIES = ("/torch/", "/threading.py", "/contextlib.py", "/functools.py")
 _MOST_TEXT = 200
+_MOST_SHAPES = 32
+_MOST_NOTES = 5
+_MOST_WHOLE = 1 << 63
+_MOST_RANKS = 10_000_000
+
+
+class _NoDumpError(RrfpError):
+    """A file that is no dump, which a directory of dumps may hold as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +53,10 @@ class Operation:
 
     group: str
     name: str
-    """`all_reduce`, `send`, `recv`, ..."""
+    """`all_reduce`, `send`, `recv`, ...; `coalesced` is what ends a batch of them."""
+    is_p2p: bool
     sequence: int
-    """Counted in its group."""
+    """Counted in its group, apart for collectives and for sends and receives; one in a batch."""
     peer: int | None
     """The other rank of a send or a receive."""
     is_done: bool
@@ -70,22 +79,26 @@ class Dump:
     """From the oldest that it still has."""
 
 
-def read_dumps(paths: Sequence[Path]) -> list[Dump]:
+def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dump]:
     """The dumps in files and directories of files, by rank.
 
-    Raises RrfpError for what is no dump, and for two of one rank.
+    What else a directory holds is skipped, and `note` is told. Raises RrfpError for a file that is
+    no dump, for a directory without any, and for two dumps of one rank.
     """
-    files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     dumps: dict[int, Dump] = {}
-    for file in files:
-        rank = _rank_of(file)
-        dump = _dump(file, rank, _content(file))
-        # A directory may hold both forms of the same dumps.
-        if rank in dumps and file.stem != dumps[rank].path.stem and _differ(dump, dumps[rank]):
-            raise RrfpError(
-                f"{dumps[rank].path} and {file} are both of rank {rank}; give one dump a rank"
-            )
-        dumps[rank] = dump
+    for path in paths:
+        if not path.exists():
+            raise RrfpError(f"there is nothing at {path}")
+        if not path.is_dir() and not path.is_file():
+            raise RrfpError(f"{path} is neither a file nor a directory; give the dumps themselves")
+        for dump in _dumps_in(path, note) if path.is_dir() else [_dump(path)]:
+            other = dumps.setdefault(dump.rank, dump)
+            # A directory may hold both forms of the same dumps.
+            if dump.path.stem != other.path.stem and _differ(dump, other):
+                raise RrfpError(
+                    f"{other.path} and {dump.path} are both of rank {dump.rank}; give one dump a "
+                    "rank"
+                )
     return [dumps[rank] for rank in sorted(dumps)]
 
 
@@ -93,34 +106,48 @@ def _differ(one: Dump, other: Dump) -> bool:
     return [op.sequence for op in one.operations] != [op.sequence for op in other.operations]
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise RrfpError(f"there is nothing at {path}")
-    if not path.is_dir():
-        return [path]
-    found = sorted(
-        file for file in path.iterdir() if file.is_file() and _RANK.search(file.name) is not None
-    )
+def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
+    found: list[Dump] = []
+    skipped: list[_NoDumpError] = []
+    for file in sorted(file for file in directory.iterdir() if file.is_file()):
+        try:
+            found.append(_dump(file))
+        except _NoDumpError as error:
+            skipped.append(error)
+    for why in skipped[:_MOST_NOTES]:
+        note(f"skipped: {why}")
+    if len(skipped) > _MOST_NOTES:
+        note(f"skipped {len(skipped) - _MOST_NOTES} more files of {directory} that are no dumps")
     if not found:
         raise RrfpError(
-            f"{path} has no dump of torch's flight recorder, such as nccl_trace_rank_0; set "
+            f"{directory} has no dump of torch's flight recorder, such as nccl_trace_rank_0; set "
             "TORCH_NCCL_TRACE_BUFFER_SIZE=2000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1 in the job"
         )
     return found
 
 
 def _rank_of(file: Path) -> int:
-    *_, last = [None, *_RANK.finditer(file.name)]
-    if last is None:
-        raise RrfpError(
-            f"{file} has no number in its name, which tells the rank of a dump; name it like "
-            "nccl_trace_rank_0"
+    match = _RANK.search(file.name)
+    if match is None:
+        raise _NoDumpError(
+            f"{file} has no number at the end of its name, which tells the rank of a dump; name it "
+            "like nccl_trace_rank_0"
         )
-    return int(last[1])
+    return int(match[1])
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads containers, numbers and texts, and loads no code."""
+class _Unpickler(pickle._Unpickler):
+    """Reads containers, numbers and texts, and loads no code.
+
+    It is the one in Python, whose memory grows with what a file holds: the one in C makes room for
+    as many values as a file of a few bytes asks for.
+    """
+
+    dispatch: ClassVar = {
+        code: load
+        for code, load in pickle._Unpickler.dispatch.items()
+        if code != pickle.BYTEARRAY8[0]  # It makes room for what a file merely announces.
+    }
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
@@ -129,7 +156,7 @@ class _Unpickler(pickle.Unpickler):
 def _content(file: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > _MOST_BYTES:
-            raise RrfpError(f"{file} is larger than {_MOST_BYTES >> 20} MiB; no dump is")
+            raise _NoDumpError(f"{file} is larger than {_MOST_BYTES >> 20} MiB; no dump is")
         data = file.read_bytes()
     except OSError as error:
         raise RrfpError(f"{file} cannot be read: {error.strerror}") from None
@@ -139,21 +166,22 @@ def _content(file: Path) -> Mapping[str, Any]:
         else:
             content = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # A damaged pickle raises almost anything.
-        reason = " ".join(str(error).split())[:80] or type(error).__name__
-        raise RrfpError(
+        reason = _text(" ".join(str(error).split())[:80]) or type(error).__name__
+        raise _NoDumpError(
             f"{file} is no dump of torch's flight recorder ({reason}); give the files that the "
             "job wrote, one a rank"
         ) from None
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
-        raise RrfpError(
+        raise _NoDumpError(
             f"{file} is no dump of torch's flight recorder: it has no entries; give the files that "
             "the job wrote, one a rank"
         )
     return content
 
 
-def _dump(file: Path, rank: int, content: Mapping[str, Any]) -> Dump:
-    dump = Dump(file, rank)
+def _dump(file: Path) -> Dump:
+    dump = Dump(file, _rank_of(file))
+    content = _content(file)
     groups = content.get("pg_config")
     for key, told in groups.items() if isinstance(groups, dict) else ():
         if isinstance(told, dict):
@@ -162,7 +190,17 @@ def _dump(file: Path, rank: int, content: Mapping[str, Any]) -> Dump:
     for entry in content["entries"]:
         if isinstance(entry, dict):
             dump.operations.append(_operation(dump, entry))
+    # torch never changes the state of the entries of a batch, only that of what ends it.
+    ends = {batch_of(each): each for each in dump.operations if each.name == "coalesced"}
+    for index, each in enumerate(dump.operations):
+        if end := ends.get(batch_of(each)):
+            dump.operations[index] = replace(each, is_done=end.is_done, state=end.state)
     return dump
+
+
+def batch_of(operation: Operation) -> tuple[str, bool, int]:
+    """What the operations of a rank's batch have in common."""
+    return operation.group, operation.is_p2p, operation.sequence
 
 
 def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
@@ -181,13 +219,14 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
     return Operation(
         group,
         name,
+        is_p2p,
         _whole(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")),
         peer,
         # On gloo no operation's state changes, but a finished one is retired.
         state == "completed" or entry.get("retired") is True,
         state,
         _whole(entry.get("time_created_ns")),
-        _text(entry.get("output_sizes" if name == "recv" else "input_sizes")),
+        _shapes(entry.get("output_sizes" if name == "recv" else "input_sizes")),
         _place(entry.get("frames")),
     )
 
@@ -207,13 +246,28 @@ def _ranks(told: object) -> tuple[int, ...]:
     if isinstance(told, str):
         return tuple(map(int, re.findall(r"\d{1,7}", told)))
     if isinstance(told, list):
-        return tuple(rank for rank in told if type(rank) is int)
+        return tuple(rank for rank in told if type(rank) is int and 0 <= rank < _MOST_RANKS)
     return ()
 
 
+def _shapes(value: object) -> str:
+    """Those of a list of tensors."""
+    shapes = value[:_MOST_SHAPES] if isinstance(value, list | tuple) else ()
+    told = (
+        ", ".join(map(_text, shape[:_MOST_SHAPES])) if isinstance(shape, list | tuple) else ""
+        for shape in shapes
+    )
+    return f"[{', '.join(f'[{shape}]' for shape in told)}]"[:_MOST_TEXT]
+
+
 def _text(value: object) -> str:
-    return str("" if value is None else value)[:_MOST_TEXT]
+    """A text or a number as it may be printed; anything else is empty."""
+    if type(value) is int and abs(value) < _MOST_WHOLE:
+        return str(value)
+    if not isinstance(value, str):
+        return ""
+    return "".join(each if each.isprintable() else "?" for each in value[:_MOST_TEXT])
 
 
 def _whole(value: object) -> int:
-    return value if type(value) is int else 0
+    return value if type(value) is int and abs(value) < _MOST_WHOLE else 0

@@ -2,15 +2,16 @@
 
 Of each group a rank is at the first operation that has not ended. In a collective it waits for the
 ranks of the group that have not begun it; in a send or a receive for its peer, unless the peer has
-begun the other half. A rank that others wait for and that is in no operation never came: it is what
-to look at. Without such a rank, ranks wait for each other in a circle.
+begun the other half; in a batch for all that its parts wait for. A rank that others wait for and
+that is in no operation never came: it is what to look at. Without such a rank, ranks wait for each
+other in a circle.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rrfp.interchange.flight.dumps import Dump, Group, Operation
+from rrfp.interchange.flight.dumps import Dump, Group, Operation, batch_of
 
 _OTHER_HALF = {"send": "recv", "recv": "send"}
 
@@ -24,6 +25,8 @@ class Wait:
     operation: Operation
     waits_for: tuple[int, ...]
     """Empty where every rank has come, and the operation does not end all the same."""
+    parts: tuple[Operation, ...]
+    """Of a batch, the sends, receives or collectives in it that the dump still has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Mismatch:
     group: Group
     sequence: int
     operations: Mapping[str, tuple[int, ...]]
-    """The ranks that began each."""
+    """The ranks that began each; those of a batch are joined by commas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Hang:
     mismatches: tuple[Mismatch, ...]
     last: Mapping[int, Operation]
     """The last operation that each rank began."""
+    groups: Mapping[str, Group]
+    """By name."""
 
 
 def hang_of(dumps: Sequence[Dump]) -> Hang:
@@ -64,10 +69,11 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
             dump.rank,
             groups[operation.group],
             operation,
-            begun.missing(dump.rank, operation, groups[operation.group]),
+            begun.missing(dump.rank, parts or [operation], groups[operation.group]),
+            tuple(parts),
         )
         for dump in dumps
-        for operation in _first_pending(dump)
+        for *parts, operation in _first_pending(dump)
     ]
     waits.sort(key=lambda wait: (wait.rank, wait.operation.created_ns))
     edges: defaultdict[int, set[int]] = defaultdict(set)
@@ -83,6 +89,7 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
         tuple(_circles(edges)),
         tuple(_mismatches(dumps, groups)),
         {dump.rank: dump.operations[-1] for dump in dumps if dump.operations},
+        groups,
     )
 
 
@@ -102,15 +109,17 @@ def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
     }
 
 
-def _first_pending(dump: Dump) -> Iterator[Operation]:
-    """Of each group, the first operation that has not ended."""
-    seen = set()
+def _first_pending(dump: Dump) -> Iterator[list[Operation]]:
+    """Of each group the first operation that has not ended; of a batch all, its end last."""
+    first: dict[str, list[Operation]] = {}
     for operation in dump.operations:
-        # What ends a batch of sends and receives names no peer.
-        if operation.is_done or operation.name == "coalesced" or operation.group in seen:
-            continue
-        seen.add(operation.group)
-        yield operation
+        if not operation.is_done:
+            batch = first.setdefault(operation.group, [operation])
+            if operation is not batch[0] and batch_of(operation) == batch_of(batch[0]):
+                batch.append(operation)
+    for batch in first.values():
+        # Without such an end they are no batch: on gloo all sends have one number.
+        yield batch if batch[-1].name == "coalesced" else batch[:1]
 
 
 class _Begun:
@@ -124,22 +133,23 @@ class _Begun:
         for dump in dumps:
             for operation in dump.operations:
                 group = operation.group
-                if operation.peer is None:
+                if not operation.is_p2p:
                     last = self._last.get((dump.rank, group), -1)
                     self._last[dump.rank, group] = max(last, operation.sequence)
-                elif not operation.is_done:
+                elif operation.peer is not None and not operation.is_done:
                     self._halves.add((dump.rank, group, operation.name, operation.peer))
 
-    def missing(self, rank: int, operation: Operation, group: Group) -> tuple[int, ...]:
-        """For whom a rank waits in an operation."""
-        if operation.peer is not None:
-            other = operation.peer, operation.group, _OTHER_HALF[operation.name], rank
-            return () if other in self._halves else (operation.peer,)
-        return tuple(
-            each
-            for each in group.ranks
-            if each != rank and self._last.get((each, operation.group), -1) < operation.sequence
-        )
+    def missing(self, rank: int, parts: Sequence[Operation], group: Group) -> tuple[int, ...]:
+        """For whom a rank waits in the operations of a batch, or in a single one."""
+        found: set[int] = set()
+        for each in parts:
+            if each.peer is not None:
+                if (each.peer, each.group, _OTHER_HALF[each.name], rank) not in self._halves:
+                    found.add(each.peer)
+            elif not each.is_p2p:
+                last = {other: self._last.get((other, each.group), -1) for other in group.ranks}
+                found.update(other for other in last if last[other] < each.sequence)
+        return tuple(sorted(found - {rank}))
 
 
 def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
@@ -161,20 +171,37 @@ def _circles(edges: Mapping[int, set[int]]) -> Iterator[tuple[int, ...]]:
 
 def _mismatches(dumps: Sequence[Dump], groups: Mapping[str, Group]) -> Iterator[Mismatch]:
     """Of each group, the first number under which its ranks began different collectives."""
-    began: defaultdict[tuple[str, int], defaultdict[str, list[int]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+    began: defaultdict[tuple[str, int], dict[int, list[Operation]]] = defaultdict(dict)
     for dump in dumps:
         for operation in dump.operations:
-            if operation.peer is None and operation.name != "coalesced":
-                of = f"{operation.name} of {operation.sizes}"
-                began[operation.group, operation.sequence][of].append(dump.rank)
+            if not operation.is_p2p:
+                of_rank = began[operation.group, operation.sequence]
+                of_rank.setdefault(dump.rank, []).append(operation)
+    oldest = {dump.rank: dump.operations[0] for dump in dumps if dump.operations}
     told = set()
-    for (group, sequence), found in sorted(began.items()):
-        names = {of.partition(" of ")[0] for of in found}
-        differs = len(names) > 1 or (len(found) > 1 and "all_reduce" in names)
-        if differs and group not in told:
+    for (group, sequence), of_ranks in sorted(began.items()):
+        found: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+        for rank, operations in of_ranks.items():
+            is_batch = operations[-1].name == "coalesced"
+            # The oldest batch of a dump may have lost its first parts.
+            if not (is_batch and operations[0] is oldest[rank]):
+                found[tuple(map(_same, operations))].append(rank)
+        if len(found) > 1 and group not in told:
             told.add(group)
             yield Mismatch(
-                groups[group], sequence, {of: tuple(ranks) for of, ranks in found.items()}
+                groups[group],
+                sequence,
+                {
+                    ", ".join(
+                        f"{each.name} of {each.sizes}"
+                        for each in of_ranks[ranks[0]]
+                        if each.name != "coalesced"
+                    ): tuple(ranks)
+                    for ranks in found.values()
+                },
             )
+
+
+def _same(operation: Operation) -> str:
+    """What must be the same on all ranks."""
+    return operation.name + (operation.sizes if operation.name == "all_reduce" else "")
