@@ -97,6 +97,21 @@ def test_ranks_that_wait_for_each_other_are_a_circle(
     assert found["never_came"] == []
 
 
+def test_two_ranks_that_both_send_first_are_a_circle(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each would receive is begun, and stands behind what it sends."""
+    both = {
+        rank: [
+            (f"send {rank}->{1 - rank}", PIPELINE, 1, STARTED),
+            (f"recv {rank}<-{1 - rank}", PIPELINE, 2, "scheduled"),
+        ]
+        for rank in range(2)
+    }
+    text, _ = told(put({**both, 2: [REDUCED], 3: [REDUCED]}), capsys)
+    assert text.startswith("Ranks wait for each other in a circle: 0 -> 1 -> 0.")
+
+
 def test_different_operations_under_one_number_are_told(
     put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +129,68 @@ def test_a_rank_without_a_dump_may_have_died(
     text, found = told(put({0: waiting, 1: waiting, 2: waiting}), capsys)
     assert "Rank 3 left no dump: look at its log" in text
     assert found["ranks_without_dump"] == [3]
+
+
+def test_a_rank_that_is_late_comes_before_one_without_a_dump(
+    put: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    waiting = [REDUCED, ("all_reduce", WORLD, 2, STARTED)]
+    text, found = told(put({0: waiting, 1: [REDUCED], 2: waiting}), capsys)
+    assert text.startswith("Rank 1 never came: ranks 0, 2 wait for it in all_reduce #2 of")
+    assert "Rank 3 left no dump: look at its log" in text
+    assert found["never_came"] == [1, 3]
+    text, _ = told(put({1: waiting}), capsys)
+    assert text.startswith("Rank 3 left no dump, and ranks 0, 1, 2 wait for it in all_reduce #2 of")
+
+
+def without_config(
+    content: dict[str, Any], backend: str = "gloo", ranks: str = "[]"
+) -> dict[str, Any]:
+    """As it is on gloo: the ranks of a group without a name, and no state but that what ended is
+    retired."""
+    content["pg_config"] = {"": {"name": "", "desc": "", "ranks": ranks}}
+    for entry in content["entries"]:
+        entry["profiling_name"] = entry["profiling_name"].replace("nccl", backend)
+        entry["state"] = "scheduled"
+    return content
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_where_no_dump_tells_the_groups_all_ranks_belong_to_that_of_all(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 began nothing, and rank 2 left no dump. As JSON, torch then writes no entries."""
+
+    def write(rank: int, entries: list[Entry]) -> None:
+        content = without_config(dump(entries), ranks=f"[{rank}, {rank + 1}]")
+        if as_json and not entries:
+            del content["entries"]
+        path = tmp_path / f"trace_rank_{rank}{'.json' if as_json else ''}"
+        path.write_bytes(json.dumps(content).encode() if as_json else pickle.dumps(content))
+
+    waiting = [("all_reduce", WORLD, 1, STARTED)]
+    for rank, entries in ((0, waiting), (1, []), (3, waiting)):
+        write(rank, entries)
+    text, found = told(tmp_path, capsys)
+    assert text.startswith("Rank 1 never came: ranks 0, 3 wait for it in all_reduce #1 of")
+    assert "Look at rank 1: it began no operation at all." in text
+    assert found["ranks_without_dump"] == [2]
+    write(1, waiting)
+    write(2, waiting)
+    text, _ = told(tmp_path, capsys)
+    said = " ".join(text.split())
+    assert "to which all that left a dump have come, and it does not end: look for a rank" in said
+
+
+def test_what_nccl_gave_up_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is retired as what ended is; on gloo nothing else tells."""
+    for backend, begins in (("nccl", "Ranks 0, 1 are in all_reduce #1"), ("gloo", "No rank waits")):
+        for rank in range(2):
+            content = without_config(dump([REDUCED], num_ranks=2), backend)
+            (tmp_path / f"trace_rank_{rank}").write_bytes(pickle.dumps(content))
+        assert told(tmp_path, capsys)[0].startswith(begins)
 
 
 def test_both_halves_of_a_transfer_wait_for_nobody(
@@ -226,6 +303,8 @@ class Harmful:
         ("nccl_trace_rank_0", b"\x80\x02}q\x00(", "is no dump of torch's flight recorder"),
         ("trace_0.json", b'{"entries": [', "is no dump of torch's flight recorder"),
         ("trace", b"{}", "has no number at the end of its name"),
+        ("trace_0.json", b'{"version": "1.5", "entries": []}', "only version 2 is read"),
+        ("trace_0.json", b'{"version": [], "entries": []}', "of version unknown"),
     ],
 )
 def test_what_is_no_dump_is_refused(
@@ -259,6 +338,21 @@ def test_two_dumps_of_a_rank_are_refused(put: Callable[..., Path]) -> None:
         read_dumps([path], pytest.fail)
     with pytest.raises(RrfpError, match="there is nothing at"):
         read_dumps([path / "none"], pytest.fail)
+
+
+def test_two_jobs_are_not_mixed_silently(tmp_path: Path) -> None:
+    """Neither by files of one name, nor by dumps that cannot be of one job."""
+    for job, num_ranks in (("one", 2), ("other", 4)):
+        (tmp_path / job).mkdir()
+        content = dump([REDUCED] * num_ranks, num_ranks)
+        for rank in range(num_ranks):
+            (tmp_path / job / f"trace_rank_{rank}").write_bytes(pickle.dumps(content))
+    with pytest.raises(RrfpError, match="are both of rank 0, and differ"):
+        read_dumps([tmp_path / "one", tmp_path / "other"], pytest.fail)
+    notes: list[str] = []
+    read_dumps([tmp_path / "one", *(tmp_path / "other").glob("*_[23]")], notes.append)
+    assert len(notes) == 1
+    assert "check that they are of one job" in notes[0]
 
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
@@ -325,8 +419,10 @@ def test_a_dump_gets_no_more_memory_than_it_fills(content: bytes, tmp_path: Path
 def test_the_options_exclude_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rrfp("trace", "import", "--flight-recorder", "x", "-o", str(tmp_path / "run")) == 2
     assert "makes no run" in capsys.readouterr().err
-    assert rrfp("trace", "import", str(tmp_path), "-o", "run", "--format", "json") == 2
-    assert "--format json is for what --flight-recorder finds" in capsys.readouterr().err
+    for form in ("json", "text"):
+        assert rrfp("trace", "import", str(tmp_path), "-o", "run", "--format", form) == 2
+        sentence = f"--format {form} is for what --flight-recorder finds"
+        assert sentence in capsys.readouterr().err
     assert rrfp("trace", "import", str(tmp_path)) == 2
     assert "add -o runs/NAME" in capsys.readouterr().err
 

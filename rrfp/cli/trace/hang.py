@@ -79,15 +79,16 @@ def headline(hang: Hang) -> str:
             f"{mismatch.group.title}: {began}."
         )
     if hang.never_came:
-        waiting = [wait for wait in hang.waits if set(wait.waits_for) & set(hang.never_came)]
+        # Of a rank without a dump nobody knows how far it came.
+        known = [rank for rank in hang.never_came if rank not in hang.without_dump]
+        late = known or hang.never_came
+        waiting = [wait for wait in hang.waits if set(wait.waits_for) & set(late)]
         directly = _ranks([wait.rank for wait in waiting])
         operation = _what(waiting[0].operation, waiting[0].group)
         verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
-        them = "it" if len(hang.never_came) == 1 else "them"
-        return (
-            f"{_ranks(hang.never_came, first='Rank')} never came: {directly} {verb} for {them} in "
-            f"{operation}."
-        )
+        them = "it" if len(late) == 1 else "them"
+        told = "never came:" if known else "left no dump, and"
+        return f"{_ranks(late, first='Rank')} {told} {directly} {verb} for {them} in {operation}."
     if hang.circles:
         circle = hang.circles[0]
         chain = " -> ".join(map(str, (*circle[:_MOST_RANKS], circle[0])))
@@ -111,9 +112,12 @@ def _endless(hang: Hang) -> str:
         more := {wait.rank for wait in hang.waits if reached.intersection(wait.waits_for)} - reached
     ):
         reached |= more
+    where = "at the network"
+    if not _tells_ranks(first):
+        where = "for a rank without a dump, then at the network"
     told = (
         f"{_ranks(within, first='Rank')} {'is' if len(within) == 1 else 'are'} in {what}, "
-        f"{_for_whom(first)}, and it does not end: look at the network."
+        f"{_for_whom(first)}, and it does not end: look {where}."
     )
     if behind := sorted(reached.difference(within)):
         verb = "waits" if len(behind) == 1 else "wait"
@@ -169,7 +173,7 @@ def _for_whom(wait: Wait) -> str:
     if wait.operation.name == "coalesced" and not wait.parts:
         return "whose parts no dump has any more"
     if not wait.waits_for:
-        return "to which all have come"
+        return f"to which all {'' if _tells_ranks(wait) else 'that left a dump '}have come"
     has = "has" if len(wait.waits_for) == 1 else "have"
     match wait.operation.name:
         case "recv":
@@ -177,6 +181,11 @@ def _for_whom(wait: Wait) -> str:
         case "send":
             return "which does not receive"
     return f"{_ranks(wait.waits_for)} {has} not come"
+
+
+def _tells_ranks(wait: Wait) -> bool:
+    """Whether the dumps tell who takes part."""
+    return wait.group.tells_ranks or wait.operation.is_p2p
 
 
 def _ranks(ranks: Sequence[int], first: str = "rank") -> str:

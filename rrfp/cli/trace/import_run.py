@@ -42,8 +42,11 @@ def import_run(
         ),
     ] = False,
     format_: Annotated[
-        HangFormat, typer.Option("--format", help="How to print what --flight-recorder finds.")
-    ] = HangFormat.TEXT,
+        HangFormat | None,
+        typer.Option(
+            "--format", help="How to print what --flight-recorder finds.", show_default="text"
+        ),
+    ] = None,
 ) -> None:
     """Make a run of what other programs recorded, or say who waits for whom in a job that hangs.
 
@@ -55,9 +58,9 @@ def import_run(
                 f"--flight-recorder makes no run, so leave out -o {out}; redirect its output to "
                 "keep it"
             )
-        print(_hang(paths, format_))
+        print(_hang(paths, format_ or HangFormat.TEXT))
         return
-    if format_ is not HangFormat.TEXT:
+    if format_ is not None:
         raise UsageError(
             f"--format {format_.value} is for what --flight-recorder finds; leave it out, or add "
             "--flight-recorder"

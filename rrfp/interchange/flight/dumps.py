@@ -39,7 +39,9 @@ class Group:
     name: str
     description: str
     ranks: tuple[int, ...]
-    """Empty where no dump tells them."""
+    """Empty where the dump does not tell them."""
+    tells_ranks: bool = True
+    """Whether a dump told them; otherwise they are those that used it, if it is not of all."""
 
     @property
     def title(self) -> str:
@@ -82,8 +84,9 @@ class Dump:
 def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dump]:
     """The dumps in files and directories of files, by rank.
 
-    What else a directory holds is skipped, and `note` is told. Raises RrfpError for a file that is
-    no dump, for a directory without any, and for two dumps of one rank.
+    What else a directory holds is skipped. `note` is told, and also when dumps are not of one job.
+    Raises RrfpError for a file that is no dump, for a directory without any, and for two dumps of
+    one rank.
     """
     dumps: dict[int, Dump] = {}
     for path in paths:
@@ -94,16 +97,38 @@ def read_dumps(paths: Sequence[Path], note: Callable[[str], object]) -> list[Dum
         for dump in _dumps_in(path, note) if path.is_dir() else [_dump(path)]:
             other = dumps.setdefault(dump.rank, dump)
             # A directory may hold both forms of the same dumps.
-            if dump.path.stem != other.path.stem and _differ(dump, other):
+            if _differ(dump, other):
                 raise RrfpError(
-                    f"{other.path} and {dump.path} are both of rank {dump.rank}; give one dump a "
-                    "rank"
+                    f"{other.path} and {dump.path} are both of rank {dump.rank}, and differ; give "
+                    "one dump a rank"
                 )
-    return [dumps[rank] for rank in sorted(dumps)]
+    found = [dumps[rank] for rank in sorted(dumps)]
+    _compare_groups(found, note)
+    return found
+
+
+def _compare_groups(dumps: Sequence[Dump], note: Callable[[str], object]) -> None:
+    """Say so if the dumps cannot be of one job."""
+    told: dict[str, tuple[Path, Group]] = {}
+    for dump in dumps:
+        for name, group in dump.groups.items():
+            path, other = told.setdefault(name, (dump.path, group))
+            if not other.ranks:
+                told[name] = dump.path, group
+            elif group.ranks and group.ranks != other.ranks:
+                note(
+                    f"{path} and {dump.path} tell different ranks of {group.title}, so what is "
+                    "said of it may be wrong; check that they are of one job"
+                )
+                return
 
 
 def _differ(one: Dump, other: Dump) -> bool:
-    return [op.sequence for op in one.operations] != [op.sequence for op in other.operations]
+    began, other_began = (
+        [(*batch_of(each), each.name, each.created_ns) for each in dump.operations]
+        for dump in (one, other)
+    )
+    return began != other_began
 
 
 def _dumps_in(directory: Path, note: Callable[[str], object]) -> list[Dump]:
@@ -171,10 +196,19 @@ def _content(file: Path) -> Mapping[str, Any]:
             f"{file} is no dump of torch's flight recorder ({reason}); give the files that the "
             "job wrote, one a rank"
         ) from None
+    # As JSON, the dump of a rank that began nothing has no entries.
+    if isinstance(content, dict) and isinstance(content.get("pg_config"), dict):
+        content.setdefault("entries", [])
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise _NoDumpError(
             f"{file} is no dump of torch's flight recorder: it has no entries; give the files that "
             "the job wrote, one a rank"
+        )
+    version = _text(content.get("version", "2"))
+    if version.partition(".")[0] != "2":
+        raise RrfpError(
+            f"{file} is a dump of version {version or 'unknown'}, and only version 2 is read; "
+            "write it with a newer torch"
         )
     return content
 
@@ -186,6 +220,9 @@ def _dump(file: Path) -> Dump:
     for key, told in groups.items() if isinstance(groups, dict) else ():
         if isinstance(told, dict):
             name = _text(told.get("name") or key)
+            # gloo tells one group without a name, whose ranks are those of any.
+            if not name:
+                continue
             dump.groups[name] = Group(name, _text(told.get("desc")), _ranks(told.get("ranks")))
     for entry in content["entries"]:
         if isinstance(entry, dict):
@@ -208,7 +245,7 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
     parts = told if isinstance(told, list | tuple) and len(told) == 2 else (told, "")
     group = _text(parts[0])
     dump.groups.setdefault(group, Group(group, _text(parts[1]), ()))
-    name = _text(entry.get("profiling_name")).rpartition(":")[2]
+    backend, _, name = _text(entry.get("profiling_name")).rpartition(":")
     peer = None
     if match := _P2P.fullmatch(name):
         name, peer = match[1], int(match[4])
@@ -222,8 +259,9 @@ def _operation(dump: Dump, entry: Mapping[str, Any]) -> Operation:
         is_p2p,
         _whole(entry.get("p2p_seq_id" if is_p2p else "collective_seq_id")),
         peer,
-        # On gloo no operation's state changes, but a finished one is retired.
-        state == "completed" or entry.get("retired") is True,
+        # On gloo no operation's state changes, but a finished one is retired. NCCL retires those
+        # that failed or timed out as well.
+        state == "completed" or (entry.get("retired") is True and backend != "nccl"),
         state,
         _whole(entry.get("time_created_ns")),
         _shapes(entry.get("output_sizes" if name == "recv" else "input_sizes")),

@@ -1,18 +1,20 @@
 """Who waits for whom in a job that hangs, from the dumps of its ranks.
 
 Of each group a rank is at the first operation that has not ended. In a collective it waits for the
-ranks of the group that have not begun it; in a send or a receive for its peer, unless the peer has
-begun the other half; in a batch for all that its parts wait for. A rank that others wait for and
-that is in no operation never came: it is what to look at. Without such a rank, ranks wait for each
-other in a circle.
+ranks of the group that have not begun it; in a send or a receive for its peer, unless the peer is
+in the other half: what two ranks send each other runs one after the other, unless a batch joins it.
+In a batch it waits for all that its parts wait for. A rank that others wait for and that is in no
+operation never came: it is what to look at. Without such a rank, ranks wait for each other in a
+circle.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp.interchange.flight.dumps import Dump, Group, Operation, batch_of
 
+_OF_ALL = "default_pg"
 _OTHER_HALF = {"send": "recv", "recv": "send"}
 
 
@@ -63,6 +65,8 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
     """What a job's dumps tell of its hang."""
     groups = _groups(dumps)
     with_dump = {dump.rank for dump in dumps}
+    # Ranks are numbered without gaps.
+    numbered = range(max(with_dump, default=0))
     begun = _Begun(dumps)
     waits = [
         Wait(
@@ -80,7 +84,7 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
     for wait in waits:
         edges[wait.rank].update(wait.waits_for)
     waited_for = set().union(*edges.values()) if edges else set()
-    known = with_dump.union(*(group.ranks for group in groups.values()), waited_for)
+    known = with_dump.union(numbered, *(group.ranks for group in groups.values()), waited_for)
     return Hang(
         tuple(sorted(with_dump)),
         tuple(sorted(known - with_dump)),
@@ -94,7 +98,7 @@ def hang_of(dumps: Sequence[Dump]) -> Hang:
 
 
 def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
-    """All groups; where no dump tells a group's ranks, those that used it."""
+    """All groups; where no dump tells a group's ranks, as on gloo, those that used it."""
     found: dict[str, Group] = {}
     used: defaultdict[str, set[int]] = defaultdict(set)
     for dump in dumps:
@@ -103,10 +107,13 @@ def _groups(dumps: Sequence[Dump]) -> dict[str, Group]:
                 found[name] = group
         for operation in dump.operations:
             used[operation.group].add(dump.rank)
-    return {
-        name: group if group.ranks else Group(name, group.description, tuple(sorted(used[name])))
-        for name, group in found.items()
-    }
+    last_rank = max((dump.rank for dump in dumps), default=-1)
+    for name, group in found.items():
+        if not group.ranks:
+            is_of_all = group.description == _OF_ALL
+            ranks = range(1 + last_rank) if is_of_all else sorted(used[name])
+            found[name] = replace(group, ranks=tuple(ranks), tells_ranks=False)
+    return found
 
 
 def _first_pending(dump: Dump) -> Iterator[list[Operation]]:
@@ -129,15 +136,20 @@ class _Begun:
         self._last: dict[tuple[int, str], int] = {}
         """The last number of a rank's collectives in a group."""
         self._halves: set[tuple[int, str, str, int]] = set()
-        """The sends and receives of a rank that have not ended: group, name and peer."""
+        """The sends and receives that a rank is in: group, name and peer."""
         for dump in dumps:
+            batches = {batch_of(each) for each in dump.operations if each.name == "coalesced"}
+            first: dict[tuple[str, int], Operation] = {}
             for operation in dump.operations:
                 group = operation.group
                 if not operation.is_p2p:
                     last = self._last.get((dump.rank, group), -1)
                     self._last[dump.rank, group] = max(last, operation.sequence)
                 elif operation.peer is not None and not operation.is_done:
-                    self._halves.add((dump.rank, group, operation.name, operation.peer))
+                    before = first.setdefault((group, operation.peer), operation)
+                    batch = batch_of(operation)
+                    if operation is before or (batch == batch_of(before) and batch in batches):
+                        self._halves.add((dump.rank, group, operation.name, operation.peer))
 
     def missing(self, rank: int, parts: Sequence[Operation], group: Group) -> tuple[int, ...]:
         """For whom a rank waits in the operations of a batch, or in a single one."""
