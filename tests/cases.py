@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from math import exp, log
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from tests.naive_dispatcher import Checked, NaiveDispatcher
 from tests.virtual_time import Decider, History, Node, Sets, World, play
@@ -48,6 +49,10 @@ class Case:
     num_members: int
     collectives: tuple[Sets, ...]
     """By stage, the members that share a collective inside its tasks."""
+    sizes: Sizes | None = None
+    """What microbatches keep, by stage."""
+    budgets: tuple[int, ...] | None = None
+    """By rank, the hold in bytes."""
 
     @property
     def binds(self) -> bool:
@@ -85,11 +90,18 @@ class Case:
         policy = self.policy(order)
         return [
             [
-                make(self.shape, rank, policy, group_of.get(member))
+                make(self.shape, rank, policy, group_of.get(member), **self.memory(rank))
                 for member in range(self.num_members)
             ]
             for rank in range(self.shape.num_ranks)
         ]
+
+    def memory(self, rank: int) -> dict[str, Any]:
+        """What a dispatcher of this rank is told of memory."""
+        if self.sizes is None:
+            return {}
+        sizes = self.sizes.of(self.shape.stages_of(rank))
+        return {"sizes": sizes, "budget": None if self.budgets is None else self.budgets[rank]}
 
     def policy(self, order: Order | None = None) -> Policy:
         """What steers the step, its places counted in that order; `w` and the rule are left out
@@ -152,10 +164,12 @@ class Case:
         )
 
 
-def validated(shape: Shape, rank: int, policy: Policy, group: Group | None = None) -> Dispatcher:
+def validated(
+    shape: Shape, rank: int, policy: Policy, group: Group | None = None, **memory: Any
+) -> Dispatcher:
     """A dispatcher that checks its books, unless its rank has very many tasks."""
     is_small = shape.num_tasks_of_a_rank <= MOST_TASKS_VALIDATED
-    return Dispatcher(shape, rank, policy, group, validate=is_small)
+    return Dispatcher(shape, rank, policy, group, validate=is_small, **memory)
 
 
 def connected(num_members: int, partitions: Sequence[Sets]) -> list[list[int]]:
@@ -208,6 +222,26 @@ def random_case(
     )
 
 
+def random_case_in_bytes(seed: int, *, max_members: int = MAX_MEMBERS) -> Case:
+    """A step bound in bytes: sizes over a factor of 100, budgets by rank from the least that is
+    accepted, more often tight than loose; where the backward is split, W may be owed a part."""
+    case = random_case(seed, max_members=max_members, dispatch=Dispatch.READY)
+    rng = random.Random(seed + 1)
+    shape = case.shape
+    kept = [
+        [int(10 ** rng.uniform(2, 4)) for _ in range(shape.num_microbatches)]
+        for _ in range(shape.num_stages)
+    ]
+    owed = None
+    if rng.random() < 0.5:
+        owed = [[int(size * rng.random()) for size in row] for row in kept]
+    sizes = Sizes(kept, owed)
+    least = [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
+    slack = rng.choice([1.0, 1.0, 1.2, 2.0, 5.0])
+    budgets = tuple(int(each * rng.uniform(1, slack)) for each in least)
+    return replace(case, limit=None, hold=None, sizes=sizes, budgets=budgets)
+
+
 def cases(*, max_members: int = MAX_MEMBERS) -> st.SearchStrategy[Case]:
     return SEEDS.map(partial(random_case, max_members=max_members))
 
@@ -221,7 +255,7 @@ def _random_hint(rng: random.Random, shape: Shape, dispatch: Dispatch) -> tuple[
     if shape.num_chunks == 1:
         names += ["1f1b", "zb-h1"]
     elif shape.placement is Placement.V:
-        names += ["zb-v"]
+        names += ["zb-v", "v-half", "v-min"]
     elif shape.num_microbatches % shape.num_ranks == 0:
         names += ["interleaved"]
     name = rng.choice(names)

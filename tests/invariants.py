@@ -1,9 +1,10 @@
 """What must hold of every step, under any policy, computed from its history alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rrfp.schedule.order import Order
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import History, Node, NodeHistory
 
@@ -16,12 +17,15 @@ def check_step(
     limit: int | None = None,
     hold: int | None = None,
     order: Order | None = None,
+    sizes: Sizes | None = None,
+    budgets: Sequence[int] | None = None,
 ) -> None:
     """Every task once and after its prerequisites, one at a time, D and the slots in use within
     their bounds, idle time accounted for, the counts right, one sequence in a group; and the
     step ended.
 
-    `limit` is the limit on D (which chunks may overshoot by their number), `hold` is in slots.
+    `limit` is the limit on D (which chunks may overshoot by their number), `hold` is in slots,
+    `sizes` are by stage, and `budgets` in bytes by rank.
     """
     shape = history.shape
     # D passes the limit only while a microbatch is finished whose forwards are not all run.
@@ -31,6 +35,8 @@ def check_step(
         assert set(happened.tasks) <= set(shape.tasks_of(node.rank)), f"{node} ran another's task"
         _check_time(happened)
         _check_counts(shape, node, happened, limit, hold)
+        if sizes is not None:
+            _check_bytes(shape, node, happened, sizes, budgets)
         if order is not None:
             _check_places(order.rows[node.rank], happened)
     _check_sequences(history)
@@ -66,6 +72,29 @@ def _check_counts(
         assert limit is None or depth <= limit, f"D is {depth} on {node}, above {limit}"
         assert hold is None or held <= hold, f"{node} uses {held} slots of {hold}"
         assert shape.stage_of(node.rank, run.chunk) == task.stage, f"{task} in chunk {run.chunk}"
+
+
+def _check_bytes(
+    shape: Shape,
+    node: Node,
+    happened: NodeHistory,
+    sizes: Sizes,
+    budgets: Sequence[int] | None,
+) -> None:
+    kept: dict[tuple[int, int], int] = {}
+    for _, _, run in happened.ran:
+        stage, kind, microbatch = run.task
+        if kind is F and B in shape.kinds:
+            kept[stage, microbatch] = sizes.kept[stage][microbatch]
+        elif kind is B and shape.splits_backward:
+            if sizes.owed is not None:
+                kept[stage, microbatch] = sizes.owed[stage][microbatch]
+        elif kind is not F:
+            del kept[stage, microbatch]
+        used = sum(kept.values())
+        assert run.held_bytes == used, f"{run.task} states {run.held_bytes} bytes, not {used}"
+        budget = None if budgets is None else budgets[node.rank]
+        assert budget is None or used <= budget, f"{node} uses {used} bytes of {budget}"
 
 
 def _check_places(row: tuple[Task, ...], happened: NodeHistory) -> None:

@@ -7,14 +7,17 @@ against it at every stimulus, and a subclass that breaks one rule is a wrong pol
 
 from collections import Counter
 from collections.abc import Iterable
+from fractions import Fraction
 
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.hints.alternation import Alternation
 from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.hold import Bytes
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import Decider
@@ -31,14 +34,24 @@ class NaiveDispatcher:
         rank: int,
         policy: Policy,
         group: Group | None = None,
+        *,
+        sizes: Sizes | None = None,
+        budget: int | None = None,
     ) -> None:
         order = policy.order
+        self.rank = rank
+        self.sizes = sizes
         binds = policy.dispatch is Dispatch.READY and B in shape.kinds
         self.shape = shape
         self.hint = policy.hint
         self.limit = policy.limit if binds else None
         hold = policy.hold
-        self.hold = int(hold * shape.num_chunks) if binds and hold is not None else None
+        self.hold = None
+        if binds and isinstance(hold, int | Fraction):
+            self.hold = int(hold * shape.num_chunks)
+        if budget is None and isinstance(hold, Bytes):
+            budget = hold.num
+        self.budget = budget if binds else None
         self.w = policy.w
         self.rule = policy.agreement
         self.group = group if group is not None else Group(1, leads=True)
@@ -98,13 +111,52 @@ class NaiveDispatcher:
         if self.drains():
             next_one = self.next_of_smallest_microbatch()
             return [task for task in here if task.kind is W or task == next_one]
-        return [task for task in here if self.permits(task)]
+        return [task for task in here if self.permits(self.first_of_its_chunk(task, here))]
+
+    def first_of_its_chunk(self, task: Task, here: list[Task]) -> Task:
+        """The forward that this one may not overtake; a task of another kind is its own."""
+        if task.kind is not F or self.budget is None:
+            return task
+        alike = [other for other in here if other.kind is F and other.stage == task.stage]
+        rank_by = self.preference if isinstance(self.hint, Alternation) else self.place
+        return min(alike, key=rank_by)
 
     def permits(self, task: Task) -> bool:
+        if self.budget is not None and task.kind is F:
+            return self.used() + self.size(task) <= self.budget - self.reserve(task.stage)
         if self.hold is not None and task.kind is F:
             slots_for_deeper_chunks = self.shape.num_chunks - 1 - self.shape.chunk_of(task.stage)
             return self.held() < self.hold - slots_for_deeper_chunks
         return task.kind is not F or not self.is_at_limit()
+
+    def size(self, forward: Task) -> int:
+        assert self.sizes is not None
+        return self.sizes.kept[self.shape.chunk_of(forward.stage)][forward.microbatch]
+
+    def used(self) -> int:
+        """Bytes kept: of a forward until its backward all, until its W what is owed to that."""
+        if self.sizes is None or B not in self.shape.kinds:
+            return 0
+        used = 0
+        for task in self.done:
+            if task.kind is not F or task._replace(kind=self.shape.kinds[-1]) in self.done:
+                continue
+            rows = self.sizes.kept
+            if self.sizes.owed is not None and task._replace(kind=B) in self.done:
+                rows = self.sizes.owed
+            used += rows[self.shape.chunk_of(task.stage)][task.microbatch]
+        return used
+
+    def reserve(self, stage: int) -> int:
+        """What the rank's deeper chunks may still need: of each the largest forward left."""
+        return sum(
+            max(
+                (self.size(f) for f in self.unfinished if f.kind is F and f.stage == deeper),
+                default=0,
+            )
+            for deeper in self.shape.stages_of(self.rank)
+            if deeper > stage
+        )
 
     def is_at_limit(self) -> bool:
         return self.limit is not None and self.depth() >= self.limit
@@ -192,6 +244,7 @@ class NaiveDispatcher:
             self.held(),
             kinds.count(F),
             kinds.count(B),
+            self.used(),
         )
 
     # Waits.
@@ -222,7 +275,7 @@ class NaiveDispatcher:
         elif self.permitted(self.arrived[0]):
             return Cause.COORDINATION
         elif here:
-            return Cause.LIMIT if self.hold is None else Cause.HOLD
+            return Cause.LIMIT if self.hold is None and self.budget is None else Cause.HOLD
         best = self.best_unfinished()
         forward = Task(best.stage, F, best.microbatch)
         return Cause.BACKWARD_INPUT if forward in self.done else Cause.FORWARD_INPUT

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hold import described_hold
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
@@ -62,7 +63,7 @@ def simulated(
         "dispatch": str(policy.dispatch),
         "links": links,
         "limit": policy.limit,
-        "hold": policy.hold,
+        "hold": described_hold(policy.hold),
         "w": str(policy.w),
         "agreement": str(policy.agreement),
     }

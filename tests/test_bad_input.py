@@ -339,7 +339,7 @@ SIMULATE = ("simulate", "--pp", "4", "--microbatches", "8")
         ("--limit 1.5", "--limit is '1.5'; it must be a whole number from 1 to 9"),
         (
             "--hold 9999999999",
-            "--hold is '9999999999'; it must be a whole number from 1 to 999999999",
+            "--hold is '9999999999'; write 12 (microbatches), 1500000B, 512MiB, 40GiB, 1.0x",
         ),
         ("--chunks none", "--chunks is 'none'; it must be a whole number from 1 to 9"),
         ("--tp 1000000", "4000000 processes with --chunks 1 and --microbatches 8 run 32000000 "),

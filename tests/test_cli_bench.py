@@ -67,7 +67,7 @@ def test_the_json_that_others_rely_on(run: Run, made_up: MadeUp) -> None:
     assert first["gradients_agree"] is True
     assert {(row["hold"], row["limit"], row["admit"]) for row in rows[1:]} == {
         (hold, limit, admit)
-        for hold, limit in ((None, 32), (3, None), (5, None), (6, None))
+        for hold, limit in ((None, 32), ("1.0x", None), ("1.5x", None), ("2.0x", None))
         for admit in ("given", "pyramid")
     }
     assert made_up.launched == [(3, 1)]
@@ -133,9 +133,9 @@ def test_what_is_there_is_printed_again_without_a_race(run: Run, made_up: MadeUp
         (("rq1", "--system=fast"), "'fast' is not a system"),
         (("rq1", "--profile=nothing"), "is not costs"),
         (("rq1", "--profile=language+wind:3"), "wind"),
-        (("rq1", "--hold=none"), "--hold takes a number"),
+        (("rq1", "--hold=none"), "; write 12 (microbatches)"),
         (("rq1", "--task-ms=nan"), "'--task-ms'"),
-        (("rq1", "--hold=banana", "--system=torch-zbv"), "--hold takes a number"),
+        (("rq1", "--hold=banana", "--system=torch-zbv"), "; write 12 (microbatches)"),
         (("rq1", "--out=/proc/race"), "directory /proc/race cannot be made"),
         (("rq1", "--nnodes=2", "--out=o"), "--rdzv-endpoint"),
         (("rq1", "--nnodes=2", "--rdzv-endpoint=a:1"), "several hosts need --out DIR"),

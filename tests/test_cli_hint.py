@@ -53,7 +53,7 @@ def test_show_gives_the_order_on_stdout_and_the_grid_on_stderr(
 
 @pytest.mark.parametrize("name", HINTS)
 def test_what_show_prints_is_an_order_file_that_can_bind(run: Run, name: str) -> None:
-    flags = {"zb-v": V, "interleaved": ["--chunks", "2"]}.get(name, [])
+    flags = {"zb-v": V, "v-half": V, "v-min": V, "interleaved": ["--chunks", "2"]}.get(name, [])
     code, out, _ = run("show", name, *sizes(3, 6), *flags)
     assert code == 0
     Path("order.csv").write_text(out)

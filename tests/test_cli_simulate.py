@@ -101,7 +101,10 @@ def test_the_defaults(run: Run) -> None:
     assert row.pop("load_s") == pytest.approx(work_s)
     assert row.pop("ratio_to_load") == pytest.approx(total_s / work_s)
     assert row.pop("bubble_fraction") == pytest.approx(1 - work_s / total_s)
-    assert len(row.pop("peak_held")) == 3
+    # The preset's microbatches keep 1 GB on each rank.
+    held = row.pop("peak_held")
+    assert len(held) == 3
+    assert row.pop("peak_held_bytes") == [10**9 * each for each in held]
     assert row.pop("bound_s") == pytest.approx(total_s)
     assert row == {"ratio_to_floor": 1, "ratio_to_first": 1, "spread": 0}
 
@@ -222,8 +225,8 @@ def test_csv_says_the_same(run: Run) -> None:
     lines = list(csv.DictReader(io.StringIO(out)))
     assert len(lines) == 2
     for line, row in zip(lines, rows, strict=True):
-        held = row.pop("peak_held")
-        assert [float(part) for part in line.pop("peak_held").split()] == held
+        for name in ("peak_held", "peak_held_bytes"):
+            assert [float(part) for part in line.pop(name).split()] == row.pop(name)
         for name, value in row.pop("makespan_s").items():
             assert float(line.pop(f"{name}_s")) == value
         assert line == {name: "" if value is None else str(value) for name, value in row.items()}

@@ -184,7 +184,7 @@ def test_check_tells_a_whole_trace_from_a_damaged_one(
     recording = make_recording(4, 6, 5)
     steps_ns = [p.end_ns - p.start_ns for p in recording.ranks[3].phases if p.phase == "schedule"]
     cost = f"at most {5 * 900 / sum(steps_ns):.2%} of a rank's time in its steps"
-    assert out == f"runs/one/trace.pftrace is whole; recording it took {cost}\n"
+    assert out == f"runs/one/trace.pftrace is whole\nRecording it took {cost}\n"
     damaged = make_recording(3, 4, 2)
     del damaged.ranks[1].receives[0]
     write_trace(run / "trace.pftrace", damaged)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
-from rrfp.schedule.shape import Shape
+from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.bounds import floor
 from rrfp.simulate.play import play
 from rrfp.simulate.world import World
@@ -64,3 +64,20 @@ def test_zb_h1_has_its_paper_s_bubble_and_a_larger_one_where_w_is_longest(
     assert floor_ns <= makespan
     bubble = makespan - shape.num_microbatches * (f + b + w)
     assert bubble == (ranks - 1) * (f + b - min(f, b, w))
+
+
+@examples(quick=30, thorough=500)
+@given(ranks=st.integers(1, 12), more=st.integers(2, 12), time=TIMES)
+def test_v_half_and_v_min_have_half_and_two_thirds_of_1f1b_s_bubble(
+    ranks: int, more: int, time: int
+) -> None:
+    # Qi et al. 2024 (arXiv 2405.15362): about N/2M and 2N/3M of the load where F, B and W are
+    # equal. On chunks of half a rank's times 1F1B idles for 6(N - 1).
+    idle = {
+        "v-half": max(ranks - 1, 3 * ranks - (4 if ranks % 2 else 7)),
+        "v-min": max(ranks - 1, 4 * ranks - (5 if ranks % 3 else 7)),
+    }
+    shape = Shape(ranks, ranks + more, 2, Placement.V)
+    for name, bubble in idle.items():
+        makespan, floor_ns = makespan_and_floor(name, shape, time, time, time)
+        assert floor_ns <= makespan == (6 * shape.num_microbatches + bubble) * time

@@ -207,7 +207,10 @@ SLOW = "[[links.slow]]\nsender = {}\nreceiver = {}\nfactor = {}\n"
         ("seconds = { F = '1', B = 1, W = 1 }", "F is '1'"),
         ("seconds = { G = 1 }", "must be F or B or W"),
         ("seconds = { F = 0, B = 0, W = 1e-10 }", "gives every task less than a nanosecond"),
-        (GOOD + "second = 3", "has no 'second'; it has seconds, length, lengths, ranks, links"),
+        (
+            GOOD + "second = 3",
+            "has no 'second'; it has seconds, bytes, bytes_owed_to_w, length, lengths",
+        ),
         (GOOD + "length = 'text'", "length 'text' is not in [lengths], which has none"),
         (GOOD + "lengths = { text = 4 }", "text is 4; it must be a number from 0 to 3"),
         (GOOD + "[[ranks]]\nseconds = { F = 1 }", "needs one of pp_ranks, first_share"),
@@ -448,7 +451,7 @@ EXAMPLES = re.findall(
 )
 
 
-@pytest.mark.parametrize(("language", "example"), EXAMPLES, ids=["table", "rows", "model"])
+@pytest.mark.parametrize(("language", "example"), EXAMPLES, ids=["table", "rows", "bytes", "model"])
 def test_the_examples_of_the_documentation(tmp_path: Path, language: str, example: str) -> None:
     shape = Shape(8, 2, 2) if language == "toml" else Shape(1, 4)
     times = step(tmp_path / f"costs.{language}", example, shape).times

@@ -12,10 +12,10 @@ from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind
 
 SHAPES = {
-    "zb-v": Shape(2, 4, 2, Placement.V),
+    **dict.fromkeys(("zb-v", "v-half", "v-min"), Shape(2, 4, 2, Placement.V)),
     "interleaved": Shape(2, 4, 2),
 }
-SPLIT = {"bfw", "bfw-deep", "zb-h1", "zb-v"}
+SPLIT = {"bfw", "bfw-deep", "zb-h1", "zb-v", "v-half", "v-min"}
 
 
 def test_the_names_are_those_of_the_command_line() -> None:
@@ -31,6 +31,8 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "gpipe",
         "zb-h1",
         "zb-v",
+        "v-half",
+        "v-min",
         "interleaved",
     )
 

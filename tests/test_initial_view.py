@@ -14,7 +14,7 @@ from rrfp.analyze import initial_view
 from rrfp.analyze.initial_view import find_initial_view
 from rrfp.errors import RrfpError
 from rrfp.trace.initial_view import InitialView, Preset, typical_step, widened, worst_step
-from rrfp.trace.perfetto.tracks import COUNTER_TRACKS, PATH_OF_CATEGORY, stage_path
+from rrfp.trace.perfetto.tracks import COUNTERS_OF_TASKS, PATH_OF_CATEGORY, stage_path
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import PhaseRecord, RankInfo, RankRecords, Recording
 from tests.recordings import make_recording
@@ -100,7 +100,7 @@ def test_a_preset_pins_its_tracks_and_opens_a_workspace_of_them(
     preset: Preset, tracks: set[str]
 ) -> None:
     names = {name for path in PATH_OF_CATEGORY.values() for _, name in path}
-    names |= {*COUNTER_TRACKS, "send to stages 0 7", "receive from stage 1"}
+    names |= {*COUNTERS_OF_TASKS, "send to stages 0 7", "receive from stage 1"}
     commands = _commands(InitialView(preset=preset))
     assert [name for name, _ in commands if name != "ExpandTracksByRegex"] == [
         "PinTracksByRegex",

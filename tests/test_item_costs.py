@@ -98,7 +98,7 @@ def test_a_function_of_a_module_in_the_current_directory(
         ("weigh", "'weigh' is not a microbatch's cost; choose work, tokens, patches, or MODULE:"),
         ("scales:weigh:item", "is not a microbatch's cost"),
         ("scales.py", "'scales.py' is not a microbatch's cost"),
-        ("scales:height", "scales has no function 'height'; name one that weighs an item"),
+        ("scales:height", "scales has no function 'height'; name one that takes an item"),
         ("scales:weight", "scales has no function 'weight'"),
         ("none:weigh", "cannot be imported: ModuleNotFoundError: No module named 'none'"),
         (".:weigh", "cannot be imported: "),

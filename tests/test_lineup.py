@@ -1,5 +1,6 @@
 """What presets and flags make a race of."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from rrfp.race.presets import PRESETS, SCALES, preset_named
 from rrfp.race.runner import Hosts, check
 from rrfp.race.systems import SYSTEMS
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.hold import Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.costs.table import preset
 from tests.races import tiny_lineup
 
 
@@ -38,7 +42,7 @@ def test_the_first_preset_has_all_that_people_use() -> None:
             *(
                 (name, bound)
                 for name in ("bf", "bfw", "bf-deep", "bfw-deep", "zb-v")
-                for bound in ("limit 32", "hold 8", "hold 12", "hold 16")
+                for bound in ("limit 32", "hold 1.0x", "hold 1.5x", "hold 2.0x")
             ),
         ]:
             assert (profile, name, bound, Admit.GIVEN) in rows
@@ -139,23 +143,53 @@ def test_costs_of_chunks_are_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "pp", "bound"),
+    ("text", "bound"),
     [
-        ("paper", 8, (32, None)),
-        ("limit 4", 8, (4, None)),
-        ("hold 8", 4, (None, 8)),
-        ("hold 1.5x", 8, (None, 12)),
-        ("hold 1.5x", 3, (None, 5)),
+        ("paper", (32, None)),
+        ("limit 4", (4, None)),
+        ("hold 8", (None, 8)),
+        ("hold 40GiB", (None, Bytes(40 * 2**30))),
+        ("hold 1.5x", (None, ShareOf1F1B(Fraction(3, 2)))),
     ],
 )
-def test_bounds(text: str, pp: int, bound: tuple[int | None, int | None]) -> None:
-    assert read_bound(text, pp) == bound
+def test_bounds(text: str, bound: tuple[int | None, Hold | None]) -> None:
+    assert read_bound(text) == bound
+
+
+def test_a_share_of_1f1bs_bytes_is_the_same_number_for_all_systems() -> None:
+    lineup = tiny_lineup("rq1", profiles=("multimodal",))
+    holds = {
+        entry.settings.policy.hold
+        for row in lineup.rows
+        for entry in [lineup.entries[row.entry]]
+        if row.bound == "hold 1.0x"
+    }
+    (hold,) = holds
+    assert isinstance(hold, Bytes)
+    shape = Shape(lineup.rows[0].case.pp, lineup.rows[0].case.microbatches)
+    settings = next(iter(lineup.entries.values())).settings
+    peaks = []
+    for number in range(settings.num_steps):
+        sizes = preset("multimodal").step(shape, settings.run.seed + number, 0).sizes
+        assert sizes is not None
+        for rank, row in enumerate(sizes.kept):
+            width = shape.num_ranks - rank
+            peaks += [sum(row[first : first + width]) for first in range(len(row))]
+    assert hold.num == max(peaks)
+
+
+def test_costs_without_bytes_hold_microbatches_of_one_size(tmp_path: Path) -> None:
+    costs = tmp_path / "even.toml"
+    costs.write_text("seconds = { F = 1, B = 1, W = 1 }\n")
+    lineup = tiny_lineup("rq1", profiles=(str(costs),))
+    holds = {lineup.entries[row.entry].settings.policy.hold for row in lineup.rows}
+    assert holds == {None, lineup.rows[0].case.pp}
 
 
 @pytest.mark.parametrize("text", ["hold 0", "hold 0x", "hold -1", "hold many", "hold 1.5", "hold "])
 def test_bounds_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match="--hold takes a number"):
-        read_bound(text, 8)
+    with pytest.raises(UsageError, match=r"--hold is '.*'; write 12 \(microbatches\)"):
+        read_bound(text)
 
 
 def test_costs_with_slow_messages_are_torchs_too(tmp_path: Path) -> None:

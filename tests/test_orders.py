@@ -41,6 +41,8 @@ def peaks_held(order: Order) -> list[int]:
         ("interleaved", Shape(4, 8, 2), "interleaved-4x8"),
         ("zb-v", v(4, 8), "zb-v-4x8"),
         ("zb-v", v(4, 3), "zb-v-4x3"),
+        ("v-half", v(4, 8), "v-half-4x8"),
+        ("v-min", v(4, 8), "v-min-4x8"),
     ],
 )
 def test_golden_orders(
@@ -76,6 +78,8 @@ def test_an_order_has_every_task_once_and_runs_to_its_end(
         ("gpipe", LAYOUTS),
         ("zb-h1", LAYOUTS[:1]),
         ("zb-v", [(2, Placement.V)]),
+        ("v-half", [(2, Placement.V)]),
+        ("v-min", [(2, Placement.V)]),
         ("interleaved", [(2, Placement.LOOP), (4, Placement.LOOP)]),
     ],
 )

@@ -53,11 +53,20 @@ def test_no_entry_always_goes_first_or_after_the_same_one() -> None:
 def test_a_rank_that_is_done_waits_for_the_last_one() -> None:
     """As it does before its own call, when another rank has been called already."""
     ns = torch.tensor(
-        [[0, 8, 5, 1, 0, 3, 10, 0], [1, 10, 6, 2, 1, 4, 10, 1]], dtype=torch.float64
-    ) * torch.tensor([10**9] * 5 + [1] * 3)
+        [[0, 8, 5, 1, 0, 3, 10, 0, 70], [1, 10, 6, 2, 1, 4, 10, 1, 50]], dtype=torch.float64
+    ) * torch.tensor([10**9] * 5 + [1] * 4)
     (entry,) = entries_of(1, 1)
     assert ranks_of_race.turn_of(entry, 0, ns) == Turn(
-        "0", 0, 10.0, 5.5, (1 + 2 + 2 + 1) / 2, 0.5, 4.0, num_tasks=20, num_over=1
+        "0",
+        0,
+        10.0,
+        5.5,
+        (1 + 2 + 2 + 1) / 2,
+        0.5,
+        4.0,
+        num_tasks=20,
+        num_over=1,
+        peak_held_bytes=70,
     )
 
 

@@ -165,3 +165,9 @@ def test_a_sample_trace_is_small_whole_and_explained(
     monkeypatch.setattr(sys, "argv", ["rrfp", "trace", "check", str(trace)])
     assert cli.main() == 0
     assert "is whole" in capsys.readouterr().out
+
+
+def test_the_guide_shows_the_screen_of_memory() -> None:
+    guide = (ROOT / "docs" / "guide" / "analyze.md").read_text()
+    screen = (ROOT / "tests" / "golden" / "screens" / "memory.txt").read_text()
+    assert f"```\n{screen}```\n" in guide

@@ -18,8 +18,9 @@ from rrfp.analyze.html import element, page, paragraph, table, text
 from rrfp.analyze.report.page import report, report_of
 from rrfp.cli import main as cli
 from rrfp.replay.step_sample import StepSample
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.hold import Bytes
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.reader import TraceContents, read_contents
 from rrfp.trace.perfetto.writer import write_trace
@@ -110,9 +111,9 @@ def cleared(name: str) -> Harm:
     return harm
 
 
-def replayable(hint: str = "bf", **bounds: Any) -> Recording:
+def replayable(hint: str = "bf", sizes: Sizes | None = None, **bounds: Any) -> Recording:
     policy, shape = policy_of(hint, Shape(3, 6), **bounds)
-    world = World(equal_times(shape, 10, 8, 7), transfer=lambda *_: 4)
+    world = World(equal_times(shape, 10, 8, 7), transfer=lambda *_: 4, sizes=sizes)
     return simulated_run(policy, shape, [world], num_steps=3)
 
 
@@ -120,9 +121,10 @@ def test_a_report_has_every_part() -> None:
     page = read(replayable(limit=1))
     headings = [attrs.get("id") for tag, attrs in page.elements if tag == "section"]
     assert headings == [
-        *("findings", "bubbles", "step", "order", "links", "times", "whatif", "settings", "health")
+        *("findings", "bubbles", "step", "order", "memory", "links", "times", "whatif"),
+        *("settings", "health"),
     ]
-    assert (page.count("h1"), page.count("h2")) == (1, 9)
+    assert (page.count("h1"), page.count("h2")) == (1, 10)
     assert page.count("table") == page.count("caption") == 6
     plots = [attrs for _, attrs in page.elements if "data-chart" in attrs]
     assert {attrs["data-chart"] for attrs in plots} == set(page.charts)
@@ -138,6 +140,7 @@ def test_a_report_has_every_part() -> None:
         "hint bf, ready dispatch; limit 1; 3 pipeline ranks; 6 microbatches; 3 steps" in page.text
     )
     assert "the replay is 0.0% off what was measured" in page.text
+    assert page.text.count("The trace does not tell how many bytes its microbatches kept") == 1
 
 
 def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:
@@ -234,7 +237,7 @@ def test_a_damaged_run_is_reported_with_what_is_missing(
     harm(recording)
     page = Reader(report("run", TraceContents(recording, ["F1"], 2)))
     assert "truncated: the closing mark is missing" in page.text
-    assert page.count("h2") == 9
+    assert page.count("h2") == 10
 
 
 def test_steps_that_were_left_out_are_named() -> None:
@@ -375,7 +378,8 @@ def test_without_the_extra_it_is_named(
 @pytest.mark.skipif(browser.MISSING is not None, reason=str(browser.MISSING))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme: str) -> None:
-    recording = replayable(dispatch=Dispatch.READY)
+    sizes = Sizes([[10, 20, 30, 40, 50, 60]] * 3, [[3] * 6] * 3)
+    recording = replayable("bfw", sizes, hold=Bytes(140))
     recording.settings[HOSTILE] = HOSTILE
     source = report(HOSTILE, whole(recording))
     path = tmp_path / "report.html"
@@ -390,7 +394,7 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme:
         page.wait_for("document.documentElement?.dataset.drawn === 'yes'")
         assert page.errors == []
         assert page.requests <= {path.as_uri()}
-        assert page.evaluate("document.querySelectorAll('.plot svg').length") == 7
+        assert page.evaluate("document.querySelectorAll('.plot svg').length") == 8
         assert page.evaluate("typeof hacked") == "undefined"
         # Text has the colour of the page around it.
         colour = "getComputedStyle(document.querySelector({})).{}"

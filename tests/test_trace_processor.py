@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hold import Bytes
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
-from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import World
@@ -71,6 +73,9 @@ def _fields(record: Any, *left_out: str, **more: Any) -> frozenset[tuple[str, An
     fields = record._asdict() | more
     for name in ("start_ns", "end_ns", "time_ns", *left_out):
         fields.pop(name, None)
+    for name in ("held_bytes", "budget_bytes"):
+        if not fields.get(name):
+            fields.pop(name, None)
     return frozenset(fields.items())
 
 
@@ -127,19 +132,43 @@ def _counters_of(recording: Recording) -> Counter[tuple[Path_, int, float]]:
     """The changes of each counter."""
     found: Counter[tuple[Path_, int, float]] = Counter()
     for each in recording.ranks:
-        for name, field in (
-            ("D", "depth"),
-            ("held", "held"),
-            ("ready forwards", "ready_forwards"),
-            ("ready backwards", "ready_backwards"),
-        ):
+        counters = {
+            "D": [task.depth for task in each.tasks],
+            "held": [task.held for task in each.tasks],
+            "ready forwards": [task.ready_forwards for task in each.tasks],
+            "ready backwards": [task.ready_backwards for task in each.tasks],
+        }
+        if any(task.held_bytes for task in each.tasks):
+            counters["bytes held"] = [task.held_bytes for task in each.tasks]
+            for_w = _waits_for_w(each.tasks)
+            budgets = {p.step: p.budget_bytes for p in each.phases if p.phase == "schedule"}
+            if any(for_w):
+                counters["bytes held for W"] = for_w
+            if any(budgets.values()):
+                counters["budget of bytes"] = [budgets[task.step] for task in each.tasks]
+        for name, values in counters.items():
             last = None
-            for task in each.tasks:
-                value = getattr(task, field)
+            for task, value in zip(each.tasks, values, strict=True):
                 if value != last:
                     last = value
                     path = (*_stage(each.info, recording), "counters", name)
                     found[path, task.start_ns, float(value)] += 1
+    return found
+
+
+def _waits_for_w(tasks: list[TaskRecord]) -> list[int]:
+    """By task, what the weight gradients to come will give back, of those whose B has run."""
+    found = []
+    for place, task in enumerate(tasks):
+        total = 0
+        for later in range(place + 1, len(tasks)):
+            each = tasks[later]
+            if each.kind != "W" or each.step != task.step:
+                continue
+            done = [t for t in tasks[: place + 1] if t.step == task.step and t.kind == "B"]
+            if (each.stage, each.microbatch) in {(t.stage, t.microbatch) for t in done}:
+                total += tasks[later - 1].held_bytes - each.held_bytes
+        found.append(total)
     return found
 
 
@@ -270,6 +299,21 @@ def _replicas() -> Recording:
     return recording
 
 
+def _memory() -> Recording:
+    """Sizes of microbatches, a part of them owed to W, under a bound in bytes."""
+    shape = Shape(3, 5, kinds=SPLIT_BACKWARD)
+    rng = random.Random(4)
+    kept = [[rng.randint(1, 100) for _ in range(5)] for _ in range(3)]
+    sizes = Sizes(kept, [[size // 3 for size in row] for row in kept])
+    hint = hint_named("bfw").on(shape)
+    policy = Policy(hint, order_of(hint, shape), hold=Bytes(180))
+    recording = new_recording(shape, 1, 1, {})
+    for step in range(2):
+        world = World(random_times(rng, shape), sizes=sizes)
+        simulate_step(shape, policy, [world], recording=recording, step=step)
+    return recording
+
+
 def _losses() -> Recording:
     """A rank that had no room for all its records."""
     recording = make_recording(2, 2, 2)
@@ -278,7 +322,9 @@ def _losses() -> Recording:
 
 
 @pytest.mark.parametrize(
-    "make", [make_recording, _losses, _chunks, _members, _replicas], ids=lambda make: make.__name__
+    "make",
+    [make_recording, _losses, _chunks, _members, _replicas, _memory],
+    ids=lambda make: make.__name__,
 )
 def test_a_run_is_found_whole(processor: TraceProcessor, make: Any, tmp_path: Path) -> None:
     recording = make()

@@ -199,8 +199,8 @@ def test_what_a_row_says() -> None:
     s = 1_000_000_000
     row = Row(
         (
-            Trial(3 * s, 2 * s, s, 4 * s, 0.25, (4, 3)),
-            Trial(5 * s, 3 * s, 2 * s, 6 * s, 0.75, (3, 6)),
+            Trial(3 * s, 2 * s, s, 4 * s, 0.25, (4, 3), (40, 30)),
+            Trial(5 * s, 3 * s, 2 * s, 6 * s, 0.75, (3, 6), (50, 20)),
         ),
         num_chunks=2,
     )
@@ -208,7 +208,9 @@ def test_what_a_row_says() -> None:
     assert (row.floor_s, row.ratio_to_floor) == (2.5, 1.6)
     assert (row.load_s, row.ratio_to_load) == (1.5, 4 / 1.5)
     assert (row.bubble_fraction, row.peak_held) == (0.5, (2, 3))
+    assert row.peak_held_bytes == (50, 30)
     assert row.bound_s == 5
-    other = Row((Trial(2 * s, s, s, None, 0, (1, 1)),), 1)
+    other = Row((Trial(2 * s, s, s, None, 0, (1, 1), None),), 1)
     assert row.ratio_to(other) == 2
     assert other.bound_s is None
+    assert other.peak_held_bytes is None

@@ -155,6 +155,8 @@ class World:
 
     # As the worker's compute.
 
+    held_bytes = 0
+
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]
     ) -> tuple[torch.Tensor | None, ...]:

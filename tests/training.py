@@ -87,6 +87,8 @@ def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
         run.tokens.append(result.tokens)
         run.summaries.append(schedule.last_step)
     schedule.close()
+    if evaluation is not None:
+        evaluation.close()
     digest = hashlib.sha256()
     for chunk in gpt.chunks:
         for parameter in chunk.parameters():

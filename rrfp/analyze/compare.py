@@ -15,7 +15,9 @@ import polars as pl
 
 from rrfp.analyze.bubbles import CAUSES, divide
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.memory.peaks import peak_bytes
 from rrfp.errors import RrfpError
+from rrfp.schedule.hold import told_bytes
 from rrfp.simulate.draws import uniforms_in_parts
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.steps import step_name
@@ -67,7 +69,17 @@ class Comparison:
     """How many seconds a step, as the mean over ranks, the second run has more of each cause;
     `work` first, then the causes that occur in either run."""
     stage: int | None = None
-    """`causes_s` is of the ranks that hold it; None means of all."""
+    """`causes_s` and `peak_held_bytes` are of the ranks that hold it; None means of all."""
+    peak_held_bytes: tuple[int | None, int | None] = (None, None)
+    """The most bytes of activations that any rank of each run kept; None where it does not tell."""
+
+    @property
+    def told_memory(self) -> str:
+        """What both kept, in a sentence; empty where neither tells."""
+        a, b = ("not known" if each is None else told_bytes(each) for each in self.peak_held_bytes)
+        if a == b == "not known":
+            return ""
+        return f"The most that a rank held is {a} in A and {b} in B."
 
     @property
     def ranks_told(self) -> str:
@@ -98,6 +110,7 @@ class Comparison:
             "causes": {cause: each.as_json() for cause, each in self.causes_s.items()},
             "step_s": list(self.step_s),
             "steps": list(self.num_steps),
+            "peak_held_bytes": list(self.peak_held_bytes),
         }
 
 
@@ -129,7 +142,12 @@ def compare(first: Frames, second: Frames, stage: int | None = None) -> Comparis
         estimate(b[WORK] / a[WORK]) if both_work else None,
         {name: estimate(b[name] - a[name]) for name in names},
         stage,
+        (_peak(first, stage), _peak(second, stage)),
     )
+
+
+def _peak(frames: Frames, stage: int | None) -> int | None:
+    return peak_bytes(frames if stage is None else frames.of_stage(stage))
 
 
 def _times(frames: Frames, stage: int | None) -> dict[str, Floats]:

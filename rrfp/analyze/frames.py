@@ -55,7 +55,7 @@ COUNTERS: Schema = {
     "value": pl.Int64,
 }
 """What the dispatcher counted when it chose a task. `name` is `depth` (D), `held`,
-`ready_forwards` or `ready_backwards`."""
+`held_bytes`, `ready_forwards` or `ready_backwards`."""
 WINDOWS: Schema = dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64)
 RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
     **PLACE,
@@ -108,7 +108,7 @@ class Frames:
 
     @cached_property
     def counters(self) -> pl.DataFrame:
-        names = ["depth", "held", "ready_forwards", "ready_backwards"]
+        names = ["depth", "held", "held_bytes", "ready_forwards", "ready_backwards"]
         return (
             self.tasks.rename({"start_ns": "time_ns"})
             .unpivot(

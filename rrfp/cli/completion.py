@@ -15,6 +15,7 @@ from rrfp.errors import RrfpError
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import IN_WORDS
+from rrfp.schedule.hold import Hold
 from rrfp.trace.rundir import runs_in
 from rrfp.train.declared import Declared
 
@@ -86,5 +87,7 @@ def completer_of(declared: Declared) -> Completer | None:
         return hint_names
     if declared.flag == "pace":
         return cost_names
+    if declared.kind == Hold:
+        return None
     choices = Admit if declared.flag == "admit" else declared.kind
     return one_of(*choices) if issubclass(choices, StrEnum) else None

@@ -9,6 +9,7 @@ import typer
 from rrfp.cli.completion import completer_of
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import IN_WORDS
+from rrfp.schedule.hold import Hold
 from rrfp.train.declared import Declared
 
 SCHEDULE, MEMORY, LAYOUT, MODEL, DATA = "Schedule", "Memory", "Layout", "Model", "Data"
@@ -22,7 +23,7 @@ _OF_GROUPS = {
     "run": TRAINING,
 }
 _OF_SETTINGS = {
-    **dict.fromkeys(("limit", "hold", "recompute"), MEMORY),
+    **dict.fromkeys(("limit", "hold", "hold_features", "measure_memory", "recompute"), MEMORY),
     **dict.fromkeys(("pace", "jitter"), PACE),
     **dict.fromkeys(("out", "force", "no_trace"), OUTPUT),
     **dict.fromkeys(("save", "save_every", "save_async", "keep", "resume"), CHECKPOINTS),
@@ -34,7 +35,8 @@ _OF_SETTINGS = {
 def option_of(declared: Declared) -> inspect.Parameter:
     """The option of a setting, in its panel of the help; without it the settings' own default
     holds, or a TOML file's."""
-    kind = str if declared.kind is Hint or issubclass(declared.kind, StrEnum) else declared.kind
+    is_text = declared.kind in (Hint, Hold) or issubclass(declared.kind, StrEnum)
+    kind = str if is_text else declared.kind
     told = hint_help(declared.help_text) if declared.kind is Hint else declared.help_text
     option = typer.Option(
         f"--{declared.spelled}",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TracePath = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN]",
+        metavar="RUN",
         help="A run: its directory, its name in runs/, @-1 for the newest, or its trace file; "
         "none means the newest one.",
         autocompletion=run_names,
@@ -70,13 +70,15 @@ class By(StrEnum):
 FrameFormat = Annotated[
     Format,
     typer.Option(
-        "--format", help="How to print the report; md is a table in Markdown, as GitHub has it."
+        "--format",
+        metavar="FORMAT",
+        help="table, md (Markdown, as GitHub has it), json, csv or parquet.",
     ),
 ]
 ByRank = Annotated[
     By,
     typer.Option(
-        "--by", help="A row a stage, or a row a rank where several ranks share the work of a stage."
+        "--by", help="One row per stage, or per rank where several ranks share the work of a stage."
     ),
 ]
 

@@ -26,7 +26,10 @@ from rrfp.train.settings import DECLARED
 
 _ASKER = "rrfp run"
 
-_STEERING = ("hint", "limit", "hold", "w", "agreement", "grad_order", "admit", "admit_cost")
+_STEERING = (
+    *("hint", "limit", "hold", "hold_features", "measure_memory"),
+    *("w", "agreement", "grad_order", "admit", "admit_cost"),
+)
 """Settings of a training run that a job takes as they are."""
 
 _RECORDING = ("out", "force", "no_trace")
@@ -121,8 +124,8 @@ def run(
 ) -> Callable[[], int]:
     """Run your own Megatron script readiness-first, and record it.
 
-    Takes the place of python in every rank's process: the script, its arguments and
-    its exit code stay as they are. --dispatch megatron records Megatron's own
+    Takes the place of python in every rank's process: the script, its arguments
+    and its exit code stay as they are. --dispatch megatron records Megatron's own
     schedule instead. Every rrfp command reads the run's directory.
 
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out

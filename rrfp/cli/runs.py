@@ -62,7 +62,7 @@ class _Run:
 
 def runs(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Where to look.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="Where to look.", show_default=False)
     ] = RUNS,
     output_format: Annotated[
         RowFormat, typer.Option("--format", help="How to print the runs.")
@@ -218,9 +218,9 @@ def _told_time(began: str) -> str:
 
 
 def _told_what(run: _Run) -> str:
-    """`bf pp 4 tp 2`: what is as it is by default is left out."""
+    """`bf pp 4 tp 2`: what is as it is by default is left out, and that an import is fixed."""
     kind = None if run.kind == "train" else run.kind
-    dispatch = None if run.dispatch == "ready" else run.dispatch
+    dispatch = None if run.dispatch == "ready" or kind == "import" else run.dispatch
     sizes = (
         f"{name} {size}"
         for name in _LAYOUT

@@ -111,7 +111,10 @@ def simulate(
     hold: Annotated[
         str | None,
         _setting(
-            MEMORY, "Most microbatches whose activations a rank keeps; instead of --limit.", "N"
+            MEMORY,
+            "Most activations that a rank keeps, instead of --limit: 8 (microbatches), 40GiB, or "
+            "1.0x (of 1F1B's largest peak in bytes).",
+            "SIZE",
         ),
     ] = None,
     w: Annotated[
@@ -263,13 +266,14 @@ def _record(
 ) -> "list[Row]":
     """Simulate, one row after the other, and write the run of each."""
     from rrfp.simulate.recording import new_recording
-    from rrfp.simulate.trial import run_settings
+    from rrfp.simulate.trial import run_settings, with_budget
     from rrfp.trace.run_files import write_run_files
 
     rows = []
     runs = _make_run_dirs(asked, out, force)
     with progress("Simulating", len(settings) * len(seeds)) as advance:
-        for each, setting, run in zip(asked, settings, runs, strict=True):
+        for each, asked_setting, run in zip(asked, settings, runs, strict=True):
+            setting = with_budget(asked_setting, seeds)
             described = _described(each, setting, seeds)
             recording = new_recording(
                 setting.shape, setting.num_members, setting.num_replicas, described
@@ -329,6 +333,7 @@ def _as_json(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> list[dict[str, 
             "ratio_to_load": row.ratio_to_load,
             "bound_s": row.bound_s,
             "peak_held": row.peak_held,
+            "peak_held_bytes": row.peak_held_bytes,
             "bubble_fraction": row.bubble_fraction,
         }
         for each, row in zip(asked, rows, strict=True)
@@ -342,6 +347,7 @@ def _print_csv(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> None:
         row = rows[number]
         times = {"mean_s": row.mean_s, "min_s": row.min_s, "max_s": row.max_s}
         found["peak_held"] = " ".join(map(str, row.peak_held))
+        found["peak_held_bytes"] = " ".join(map(str, row.peak_held_bytes or ()))
         flat: dict[str, object] = {}
         for name, value in found.items():
             flat |= times if name == "makespan_s" else {name: value}

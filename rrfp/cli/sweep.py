@@ -21,6 +21,7 @@ from rrfp.inputs.hint_files import resolve_hint
 from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admission, Admit
 from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.hold import Hold, described_hold, parse_hold
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
@@ -62,8 +63,8 @@ class Asked:
     dp: int = 1
     limit: int | None = None
     """D at which forwards are withheld; None withholds none."""
-    hold: int | None = None
-    """Most activations kept on a rank, in microbatches of the whole rank."""
+    hold: Hold | None = None
+    """Most activations kept on a rank, in microbatches of the whole rank or in bytes."""
     w: WeightGradients = WeightGradients.IDLE
     agreement: AgreementRule = AgreementRule.INTERSECTION
     admit: str = Admit.GIVEN
@@ -88,7 +89,9 @@ class Asked:
 
     def described(self) -> dict[str, object]:
         """Every setting by its name, as JSON has it."""
-        return {name: getattr(self, name) for name in SETTINGS}
+        return {name: getattr(self, name) for name in SETTINGS} | {
+            "hold": described_hold(self.hold)
+        }
 
 
 def asked_rows(flags: Mapping[str, str], rows: Sequence[str], sweeps: Sequence[str]) -> list[Asked]:
@@ -259,6 +262,11 @@ def count_or_none(name: str, text: str) -> int | None:
     return None if text == "none" else _count(name, text)
 
 
+def hold_or_none(name: str, text: str) -> Hold | None:
+    """Reads `--hold` where no device is used."""
+    return None if text == "none" else parse_hold(text, f"--{name}", auto=False)
+
+
 def _choice(*choices: _Choice) -> Callable[[str, str], _Choice]:
     def read(name: str, text: str) -> _Choice:
         if text not in choices:
@@ -286,7 +294,7 @@ SETTINGS: dict[str, Callable[[str, str], object]] = {
     "tp": _count,
     "dp": _count,
     "limit": count_or_none,
-    "hold": count_or_none,
+    "hold": hold_or_none,
     "w": _choice(*WeightGradients),
     "agreement": _choice(*AgreementRule),
     "admit": _text,

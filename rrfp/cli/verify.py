@@ -33,11 +33,14 @@ def verify(
     ] = False,
     layout: Annotated[
         list[str] | None,
-        typer.Option(help="Only this layout; may be given again. All of them by default."),
+        typer.Option(
+            metavar="LAYOUT", help="Only this layout; may be given again. All of them by default."
+        ),
     ] = None,
     hint: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="HINT",
             help="Only this hint; may be given again. All of them by default.",
             autocompletion=hint_names,
         ),

@@ -13,7 +13,7 @@ from typing import Any
 
 from rrfp.errors import RrfpError
 from rrfp.trace.perfetto.flows import key_of, received_by, sent_by
-from rrfp.trace.perfetto.tracks import COUNTER_TRACKS, assign_lanes, stage_name, stage_path
+from rrfp.trace.perfetto.tracks import assign_lanes, counters_of, stage_name, stage_path
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.steps import STEP, told_step
 from rrfp.trace.whole_file import open_whole
@@ -151,16 +151,16 @@ def _title(category: str, record: Any, has_chunks: bool) -> str:
 
 
 def _counters(records: RankRecords, pid: int, stage: str) -> Iterator[_Event]:
-    for task in records.tasks:
-        values = (task.depth, task.held, task.ready_forwards, task.ready_backwards)
-        for name, value in zip(COUNTER_TRACKS, values, strict=True):
+    counters = counters_of(records)
+    for place, task in enumerate(records.tasks):
+        for name, values in counters.items():
             yield {
                 "ph": "C",
                 "name": f"{stage} {name}",
                 "pid": pid,
                 "tid": 0,
                 "ts": task.start_ns / _NS_PER_US,
-                "args": {"value": value},
+                "args": {"value": values[place]},
             }
 
 

@@ -23,12 +23,18 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
-from rrfp.inputs.admission_files import resolve_admission
 from rrfp.megatron.adapters.group_collections import refuse_multi_module
-from rrfp.megatron.admission import agreed_order
-from rrfp.megatron.groups import Place, device_of, place_in, step_groups
-from rrfp.megatron.item_costs import resolve_cost
+from rrfp.megatron.groups import (
+    Place,
+    device_of,
+    expert_group,
+    place_in,
+    sharing_groups,
+    step_groups,
+)
 from rrfp.megatron.layout_links import LayoutLinks, discard
+from rrfp.megatron.look_ahead import LookAhead
+from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import Pipeline, tell_of_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
@@ -42,9 +48,10 @@ from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store
 from rrfp.runtime.worker import StepSummary
-from rrfp.schedule.admission import Admit, admission_order
 from rrfp.schedule.causes import Cause
+from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -103,8 +110,8 @@ class ForwardBackward:
         self._record = record
         self._delays = delays
         self._pace = pace
-        self._admission = resolve_admission(settings.admit)
-        self._cost = resolve_cost(settings.admit_cost)
+        self._look_ahead = LookAhead(settings)
+        self._holds_bytes = not counts_microbatches(settings.policy.hold)
         # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)
         self._num_openings: Counter[str] = Counter()
@@ -158,16 +165,21 @@ class ForwardBackward:
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
-        place = place_in(groups, has_experts=getattr(config, "num_moe_experts", None) is not None)
+        has_experts = getattr(config, "num_moe_experts", None) is not None
+        place = place_in(groups, has_experts=has_experts)
         links = self._links[place, len(models)]
         step = links.count_step(forward_only=forward_only)
         opening = None if links.pipeline is not None else self._next_opening(place, len(models))
-        admits_given = forward_only or self._admission is Admit.GIVEN
+        look_ahead = self._look_ahead
+        admits_given = forward_only or look_ahead.admits_given
         try:
             given = _data_of(data_iterator, len(models))
             steering = self._steering(place, num_microbatches, len(models), forward_only)
-            keeps_order = steering.keeps_microbatch_order and admits_given
-            refuse_data(given, steering, self._settings.admit, keeps_order=keeps_order)
+            sizes = self._modelled_sizes(step, steering.shape, forward_only=forward_only)
+            measures = self._holds_bytes and sizes is None and not forward_only
+            looks_ahead = measures or not admits_given
+            keeps_order = steering.keeps_microbatch_order and not looks_ahead
+            refuse_data(given, steering, look_ahead.reason, keeps_order=keeps_order)
             refuse(config, models, steering, place.pp_rank)
             data = StepData(
                 given,
@@ -187,10 +199,22 @@ class ForwardBackward:
             # With a farewell: the neighbours may still be in the step before.
             links.close()
             raise
-        # If admission fails, all ranks of the replica learn of it, and their links stay open.
+        memory = StepMemory(sizes)
         order: Sequence[int] = range(num_microbatches)
+        looks_from_ns = monotonic()
+        # If looking ahead fails, all ranks of the replica learn of it, and their links stay open.
         if not admits_given:
-            order = self._admitted(links, step, data, num_microbatches, groups, streams.device)
+            order = look_ahead.order(step, data, num_microbatches, groups, streams.device)
+        if measures:
+            features = look_ahead.features(data, order, groups, streams.device)
+            bound = links.bound_of(models, self._settings.policy.hold, streams.device)
+            memory = bound.plan(
+                features,
+                sharing_groups(groups, has_experts=has_experts),
+                expert_group(groups) if has_experts else None,
+            )
+        if looks_ahead:
+            links.record(PhaseRecord(looks_from_ns, monotonic(), step, Phase.DATA))
         arguments = StepArguments(
             forward_step_func,
             data,
@@ -209,6 +233,7 @@ class ForwardBackward:
                 step,
                 pipeline,
                 steering,
+                memory,
                 models,
                 config,
                 groups,
@@ -221,33 +246,9 @@ class ForwardBackward:
             links.close(farewell=False)
             raise
 
-    def _admitted(
-        self,
-        links: LayoutLinks,
-        step: int,
-        data: StepData,
-        num_microbatches: int,
-        groups: Any,
-        device: torch.device,
-    ) -> Sequence[int]:
-        """The order in which the items of a training step become its microbatches."""
-
-        def decide() -> Sequence[int]:
-            if data.given(0) is None:
-                raise UsageError(
-                    f"admit '{self._settings.admit}' orders the step's items and the first rank of "
-                    "this replica has no data iterator; pass one there or leave admit out"
-                )
-
-            def weigh() -> Sequence[float]:
-                return self._cost.weigh(data.first(0, num_microbatches))
-
-            return admission_order(self._admission, step, num_microbatches, weigh)
-
-        start_ns = monotonic()
-        order = agreed_order(decide, num_microbatches, groups, device)
-        links.record(PhaseRecord(start_ns, monotonic(), step, Phase.DATA))
-        return order
+    def _modelled_sizes(self, step: int, shape: Shape, *, forward_only: bool) -> Sizes | None:
+        """What the step's microbatches keep by the model that paces them."""
+        return None if self._pace is None or forward_only else self._pace.sizes(step, shape)
 
     def _run_step(
         self,
@@ -255,6 +256,7 @@ class ForwardBackward:
         step: int,
         pipeline: Pipeline,
         steering: StepPolicy,
+        memory: StepMemory,
         models: list[Any],
         config: Any,
         groups: Any,
@@ -286,9 +288,10 @@ class ForwardBackward:
             cp_size=groups.cp.size(),
             # W adds gradients itself, without triggering hooks.
             follows_hooks=steering.is_the_same_on_replicas and not shape.splits_backward,
+            measures_memory=memory.measures or self._settings.measure_memory,
         )
         try:
-            summary = pipeline.run_step(step, steering, compute, pace)
+            summary = pipeline.run_step(step, steering, memory, compute, pace)
         except BaseException:
             compute.abandon()
             raise
@@ -297,6 +300,8 @@ class ForwardBackward:
         if finalizes:
             finish_embedding_wgrad_compute(config, embedding, has_last_stage, groups.tp)
         compute.finish()
+        if memory.bound is not None and memory.measures:
+            memory.bound.learn(compute.kept_bytes())
         if finalizes:
             per_token = getattr(config, "calculate_per_token_loss", False)
             num_tokens = compute.num_tokens if per_token else None

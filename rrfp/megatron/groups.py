@@ -80,15 +80,26 @@ def place_in(groups: Any, *, has_experts: bool) -> Place:
     If the collection does not name the experts' groups, they come from Megatron's parallel state,
     as in Megatron's own modules.
     """
+    rank = dist.get_rank()
+    shared = sharing_groups(groups, has_experts=has_experts)
+    sharers = {rank}.union(*map(_ranks_of, shared))
+    return Place(rank, _ranks_of(groups.pp), tuple(sorted(sharers)))
+
+
+def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
+    """The process groups in which this rank shares collectives inside tasks."""
     shared = [groups.tp, groups.cp]
     if has_experts:
         shared += [
             getattr(groups, name, None) or of_state(check_initialized=False)
             for name, of_state in _EXPERT_GROUPS.items()
         ]
-    rank = dist.get_rank()
-    sharers = {rank}.union(*(_ranks_of(group) for group in shared if group is not None))
-    return Place(rank, _ranks_of(groups.pp), tuple(sorted(sharers)))
+    return [group for group in shared if group is not None]
+
+
+def expert_group(groups: Any) -> Any:
+    """The process group over which experts are spread, or None."""
+    return getattr(groups, "ep", None) or _EXPERT_GROUPS["ep"](check_initialized=False)
 
 
 def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:

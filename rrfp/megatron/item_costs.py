@@ -72,22 +72,44 @@ def resolve_cost(cost: str | Callable[[Any], Any] | None) -> ItemCost:
         return ItemCost(getattr(cost, "__name__", type(cost).__name__), cost)
     if cost in list(CostName):
         return ItemCost(cost, _COUNTS[CostName(cost)])
-    if not re.fullmatch(r"[\w.]+:\w+", cost):
+    if not _FUNCTION_NAME.fullmatch(cost):
         raise UsageError(
             f"'{cost}' is not a microbatch's cost; choose {', '.join(CostName)}, or MODULE:FUNCTION"
         )
-    module_name, _, name = cost.partition(":")
+    return ItemCost(cost, _imported(cost, "cost"))
+
+
+def resolve_features(features: str | Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """The function that the user passes or names as MODULE:FUNCTION, of what the size of an item's
+    microbatch grows with; None if there is none. Raises UsageError for one that cannot be
+    imported."""
+    if not isinstance(features, str):
+        return features
+    if not _FUNCTION_NAME.fullmatch(features):
+        raise UsageError(f"hold_features is '{features}'; write MODULE:FUNCTION")
+    return _imported(features, "hold's features")
+
+
+_FUNCTION_NAME = re.compile(r"[\w.]+:\w+")
+
+
+def _imported(name: str, what: str) -> Callable[[Any], Any]:
+    """The function MODULE:FUNCTION; `what` is what errors call it."""
+    module_name, _, function_name = name.partition(":")
     try:
         with _current_directory_importable():
-            function = getattr(importlib.import_module(module_name), name, None)
+            function = getattr(importlib.import_module(module_name), function_name, None)
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"the module of the cost {cost} cannot be imported: {_told(error)}; correct it or name "
-            "another one"
+            f"the module of the {what} {name} cannot be imported: {_told(error)}; correct it or "
+            "name another one"
         ) from None
     if not callable(function):
-        raise UsageError(f"{module_name} has no function '{name}'; name one that weighs an item")
-    return ItemCost(cost, function)
+        raise UsageError(
+            f"{module_name} has no function '{function_name}'; name one that takes an item"
+        )
+    found: Callable[[Any], Any] = function
+    return found
 
 
 @contextmanager

@@ -1,11 +1,16 @@
 """The links of one layout: of all models with the same process groups and number of chunks."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from rrfp.megatron.memory.bound import MemoryBound
 from rrfp.megatron.pipeline import Pipeline
 from rrfp.megatron.step.microbatch_data import DataHabits
+from rrfp.schedule.hold import Auto, Bytes
 from rrfp.trace.records import Record
 from rrfp.trace.steps import evaluation_step
 
@@ -28,6 +33,17 @@ class LayoutLinks:
     )
     """By whether a step is an evaluation, and by the ids of the models: several models may have the
     same groups."""
+
+    bounds: dict[tuple[int, ...], MemoryBound] = field(default_factory=dict)
+    """By the ids of the models."""
+
+    def bound_of(self, models: Sequence[Any], hold: object, device: torch.device) -> MemoryBound:
+        """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
+        assert isinstance(hold, Bytes | Auto)
+        key = tuple(map(id, models))
+        if key not in self.bounds:
+            self.bounds[key] = MemoryBound(hold, len(models), device)
+        return self.bounds[key]
 
     def count_step(self, *, forward_only: bool) -> int:
         """The number of a step that begins, in records and on links. A failed step counts too: it

@@ -8,6 +8,7 @@ from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.groups import Place, coupled_pipelines
+from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
@@ -89,11 +90,22 @@ class Pipeline:
         self._transport.grant(num_credits)
 
     def run_step(
-        self, step: int, steering: StepPolicy, compute: Compute, pace: StepPace | None
+        self,
+        step: int,
+        steering: StepPolicy,
+        memory: StepMemory,
+        compute: Compute,
+        pace: StepPace | None,
     ) -> StepSummary:
-        """Run every task of one step on this rank, paced if `pace` is given."""
+        """Run every task of one step on this rank, paced if `pace` is given. Raises UsageError for
+        a hold with which the rank could get stuck."""
         dispatcher = Dispatcher(
-            steering.shape, self.place.pp_rank, steering.policy, self._agreement.group
+            steering.shape,
+            self.place.pp_rank,
+            steering.policy,
+            self._agreement.group,
+            sizes=memory.sizes,
+            budget=memory.budget,
         )
         return self._worker.run_step(step, dispatcher, compute, pace)
 

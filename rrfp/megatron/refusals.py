@@ -60,10 +60,11 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
 
 
 def refuse_data(
-    given: Sequence[Any], steering: StepPolicy, admit: str, *, keeps_order: bool
+    given: Sequence[Any], steering: StepPolicy, reason: str, *, keeps_order: bool
 ) -> None:
     """Raise UsageError for data objects that need a view per microbatch and cannot have one. They
-    need it if microbatches do not keep their order, or if several chunks draw from one object."""
+    need it if microbatches do not keep their order, if several chunks draw from one object, and for
+    the setting `reason`, which looks at items before they are used."""
     for each in shared(given):
         if not is_iterator(each):
             raise UsageError(
@@ -76,8 +77,8 @@ def refuse_data(
         fact = f"the data iterator, a {type(each).__name__}, has no __next__"
         if steering.keeps_microbatch_order:
             raise UsageError(
-                f"{fact}, and admit '{admit}' takes its items in another order; leave "
-                "admit out, or pass an iterator of one item per microbatch"
+                f"{fact}, and {reason} takes its items before their microbatches run; leave it "
+                "out, or pass an iterator of one item per microbatch"
             )
         hints = ", ".join(hints_in_order(steering.shape))
         raise UsageError(

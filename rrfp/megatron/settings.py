@@ -11,6 +11,7 @@ from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hold import Hold, check_is_absolute, counts_microbatches, parse_hold
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement
 
@@ -34,9 +35,14 @@ class DispatchSettings:
     limit: int | None = None
     """The D at which forwards are withheld. None: the paper's under `ready` dispatch without
     `hold`, and unchecked under `fixed`."""
-    hold: int | None = None
-    """The most activations kept on a rank from F until W, in microbatches of the whole rank; it
-    replaces the limit."""
+    hold: Hold | str | None = None
+    """The most activations kept on a rank from F until W: a number of microbatches of the whole
+    rank, a size such as 40GiB, or `auto`; it replaces the limit."""
+    hold_features: str | Callable[[Any], Any] | None = None
+    """What the size of a microbatch grows with, for a hold in bytes: a function from an item to a
+    number or several, or MODULE:FUNCTION. None: tokens, patches, images and their squares."""
+    measure_memory: bool = False
+    """Measure what activations take, in every step; a hold in bytes does so while it must."""
     w: WeightGradients = WeightGradients.IDLE
     """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
@@ -64,9 +70,12 @@ class DispatchSettings:
             if value not in choices:
                 raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
             object.__setattr__(self, name, type(choices[0])(value))
+        hold = parse_hold(self.hold) if isinstance(self.hold, str) else self.hold
+        object.__setattr__(self, "hold", hold)
+        check_is_absolute(hold)
         hint = resolve_hint(self.hint) if isinstance(self.hint, str) else self.hint
         policy = Policy.with_usual_limit(
-            hint, self.dispatch, self.limit, self.hold, self.w, self.agreement
+            hint, self.dispatch, self.limit, hold, self.w, self.agreement
         )
         object.__setattr__(self, "policy", policy)
         for name in ("connect_s", "stall_s"):
@@ -78,13 +87,20 @@ class DispatchSettings:
         if (file := admission_file(self.admit)) is not None:
             # It is read at the first step, and a script may change the directory before.
             object.__setattr__(self, "admit", str(file.absolute()))
-        cost = self.admit_cost
-        is_function = callable(cost) and isinstance(cost, Hashable)
-        if not (cost is None or isinstance(cost, str) or is_function):
+        for name in ("admit_cost", "hold_features"):
+            value = getattr(self, name)
+            is_function = callable(value) and isinstance(value, Hashable)
+            if not (value is None or isinstance(value, str) or is_function):
+                raise UsageError(
+                    f"{name} is {value!r:.50}; it must be a name, or a function of an item that "
+                    "can be hashed"
+                )
+        if self.hold_features is not None and counts_microbatches(self.policy.hold):
             raise UsageError(
-                f"admit_cost is {cost!r:.50}; it must be a name, or a function of an item that can "
-                "be hashed"
+                "hold_features say what bytes grow with and there is no hold in bytes; set hold to "
+                "a size such as 40GiB, or leave hold_features out"
             )
+        cost = self.admit_cost
         if cost is not None and self.admit != Admit.PYRAMID:
             raise UsageError(
                 f"an admit_cost weighs microbatches and admit '{self.admit}' does not sort them; "

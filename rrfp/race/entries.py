@@ -67,6 +67,9 @@ class Turn:
     num_tasks: int
     num_over: int
     """Tasks whose real work exceeded their modelled time."""
+    peak_held_bytes: int | None = None
+    """The most bytes that a rank held, by the sizes of the costs; None where they say nothing of
+    memory."""
     gradient_difference: float | None = None
     """In round 0 only: the largest ||own - reference|| / ||reference|| of any parameter."""
     gradients_same: bool | None = None

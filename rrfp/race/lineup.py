@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from rrfp.errors import UsageError
 from rrfp.inputs.text_files import sha256_of
@@ -19,9 +20,12 @@ from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
 from rrfp.race.systems import BF, MEGATRON, System
 from rrfp.replay.cost_files import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Hold, parse_hold
+from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import weights_ns
+from rrfp.simulate.budgets import resolved
 from rrfp.simulate.costs.table import PRESETS as COST_PRESETS
 from rrfp.trace.description import versions
 from rrfp.train.setting_groups import ModelKind
@@ -82,7 +86,8 @@ class LineupRow:
     case: Case
     system: System
     limit: int | None
-    hold: int | None
+    hold: Hold | None
+    """As asked for: a share of 1F1B's peak is still one."""
     admit: Admit
     entry: str
     """The name of the entry that runs it."""
@@ -145,7 +150,7 @@ def line_up(presets: Sequence[Preset], scale: Scale, asked: Asked) -> Lineup:
     """The lineup of these presets. Raises UsageError for what cannot be raced, and if nothing is
     left to race."""
     for bound in asked.holds:
-        read_bound(bound, scale.pp)
+        read_bound(bound)
     rows: list[LineupRow] = []
     entries: dict[str, Entry] = {}
     for preset in presets:
@@ -177,7 +182,8 @@ def _rows_of(preset: Preset, scale: Scale, asked: Asked) -> Iterator[tuple[Lineu
             pace, file = settled(case.costs), costs_file(case.costs)
             sha256 = None if file is None else sha256_of(file)
             for system, limit, hold, admit in _combinations(contest, case, asked, varies):
-                settings = _settings(case, system, limit, hold, admit, int(steps), pace)
+                most = None if hold is None else _in_numbers(hold, case, system, int(steps))
+                settings = _settings(case, system, limit, most, admit, int(steps), pace)
                 name = _name(case, system, limit, hold, admit)
                 entry = Entry(name, settings, system.peer, case.time_factor, sha256)
                 yield (
@@ -223,7 +229,7 @@ def _cases(contest: Contest, scale: Scale, asked: Asked) -> Iterator[Case]:
 
 def _combinations(
     contest: Contest, case: Case, asked: Asked, varies: bool
-) -> Iterator[tuple[System, int | None, int | None, Admit]]:
+) -> Iterator[tuple[System, int | None, Hold | None, Admit]]:
     for system in contest.systems:
         # Everything is compared with Megatron's 1F1B, so it always runs.
         is_asked = not asked.systems or system in asked.systems or system == MEGATRON
@@ -237,7 +243,7 @@ def _combinations(
         for admit in contest.admits:
             if admit is Admit.GIVEN or varies:
                 for bound in asked.holds or contest.bounds:
-                    limit, hold = read_bound(bound, case.pp)
+                    limit, hold = read_bound(bound)
                     yield system, limit, hold, admit
 
 
@@ -280,27 +286,38 @@ def cannot_race(name: str, error: UsageError) -> UsageError:
     )
 
 
-def read_bound(text: str, pp: int) -> tuple[int | None, int | None]:
-    """Parse `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (a multiple of what 1F1B holds on `pp`
-    ranks) into limit and hold. Raises UsageError for any other text."""
+def read_bound(text: str) -> tuple[int | None, Hold | None]:
+    """Parse `paper`, `limit 4`, `hold 8`, `hold 40GiB`, or `hold 1.5x` (of the largest peak, in
+    bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for
+    any other text."""
     if text == PAPERS:
         return DEFAULT_LIMIT, None
-    match = re.fullmatch(r"(limit|hold) (\d{1,6}|(\d{1,3}(?:\.\d{1,3})?)x)", text, re.ASCII)
-    number = 0
-    if match is not None and match[3] is not None:
-        number = math.ceil(float(match[3]) * pp)
-    elif match is not None:
-        number = int(match[2])
-    if match is None or number < 1:
-        raise UsageError(
-            f"--hold takes a number, at least 1, a multiple of what 1F1B holds such as 1.5x, or "
-            f"{PAPERS} for its limit, not '{text.removeprefix('hold ')}'"
-        )
-    return (number, None) if match[1] == "limit" else (None, number)
+    kind, _, value = text.partition(" ")
+    if kind == "limit" and re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
+        return int(value), None
+    try:
+        return None, parse_hold(value, "--hold", auto=False)
+    except UsageError as error:
+        raise UsageError(f"{error}, or {PAPERS} for its limit") from None
+
+
+def _in_numbers(hold: Hold, case: Case, system: System, steps: int) -> Hold:
+    """A hold that is a share of 1F1B's peak in bytes, as a number: the same for all systems of a
+    case."""
+    shape = Shape(case.pp, case.microbatches, system.chunks, system.placement)
+    rounds = [(case.seed + number, 0) for number in range(steps)]
+    try:
+        found = resolved(Policy(HINTS["bf"], hold=hold), shape, resolve_costs(case.costs), rounds)
+    except UsageError as error:
+        raise cannot_race(case.name, error) from None
+    # Costs without bytes have microbatches of one size.
+    most = found.hold
+    assert most is not None
+    return max(1, int(most)) if isinstance(most, Fraction) else most
 
 
 def _against(
-    preset: Preset, case: Case, system: System, limit: int | None, hold: int | None, admit: Admit
+    preset: Preset, case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit
 ) -> str | None:
     """What a slowdown is relative to. For jitter, the same system at the first level; for hints,
     `bf` under the same bound."""
@@ -315,7 +332,7 @@ def _against(
     return _name(case, BF, limit, hold, admit)
 
 
-def _name(case: Case, system: System, limit: int | None, hold: int | None, admit: Admit) -> str:
+def _name(case: Case, system: System, limit: int | None, hold: Hold | None, admit: Admit) -> str:
     words = [case.name + ":", system.name]
     if limit is not None:
         words.append(f"limit {limit}")
@@ -330,7 +347,7 @@ def _settings(
     case: Case,
     system: System,
     limit: int | None,
-    hold: int | None,
+    hold: Hold | None,
     admit: Admit,
     steps: int,
     pace: str,

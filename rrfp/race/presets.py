@@ -84,8 +84,8 @@ class Contest:
     levels: tuple[str, ...] = ("",)
     """Jitter added to each profile."""
     bounds: tuple[str, ...] = (PAPERS,)
-    """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (a multiple
-    of what 1F1B holds)."""
+    """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (of the
+    largest peak that 1F1B has in bytes)."""
     admits: tuple[Admit, ...] = (Admit.GIVEN,)
     """Admission orders of readiness-first systems; the pyramid only if costs vary."""
     sizes: tuple[tuple[int, int, int], ...]
@@ -110,7 +110,8 @@ PRESETS = ("rq1", "rq2", "rq3", "rq4", "rq5", "rq6")
 _EVEN = "language"
 _VARYING = "language+lognormal:0.5"
 _IMAGES = "multimodal"
-_HOLDS = ("hold 1x", "hold 1.5x", "hold 2x")
+_HOLDS = ("hold 1.0x", "hold 1.5x", "hold 2.0x")
+"""At 1.0x, systems have as much memory as 1F1B needs in the heaviest of the steps."""
 _MEGATRONS = (MEGATRON, MEGATRON_INTERLEAVED)
 _PEERS = (
     TORCH_1F1B,
@@ -210,7 +211,7 @@ def preset_named(name: str, scale: Scale) -> Preset:
                     Contest(
                         systems=(*_MEGATRONS, *_PEERS, FIXED_1F1B, FIXED_ZB_H1, *_OURS),
                         profiles=(_IMAGES,),
-                        bounds=("hold 1x",),
+                        bounds=("hold 1.0x",),
                         sizes=(size,),
                         seeds=(42, 1234, 2026),
                         most_steps=1,

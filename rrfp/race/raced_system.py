@@ -23,12 +23,13 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.conditions import conditions
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.costs.scaled import ScaledCosts
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.trace.records import NS_PER_S, Record, WaitRecord
+from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.train.data.batches import Batch, Data
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.pacing import StepPacer, make_pace
@@ -60,19 +61,48 @@ class _RoundPace:
         self.round: int | None = None
         """The round; None: the step is not paced."""
 
+    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+        return self.pacer.sizes(self.round or 0, shape)
+
     def start_step(self, step: int, shape: Shape) -> StepPace:
         return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
 
 
-class _Waits:
-    """Adds up the waits of a step; schedules record them from several threads."""
+class _Records:
+    """Keeps the tasks and waits of a step; schedules record them from several threads."""
 
     def __init__(self) -> None:
         self._records: list[WaitRecord] = []
+        self._tasks: list[TaskRecord] = []
 
     def record(self, record: Record) -> None:
         if isinstance(record, WaitRecord):
             self._records.append(record)
+        elif isinstance(record, TaskRecord):
+            self._tasks.append(record)
+
+    def take_peak_bytes(self, sizes: Sizes, kinds: Sequence[Kind]) -> int:
+        """The most bytes held at once in the tasks since the last call, by these sizes of the
+        rank's chunks: the same count for every system, whoever decided."""
+        tasks, self._tasks = self._tasks, []
+        held = peak = 0
+        for task in sorted(tasks):
+            size = sizes.kept[task.chunk][task.microbatch]
+            owed = 0
+            if Kind.W in kinds:
+                owed = size if sizes.owed is None else sizes.owed[task.chunk][task.microbatch]
+            match task.kind:
+                case Kind.F:
+                    held += size
+                case Kind.B:
+                    held -= size - owed
+                case _:
+                    held -= owed
+            peak = max(peak, held)
+        return peak
+
+    def forget(self) -> None:
+        self._records, self._tasks = [], []
 
     def take_ns(self) -> tuple[int, int]:
         """Time in coordination, and in all other waits, since the last call."""
@@ -93,7 +123,7 @@ class RacedSystem:
         settings = entry.settings
         self.layout = layout
         self.settings = settings
-        self._waits = _Waits()
+        self._records = _Records()
         self._model = model
         self._batches = data.batches(layout.dp_rank)
         assert settings.run.pace is not None
@@ -116,11 +146,11 @@ class RacedSystem:
         self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
             self._schedule = kind_of(entry.peer)(
-                entry.peer, model, layout, self._waits.record, pace=self._pace
+                entry.peer, model, layout, self._records.record, pace=self._pace
             )
         else:
             self._schedule = schedule_of(
-                settings, layout.pp_rank, self._waits.record, pace=self._pace
+                settings, layout.pp_rank, self._records.record, pace=self._pace
             )
         self._is_warm = False
 
@@ -191,14 +221,14 @@ class RacedSystem:
         for chunk in self._model.chunks:
             chunk.zero_grad_buffer()
         self._model.optimizer.zero_grad()
-        self._waits.take_ns()
+        self._records.forget()
 
     def figures(self, offset_ns: int) -> torch.Tensor:
         """The figures of the last step on this rank, as `rrfp.race.rank` reads them."""
         summary = self._schedule.last_step
         assert summary is not None
         tally = self._pace.pacer.tally
-        coordination_ns, blocking_ns = self._waits.take_ns()
+        coordination_ns, blocking_ns = self._records.take_ns()
         return torch.tensor(
             [
                 summary.start_ns + offset_ns,
@@ -209,10 +239,17 @@ class RacedSystem:
                 summary.peak_held,
                 tally.num_tasks,
                 tally.num_over,
+                self._peak_bytes(),
             ],
             # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
             dtype=torch.float64,
         )
+
+    def _peak_bytes(self) -> int:
+        """The most bytes that this rank held in the last round; -1 where sizes are not known."""
+        shape = self._pace.pacer.shape
+        sizes = self._pace.sizes(self._pace.round or 0, shape)
+        return -1 if sizes is None else self._records.take_peak_bytes(sizes, shape.kinds)
 
     def rest(self) -> None:
         """Release what would disturb other systems."""

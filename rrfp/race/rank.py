@@ -184,7 +184,8 @@ def _reference_key(settings: TrainSettings) -> tuple[int, int]:
 
 def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
     """A turn's outcome, from the `RacedSystem.figures` of all ranks, one row each."""
-    start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, held, num_tasks, num_over = table.T
+    start_ns, end_ns, busy_ns, blocking_ns, coordination_ns, *counts = table.T
+    held, num_tasks, num_over, peak_bytes = counts
     # A rank that is done, or was not called yet, is as idle as one that waits inside the step.
     blocking_ns = blocking_ns + (end_ns.max() - end_ns) + (start_ns - start_ns.min())
     return Turn(
@@ -197,6 +198,7 @@ def turn_of(entry: Entry, number: int, table: torch.Tensor) -> Turn:
         peak_held=float(held.max()),
         num_tasks=int(num_tasks.sum()),
         num_over=int(num_over.sum()),
+        peak_held_bytes=int(peak_bytes.max()) if peak_bytes.min() >= 0 else None,
     )
 
 

@@ -17,6 +17,7 @@ from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
 from rrfp.race.modelled import Modelled
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.hold import described_hold
 
 MOST_DIFFERENCE = 1e-5
 """How far gradients may differ, relative to their norm: the order of sums changes the last bits."""
@@ -42,6 +43,8 @@ class ResultRow:
     blocking_s: float | None
     coordination_s: float | None
     peak_held: float | None
+    peak_held_bytes: int | None
+    """By the sizes of the costs; None where they say nothing of memory."""
     over_pace: float | None
     """The share of tasks whose work exceeded their modelled time."""
     gradients_agree: bool | None
@@ -93,7 +96,7 @@ class ResultRow:
             "chunks": system.chunks,
             "placement": system.placement,
             "limit": lineup_row.limit,
-            "hold": lineup_row.hold,
+            "hold": described_hold(lineup_row.hold),
             "admit": lineup_row.admit,
             "steps": self.steps,
             "step_time_s": None if self.step_time_s is None else self.step_time_s.as_json(),
@@ -105,6 +108,7 @@ class ResultRow:
             "blocking_s": self.blocking_s,
             "coordination_s": self.coordination_s,
             "peak_held": self.peak_held,
+            "peak_held_bytes": self.peak_held_bytes,
             "over_pace": self.over_pace,
             "gradients_agree": self.gradients_agree,
             "gradients_same": self.gradients_same,
@@ -189,6 +193,10 @@ def _row(
         blocking_s=_median([turn.blocking_s for turn in own.values()]),
         coordination_s=_median([turn.coordination_s for turn in own.values()]),
         peak_held=max((turn.peak_held for turn in own.values()), default=None),
+        peak_held_bytes=max(
+            (turn.peak_held_bytes for turn in own.values() if turn.peak_held_bytes is not None),
+            default=None,
+        ),
         over_pace=sum(turn.num_over for turn in own.values()) / num_tasks if num_tasks else None,
         gradients_agree=_agree(own),
         gradients_same=first.gradients_same

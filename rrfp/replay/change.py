@@ -5,9 +5,10 @@ from fractions import Fraction
 
 from rrfp.errors import UsageError
 from rrfp.replay.measured_step import MeasuredStep
-from rrfp.replay.recorded import RecordedRun
+from rrfp.replay.recorded import RecordedRun, told_hold
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hold import Bytes, Hold, ShareOf1F1B
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
@@ -21,8 +22,8 @@ class Change:
     hint: Hint | None = None
     dispatch: Dispatch | None = None
     limit: int | None = None
-    hold: int | None = None
-    """In microbatches of the whole rank."""
+    hold: Hold | None = None
+    """In microbatches of the whole rank, in bytes, or as a share of what 1F1B would have kept."""
     unbound: bool = False
     """Without the bound that the run was given."""
     without_jitter: bool = False
@@ -88,12 +89,13 @@ class Change:
     def policy(self, run: RecordedRun) -> tuple[Policy, Shape]:
         """The changed policy, and the shape whose backward is split as it says.
 
-        Raises UsageError for bounds that exclude each other, or that a binding order passes.
+        Raises UsageError for bounds that exclude each other, that a binding order passes, or that
+        need sizes which the run does not tell.
         """
         hint = self.hint or run.policy.hint
         dispatch = self.dispatch or Dispatch.READY
         limit: int | None = self.limit
-        hold: int | Fraction | None = self.hold
+        hold = _absolute(self.hold, run)
         if limit is None and hold is None and not self.unbound:
             limit, hold = run.bounds_under(dispatch)
         own = run.policy
@@ -166,9 +168,10 @@ class Change:
             words.append(f"{name} {dispatch}" if is_told else name)
         if self.unbound and self.hold is None:
             words.append("no bound")
-        for what, value in (("limit", self.limit), ("hold", self.hold)):
-            if value is not None:
-                words.append(f"{what} {value}")
+        if self.limit is not None:
+            words.append(f"limit {self.limit}")
+        if self.hold is not None:
+            words.append(f"hold {told_hold(self.hold)}")
         if self.without_jitter:
             words.append("without jitter")
         if self.median_stage is not None:
@@ -191,3 +194,16 @@ class Change:
         if self.free_links:
             words.append("free links")
         return ", ".join(words) or "as it was"
+
+
+def _absolute(hold: Hold | None, run: RecordedRun) -> Hold | None:
+    """A share of what 1F1B would have kept in the run, as a number: of bytes, or where the run does
+    not tell its sizes, of microbatches. Any other hold as it is."""
+    if not isinstance(hold, ShareOf1F1B):
+        return hold
+    peak = run.peak_of_1f1b()
+    if peak is not None:
+        return Bytes(max(1, int(hold.factor * peak)))
+    num_chunks = run.shape.num_chunks
+    num_slots = int(hold.factor * min(run.shape.num_ranks, run.shape.num_microbatches) * num_chunks)
+    return Fraction(max(num_chunks, num_slots), num_chunks)

@@ -2,18 +2,20 @@
 
 Every suspect is replayed as if it were like its peers: a stage like the median stage, a rank or a
 replica like the same ranks of the others, a link like the median link, microbatches and stages like
-each other; and the policy without its binding order, or with twice its bound. What saves most is
-worth most, whoever seems to wait.
+each other; and the policy without its binding order, with twice its bound, or with a bound in bytes
+in the place of one that counts microbatches. What saves most is worth most, whoever seems to wait.
 
 Some things make every step longer than its work, whatever is wrong with the run: that a pipeline
-fills and drains, that messages take time, and that task times scatter. They count only where they
-hide nothing else: where they save more than twice what any other culprit does.
+fills and drains, that messages take time, and that task times scatter, so that a stage has a few
+long tasks. They count only where they hide nothing else: where they save more than twice what any
+other culprit does.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fractions import Fraction
 from statistics import fmean, median, median_low
 
 from rrfp.errors import RrfpError, UsageError
@@ -24,6 +26,7 @@ from rrfp.replay.replayed import W_SHARE, replay
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Auto, Bytes, doubled
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.tasks import Kind
 
@@ -56,6 +59,7 @@ class CulpritKind(StrEnum):
     UNEVEN_MICROBATCHES = "uneven_microbatches"
     ORDER = "order"
     BOUND = "bound"
+    MEMORY = "memory"
     LINKS = "links"
     UNEVEN_TASKS = "uneven_tasks"
     PIPELINE_DEPTH = "pipeline_depth"
@@ -84,6 +88,14 @@ class Culprit:
     """The share of a step that it takes if more than what mending it saves: heavy microbatches cost
     what they weigh, and mending gives what they weigh too much to the others."""
 
+    is_scattered: bool = False
+    """A stage that has more work than its peers for a few long tasks alone."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it makes every step longer, whatever is wrong with the run."""
+        return self.kind in BACKGROUND or self.is_scattered
+
     @property
     def weight(self) -> float:
         """What decides whether something in the nature of a pipeline stands behind it."""
@@ -97,9 +109,11 @@ def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
     """
     if any(step.window_ns <= 0 for step in steps):
         raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
-    own_ns = [replay(run, step).makespan_ns for step in steps]
+    own = [replay(run, step) for step in steps]
+    own_ns = [step.makespan_ns for step in own]
+    most_bytes = max(max(step.peak_held_bytes) for step in own)
     found = []
-    for suspect in _suspects(run, steps):
+    for suspect in _suspects(run, steps, most_bytes):
         saving = _saving(run, steps, own_ns, suspect.change)
         if saving < LEAST_SAVING:
             continue
@@ -112,12 +126,12 @@ def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
             mended = replace(mended, hides=hides)
         found.append(mended)
     found = _told_apart(run, found)
-    most = max((each.weight for each in found if each.kind not in BACKGROUND), default=0.0)
+    most = max((each.weight for each in found if not each.is_background), default=0.0)
     return sorted(
         (
             each
             for each in found
-            if each.kind not in BACKGROUND or each.saving > _BACKGROUND_FACTOR * most
+            if not each.is_background or each.saving > _BACKGROUND_FACTOR * most
         ),
         key=lambda each: -each.saving,
     )
@@ -129,20 +143,27 @@ def _saving(
     """What a change saves; nothing if the run cannot have it."""
     try:
         policy, shape = change.policy(run) if change.has_policy else (None, None)
+        after_ns = [
+            replay(run, change.apply(step, run), policy, shape, W_SHARE).makespan_ns
+            for step in steps
+        ]
     except UsageError:
         return 0.0
-    after_ns = [
-        replay(run, change.apply(step, run), policy, shape, W_SHARE).makespan_ns for step in steps
-    ]
     return median(1 - after / own for after, own in zip(after_ns, own_ns, strict=True))
 
 
-def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
-    """What may be wrong, not replayed yet."""
-    yield from _worst(_slow_stages(run, steps), LEAST_EXCESS_OF_STAGE)
+def _suspects(
+    run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
+) -> Iterator[Culprit]:
+    """What may be wrong, not replayed yet. `most_bytes` is what a rank held at most; 0 where that
+    is not known."""
+    stages = list(_slow_stages(run, steps))
+    whole = [each for each in stages if not each.is_scattered]
+    yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
+    yield from _worst((each for each in stages if each.is_scattered), LEAST_EXCESS_OF_STAGE)
     yield from _worst(_slow_ranks(run, steps))
     yield from _worst(_slow_replicas(run, steps))
-    most = max(_slow_stages(run, steps), key=lambda each: each.excess, default=None)
+    most = max(whole, key=lambda each: each.excess, default=None)
     if most is not None and most.excess > LEAST_EXCESS_OF_STAGE:
         change = Change(even_stages=True)
         yield replace(most, kind=CulpritKind.UNEVEN_LAYERS, change=change, remedy=None)
@@ -157,14 +178,35 @@ def _suspects(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culpr
     yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
     if run.policy.dispatch is Dispatch.FIXED:
         yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
-    # A bound withholds nothing from an order that binds.
-    elif run.policy.limit is not None:
-        yield Culprit(CulpritKind.BOUND, Change(limit=2 * run.policy.limit))
-    elif run.policy.hold is not None:
-        yield Culprit(CulpritKind.BOUND, Change(hold=int(2 * run.policy.hold)))
+    else:
+        # A bound withholds nothing from an order that binds.
+        yield from _bounds(run, steps, most_bytes)
     if Kind.W not in run.shape.kinds:
         for hint in ("bfw", "bfw-deep")[: run.shape.num_chunks]:
             yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(HINTS[hint]))
+
+
+def _bounds(run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int) -> Iterator[Culprit]:
+    """Twice the run's bound; and where that counts microbatches, one in bytes that lets every rank
+    hold what one of them has held."""
+    limit, hold = run.policy.limit, run.policy.hold
+    if hold is Auto.AUTO:
+        hold = Bytes(max(max(each.budgets) for step in steps for each in step.replicas))
+    if limit is not None:
+        yield Culprit(CulpritKind.BOUND, Change(limit=2 * limit))
+    elif hold is not None:
+        wider = doubled(hold)
+        if isinstance(wider, Bytes):
+            wider = _rounded_down(wider.num)
+        yield Culprit(CulpritKind.BOUND, Change(hold=wider))
+    if most_bytes and (limit is not None or isinstance(hold, int | Fraction)):
+        yield Culprit(CulpritKind.MEMORY, Change(hold=_rounded_down(most_bytes)))
+
+
+def _rounded_down(num_bytes: int) -> Bytes:
+    """A size that is short to write, and at most a thousandth less."""
+    unit = next((unit for unit in (2**20, 2**10) if num_bytes >= 1000 * unit), 1)
+    return Bytes(num_bytes // unit * unit)
 
 
 def _own_ready_hint(run: RecordedRun) -> Hint:
@@ -173,13 +215,13 @@ def _own_ready_hint(run: RecordedRun) -> Hint:
     return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
 
 
-def _worst(suspects: Iterator[Culprit], least_excess: float = _LEAST_EXCESS) -> list[Culprit]:
+def _worst(suspects: Iterable[Culprit], least_excess: float = _LEAST_EXCESS) -> list[Culprit]:
     found = [each for each in suspects if each.excess > least_excess]
     return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
 
 
 def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
-    """Stages with more work than the median one, and not for a few long tasks alone."""
+    """Stages with more work than the median one; some for a few long tasks alone."""
     times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
     for step in steps:
         for replica in step.replicas:
@@ -188,14 +230,14 @@ def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Cu
     excesses = _excesses(run, {key: fmean(each) for key, each in times_ns.items()})
     usual = _excesses(run, {key: _usually_at_most(each) for key, each in times_ns.items()})
     for stage, excess in enumerate(excesses):
-        if usual[stage] >= excess / 2:
-            yield Culprit(
-                CulpritKind.SLOW_STAGE,
-                Change(median_stage=stage),
-                run.shape.rank_of(stage),
-                excess,
-                remedy=None if run.layers is None else Change(even_stages=True),
-            )
+        yield Culprit(
+            CulpritKind.SLOW_STAGE,
+            Change(median_stage=stage),
+            run.shape.rank_of(stage),
+            excess,
+            remedy=None if run.layers is None else Change(even_stages=True),
+            is_scattered=usual[stage] < excess / 2,
+        )
 
 
 def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> list[float]:
@@ -296,7 +338,7 @@ def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
     for each in found:
         by_kind[each.kind].append(each)
     ranks, replicas = by_kind[CulpritKind.SLOW_RANK], by_kind[CulpritKind.REPLICA]
-    stages = by_kind[CulpritKind.SLOW_STAGE]
+    stages = [each for each in by_kind[CulpritKind.SLOW_STAGE] if not each.is_scattered]
     dropped: list[Culprit] = []
     # All microbatches of a slow replica look heavy.
     for heavy in by_kind[CulpritKind.UNEVEN_MICROBATCHES]:
@@ -316,9 +358,9 @@ def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
     for uneven in by_kind[CulpritKind.UNEVEN_LAYERS]:
         is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
         dropped += is_one or stages
-    # That all messages take time hides nothing: not the link where they take longer.
-    if by_kind[CulpritKind.SLOW_LINK]:
-        dropped += by_kind[CulpritKind.LINKS]
+    # A wider bound gains little over one that fills the memory which was used anyway.
+    for bound in by_kind[CulpritKind.BOUND]:
+        dropped += _parts(bound, by_kind[CulpritKind.MEMORY], _SAME_SHARE)
     # Of several hints that fill the drain the best is enough.
     depths = sorted(by_kind[CulpritKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
     dropped += depths[1:]

@@ -10,14 +10,17 @@ Measured of each step are
   to when its receiver could act on it. A message that a rank knew of at a decision had come by
   then, and one that came between two decisions had not come at the first. So a dispatcher that
   meets these times decides as the run's did.
+- what each microbatch kept in memory on each stage, where the run tells.
 - the tail from the last task of all to the end of the step's window: gradient synchronisation.
 """
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rrfp.replay.measured_step import Means, MeasuredStep, ReplicaStep, means_of
 from rrfp.replay.meetings import Span, meet, spans_of
+from rrfp.replay.memory.kept import budgets_of, sizes_of_replica
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.redispatch import redispatch
 from rrfp.replay.step_records import Members, StepRecords
@@ -44,7 +47,14 @@ def _measure(run: RecordedRun, records: StepRecords) -> MeasuredStep:
         for rank in members
         for task in rank.tasks
     )
-    replicas = tuple(take(run, replica, start_ns) for replica in records.replicas)
+    replicas = tuple(
+        replace(
+            take(run, replica, start_ns),
+            sizes=sizes_of_replica(run.shape, replica),
+            budgets=budgets_of(replica),
+        )
+        for replica in records.replicas
+    )
     return MeasuredStep(end_ns - start_ns, replicas, end_ns - last_ns)
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 from statistics import mean, median, median_low
 
 from rrfp.replay.layers import even_split, work_after
+from rrfp.replay.memory.changed import divided, evened, without_heavy
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import Stretch, Transfer
 
@@ -27,6 +29,10 @@ class ReplicaStep:
     """The time of the message for a task, if another rank sends one."""
     members_ns: Mapping[int, Means] = field(default_factory=dict)
     """The mean times of each rank's own tasks, where several ranks run them together."""
+    sizes: Sizes | None = None
+    """What microbatches kept in memory, by stage; None where it is not known."""
+    budgets: tuple[int, ...] = ()
+    """The bounds in bytes that were in force, by pipeline rank; empty without any."""
 
     def busy_ns(self, shape: Shape) -> list[int]:
         """Time in tasks, by pipeline rank."""
@@ -91,14 +97,15 @@ class ReplicaStep:
         }
         return replace(self, transfers_ns=transfers_ns)
 
-    def with_microbatches_of(self, means_ns: Means) -> "ReplicaStep":
+    def with_microbatches_of(self, means_ns: Means, sizes: Sizes | None) -> "ReplicaStep":
         """The same step with microbatches that all weigh as much as one whose tasks take these
-        means. They keep what else makes their tasks differ."""
-        return self._weighing(means_ns, lambda _: 1.0)
+        means, and keep what `sizes` say. They keep what else makes their tasks differ."""
+        return replace(self._weighing(means_ns, lambda _: 1.0), sizes=sizes)
 
     def with_usual_microbatches(self) -> "ReplicaStep":
         """The same step with its heavy microbatches as light as the median one."""
-        return self._weighing(means_of(self.durations_ns), min)
+        lighter = self._weighing(means_of(self.durations_ns), min)
+        return replace(lighter, sizes=self.sizes and without_heavy(self.sizes))
 
     def _weighing(
         self, means_ns: Means, weigh: Callable[[tuple[float, float]], float]
@@ -130,7 +137,8 @@ class ReplicaStep:
             task: self.durations_ns[task._replace(microbatch=order[task.microbatch])]
             for task in self.durations_ns
         }
-        return replace(self, durations_ns=durations_ns)
+        sizes = self.sizes and self.sizes.permuted(order)
+        return replace(self, durations_ns=durations_ns, sizes=sizes)
 
     def with_even_stages(self, layers: int | None, shape: Shape) -> "ReplicaStep":
         """The same step with its work divided evenly over the stages: in whole layers, if it is
@@ -138,16 +146,20 @@ class ReplicaStep:
         work_ns = [0] * shape.num_stages
         for task, time_ns in self.durations_ns.items():
             work_ns[task.stage] += time_ns
+        sizes = self.sizes
         if layers is None:
             even_ns = [mean(work_ns)] * shape.num_stages
+            sizes = sizes and divided(sizes, lambda column: [1] * len(column))
         else:
             split = [layers // shape.num_stages] * shape.num_stages
-            even_ns = work_after(work_ns, split, even_split(work_ns, split, shape))
+            even = even_split(work_ns, split, shape)
+            even_ns = work_after(work_ns, split, even)
+            sizes = sizes and divided(sizes, lambda column: work_after(column, split, even))
         durations_ns = {
             task: round(time_ns * even_ns[task.stage] / max(1, work_ns[task.stage]))
             for task, time_ns in self.durations_ns.items()
         }
-        return replace(self, durations_ns=durations_ns)
+        return replace(self, durations_ns=durations_ns, sizes=sizes)
 
     def with_usual_member(self, rank: int) -> "ReplicaStep":
         """The same step with the tasks that a rank runs with others as fast as those of the median
@@ -217,7 +229,14 @@ class MeasuredStep:
         """The same step with microbatches that weigh the same in all replicas."""
         of_replicas = [means_of(replica.durations_ns) for replica in self.replicas]
         means_ns = {key: round(mean(each[key] for each in of_replicas)) for key in of_replicas[0]}
-        return self._with(lambda replica: replica.with_microbatches_of(means_ns))
+        sizes = evened([replica.sizes for replica in self.replicas])
+        return replace(
+            self,
+            replicas=tuple(
+                replica.with_microbatches_of(means_ns, own)
+                for replica, own in zip(self.replicas, sizes, strict=True)
+            ),
+        )
 
     def with_usual_microbatches(self) -> "MeasuredStep":
         """The same step with heavy microbatches as light as the median one of their replica."""

@@ -5,14 +5,16 @@ description (`recorded_policy`).
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.memory.kept import sizes_of_replica
 from rrfp.replay.recorded_layout import RecordedLayout
 from rrfp.replay.recorded_policy import RecordedSettings, policy_of
 from rrfp.replay.step_records import StepRecords
+from rrfp.schedule.hold import Bytes, Hold, told_bytes
 from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.simulate.budgets import by_rank, widest_of_1f1b
 from rrfp.trace.records import Recording
 from rrfp.trace.sessions import description_of_steps
 from rrfp.trace.steps import is_evaluation, step_windows
@@ -55,8 +57,20 @@ class RecordedRun:
         if policy.limit is not None:
             words.append(f"limit {policy.limit}")
         if policy.hold is not None:
-            words.append(f"hold {policy.hold}")
+            words.append(f"hold {told_hold(policy.hold)}")
         return ", ".join(words)
+
+    def peak_of_1f1b(self) -> int | None:
+        """The largest sum of bytes, over ranks and steps, that 1F1B would have kept at once with
+        the chunks of each rank as one; None where the run does not tell its sizes."""
+        found = []
+        for step in self.steps:
+            for replica in step.replicas:
+                sizes = sizes_of_replica(self.shape, replica)
+                if sizes is None:
+                    return None
+                found.append(widest_of_1f1b(by_rank(sizes, self.shape)))
+        return max(found)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The replica and the pipeline rank of a rank. Raises UsageError if the run has no such
@@ -67,7 +81,7 @@ class RecordedRun:
                     return number, pp_rank
         raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
 
-    def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, int | Fraction | None]:
+    def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, Hold | None]:
         """The limit and the hold that the run keeps under another dispatch. The usual limit belongs
         to `ready` dispatch: an order that binds is not held to it."""
         own = self.policy
@@ -78,6 +92,11 @@ class RecordedRun:
         if dispatch is Dispatch.FIXED:
             return None if own.limit == DEFAULT_LIMIT else own.limit, None
         return own.limit or DEFAULT_LIMIT, None
+
+
+def told_hold(hold: Hold) -> str:
+    """A hold in words; one in bytes is rounded."""
+    return told_bytes(hold.num) if isinstance(hold, Bytes) else str(hold)
 
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:

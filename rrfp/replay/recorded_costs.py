@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median_low
 
 from rrfp.errors import UsageError
@@ -10,6 +11,7 @@ from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import read_run
 from rrfp.replay.replayed import W_SHARE, task_times
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Rows, Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Links, StepCosts
 from rrfp.simulate.draws import uniforms
@@ -47,7 +49,27 @@ class RecordedCosts:
             Links(latency_ns=self._message_ns()),
             gradient_sync_ns=recorded.tail_ns,
             is_known=not self.drawn,
+            sizes=self._sizes(shape, seed, replica),
         )
+
+    def _sizes(self, shape: Shape, seed: int, replica: int) -> Sizes | None:
+        """What microbatches keep; drawn ones keep what one recorded microbatch did everywhere. None
+        where the run does not tell."""
+        if not self.drawn:
+            recorded = self.steps[seed % len(self.steps)].replicas
+            return recorded[replica % len(recorded)].sizes
+        of_replicas = [each.sizes for step in self.steps for each in step.replicas]
+        known = [sizes for sizes in of_replicas if sizes is not None]
+        if len(known) < len(of_replicas):
+            return None
+        draws = uniforms(shape.num_microbatches, seed, replica, "recorded sizes").tolist()
+
+        def rows(found: Sequence[Rows]) -> Rows:
+            whole = [[*chain.from_iterable(of_stage)] for of_stage in zip(*found, strict=True)]
+            return [[row[int(draw * len(row))] for draw in draws] for row in whole]
+
+        owed = [sizes.owed for sizes in known if sizes.owed is not None]
+        return Sizes(rows([sizes.kept for sizes in known]), rows(owed) if owed else None)
 
     def _check(self, shape: Shape) -> None:
         own = self.shape

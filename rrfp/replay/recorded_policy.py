@@ -5,17 +5,21 @@ versions among the `settings`. Of an order that came from a file only the path s
 order is read from the places that the tasks were recorded to have in it.
 """
 
+from contextlib import suppress
 from enum import StrEnum
+from fractions import Fraction
 from typing import Any, TypeVar
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.step_records import StepRecords
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.hold import Hold, check_is_absolute, parse_hold
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 from rrfp.trace.records import Recording
 from rrfp.trace.run_policy import stated_policy
 from rrfp.trace.stimuli import task_of
@@ -93,9 +97,23 @@ class RecordedSettings:
     def limit(self) -> int | None:
         return self._bound("limit")
 
-    @property
-    def hold(self) -> int | None:
-        return self._bound("hold")
+    def hold(self, shape: Shape) -> Hold | None:
+        """In microbatches or bytes; None withholds nothing."""
+        value = self._policy.get("hold")
+        found: Hold | None = None
+        if isinstance(value, str):
+            with suppress(UsageError):
+                found = parse_hold(value)
+                check_is_absolute(found)
+                return found
+        elif isinstance(value, float) and 0 < value <= MOST_OF_A_KIND:
+            # A number of slots of one chunk each.
+            found = Fraction(round(value * shape.num_chunks), shape.num_chunks)
+            if float(found) == value:
+                return found
+        else:
+            return self._bound("hold")
+        raise self._strange("hold", value)
 
     @staticmethod
     def _strange(name: str, value: object) -> RrfpError:
@@ -120,7 +138,7 @@ def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Po
         order,
         settings.dispatch,
         settings.limit,
-        settings.hold,
+        settings.hold(shape),
         settings.choice("w", WeightGradients, WeightGradients.IDLE),
         settings.choice("agreement", AgreementRule, AgreementRule.INTERSECTION),
     )

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Iterator
 
 from rrfp.errors import RrfpError
+from rrfp.replay.memory.kept import sizes_of_rank
 from rrfp.replay.recorded import RecordedRun
 from rrfp.replay.step_records import Members
 from rrfp.schedule.dispatcher import Dispatcher, Group
+from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.instructions import RunTask
 from rrfp.schedule.tasks import Task, format_task
+from rrfp.trace.kept_bytes import are_known
 from rrfp.trace.records import StimulusRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import stimulus_of, task_of
@@ -71,4 +74,13 @@ def dispatcher_of(run: RecordedRun, members: Members, member: int = 0) -> Dispat
             "'rrfp trace check'"
         )
     group = Group(len(members), member == 0) if rank.is_in_group else None
-    return Dispatcher(run.shape, rank.info.pp_rank, run.policy, group)
+    if counts_microbatches(run.policy.hold):
+        return Dispatcher(run.shape, rank.info.pp_rank, run.policy, group)
+    budget = rank.budget_bytes or run.policy.hold_bytes
+    if budget is None or not are_known(rank.tasks):
+        raise RrfpError(
+            f"rank {rank.info.rank} ran with a hold of {run.policy.hold}, and the trace does not "
+            "tell its bytes; record it again with this version of rrfp"
+        )
+    sizes = sizes_of_rank(run.shape, rank)
+    return Dispatcher(run.shape, rank.info.pp_rank, run.policy, group, sizes=sizes, budget=budget)

@@ -9,8 +9,10 @@ taken more or less time.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from rrfp.errors import UsageError
 from rrfp.replay.measured_step import MeasuredStep
 from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.hold import Auto, counts_microbatches
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -33,9 +35,15 @@ def replay(
     run's own policy over its own links.
 
     `shape` may split the backward where the run did not; `w_share` is then the weight gradient's
-    share of a whole one. The makespan includes the measured tail of the step.
+    share of a whole one. Raises UsageError for a hold with which a rank could get stuck, or that
+    needs sizes which the run does not tell. The makespan includes the measured tail of the step.
     """
-    shape = shape or run.shape
+    shape, chosen = shape or run.shape, policy or run.policy
+    if not counts_microbatches(chosen.hold) and any(each.sizes is None for each in step.replicas):
+        raise UsageError(
+            f"a hold of {chosen.hold} needs to know what microbatches keep, and the trace does not "
+            "tell it; give the hold in microbatches"
+        )
     worlds = [
         World(
             task_times(replica.durations_ns, shape, w_share),
@@ -43,10 +51,12 @@ def replay(
             replica.stretch,
             blocking=run.is_blocking and policy is None,
             num_members=run.num_members,
+            sizes=replica.sizes,
+            budgets=replica.budgets if chosen.hold is Auto.AUTO else (),
         )
         for replica in step.replicas
     ]
-    played = simulate_step(shape, policy or run.policy, worlds)
+    played = simulate_step(shape, chosen, worlds)
     return replace(played, makespan_ns=played.makespan_ns + step.tail_ns)
 
 

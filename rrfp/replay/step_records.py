@@ -29,6 +29,8 @@ class RankStep:
     stimuli: list[StimulusRecord]
     is_in_group: bool
     """Whether it agreed with other ranks on what to run."""
+    budget_bytes: int = 0
+    """Its bound in bytes; 0 without one."""
 
 
 Members = tuple[RankStep, ...]
@@ -64,7 +66,9 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
     )
     for phase in records.phases:
         if phase.phase == Phase.SCHEDULE:
-            steps[phase.step] = RankStep(records.info, phase.start_ns, [], [], [], [], is_in_group)
+            steps[phase.step] = RankStep(
+                *(records.info, phase.start_ns, [], [], [], [], is_in_group, phase.budget_bytes)
+            )
     for task in records.tasks:
         steps[task.step].tasks.append(task)
     for wait in records.waits:

@@ -21,6 +21,7 @@ from rrfp.replay.replayed import W_SHARE, replay
 from rrfp.replay.structural import Structural, structural
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import described_hold
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.simulate.step import SimulatedStep
 from rrfp.trace.records import NS_PER_S, Recording
@@ -43,6 +44,8 @@ class Row:
     for a loss."""
     peak_held: tuple[float, ...]
     """The most activations held in any step, by pipeline rank, in whole-rank microbatches."""
+    peak_held_bytes: tuple[int, ...] | None
+    """Likewise in bytes; None where the run does not tell its sizes."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -50,10 +53,11 @@ class Row:
             "hint": self.hint,
             "dispatch": str(self.policy.dispatch),
             "limit": self.policy.limit,
-            "hold": None if self.policy.hold is None else int(self.policy.hold),
+            "hold": described_hold(self.policy.hold),
             "makespan_s": self.makespan_ns / NS_PER_S,
             "saving": self.saving,
             "peak_held": list(self.peak_held),
+            "peak_held_bytes": self.peak_held_bytes and list(self.peak_held_bytes),
         }
 
 
@@ -149,6 +153,7 @@ class _WhatIf:
         played = self._play(change)
         saving = _saving(self._own_ns, [step.makespan_ns for step in played])
         peaks = zip(*(step.peak_held for step in played), strict=True)
+        in_bytes = zip(*(step.peak_held_bytes for step in played), strict=True)
         return Row(
             change.told(run),
             change.hint.name if change.hint is not None else run.hint_name,
@@ -156,6 +161,7 @@ class _WhatIf:
             round(median(self._own_ns) * (1 - saving)),
             saving,
             tuple(max(held) / run.shape.num_chunks for held in peaks),
+            tuple(map(max, in_bytes)) if self._knows_sizes else None,
         )
 
     def _sensible(self) -> list[Change]:
@@ -225,6 +231,10 @@ class _WhatIf:
             "Task times are as recorded. If the ranks shared cores, another policy would have "
             "changed them, and its row can be far off."
         )
+
+    @cached_property
+    def _knows_sizes(self) -> bool:
+        return all(replica.sizes is not None for step in self._steps for replica in step.replicas)
 
     @cached_property
     def _slow_stage(self) -> int | None:

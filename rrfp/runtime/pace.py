@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S
 
@@ -42,6 +43,11 @@ class StepPace(Protocol):
 
 class Pace(Hashable, Protocol):
     """Paces a rank's steps."""
+
+    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+        """What the step's microbatches keep on this rank's chunks by the model, in bytes; None if
+        it does not say it."""
+        ...
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
         """The pace of a step that begins now; every rank calls this when it enters the step."""

@@ -213,3 +213,8 @@ class Compute(Protocol):
         """Run one task on the output of its `Shape.sender`, and return what its `Shape.receiver`
         takes. Either is empty if there is no such task."""
         ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of activations that are kept now, as measured; 0 if they are not measured."""
+        ...

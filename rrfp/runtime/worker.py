@@ -22,6 +22,7 @@ import torch
 
 from rrfp.runtime.ahead import AheadThread
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.out_of_memory import told_when_out_of_memory
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import (
     Agreement,
@@ -63,6 +64,8 @@ class StepSummary:
     """Time in F, B and W."""
     peak_held: float
     """The most activations held, in microbatches of the whole rank."""
+    peak_held_bytes: int | None = None
+    """Likewise in bytes, as measured or else as modelled; None where neither is known."""
 
 
 class Worker:
@@ -101,6 +104,7 @@ class Worker:
         self._pace: StepPace | None = None
         self._inputs: dict[Task, tuple[torch.Tensor | None, ...]] = {}
         self._decided_ahead: RunTask | None = None
+        self._peak_held_bytes = 0
         self._ahead: AheadThread | None = None
         self._decides_ahead = decides_ahead
 
@@ -142,6 +146,7 @@ class Worker:
         self._pace = pace
         self._agreement.start_step()
         self._take_in(self._early.pop(step, ()))
+        self._peak_held_bytes = 0
         busy_ns = 0
         while True:
             self._take_in(self._inbox.take())
@@ -161,9 +166,11 @@ class Worker:
                     case Wait(cause):
                         self._wait(cause)
                     case StepDone():
-                        num_chunks = dispatcher.shape.num_chunks
-                        peak_held = dispatcher.peak_held / num_chunks
-                        return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held)
+                        peak_held = dispatcher.peak_held / dispatcher.shape.num_chunks
+                        peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
+                        return StepSummary(
+                            step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None
+                        )
 
     def _decide_ahead(self) -> None:
         """Decide on the next task; runs on the ahead thread, which holds the state now."""
@@ -214,11 +221,16 @@ class Worker:
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
             nullcontext() if pace is None else pace.task(task),
+            told_when_out_of_memory(
+                self._pp_ranks[pp_rank], task, compute.held_bytes, run.held / shape.num_chunks
+            ),
         ):
             if self._delay is not None:
                 self._delay()
             outputs = compute.run(task, inputs)
         end_ns = self._clock()
+        measured_bytes = compute.held_bytes
+        self._peak_held_bytes = max(self._peak_held_bytes, measured_bytes)
         receiver = shape.receiver(task)
         if receiver is not None:
             receiving_rank = shape.rank_of(receiver.stage)
@@ -231,7 +243,10 @@ class Worker:
                 )
         self._record(
             TaskRecord(
-                start_ns, end_ns, step, task.kind, task.stage, run.chunk, task.microbatch, *run[2:]
+                *(start_ns, end_ns, step, task.kind, task.stage, run.chunk, task.microbatch),
+                *run[2:-1],
+                # What the decision was made by, where that was bytes.
+                held_bytes=run.held_bytes or measured_bytes,
             )
         )
         return end_ns - start_ns

@@ -103,6 +103,15 @@ class Books:
         """Whether all of a task's inputs have arrived at all members of the mask."""
         return self.lacks[number] == 0 and not self.missing[number] & mask
 
+    def best_forward(self, chunk: int, mask: int) -> int:
+        """The number of the best forward of a chunk that is ready at all members of the mask, of
+        which there must be one."""
+        first = chunk * self.num_microbatches
+        return min(
+            (n for n in range(first, first + self.num_microbatches) if self.is_ready(n, mask)),
+            key=self._keys.__getitem__,
+        )
+
     def lacking(self, number: int) -> tuple[Task, ...]:
         """The tasks whose output a task still needs on this rank."""
         return tuple(

@@ -6,16 +6,44 @@ it finishes microbatches one by one in index order, each in the order F0..F(C-1)
 waits for each. The smallest unfinished microbatch of the whole pipeline can always go on, so no
 limit deadlocks.
 
-`hold` bounds the slots in use: activations kept from F until W (until B where B is whole). A
-forward of chunk c may start only while fewer than hold - (C - 1 - c) slots are in use: deeper
-chunks have slots reserved. Slots used by chunks up to c then never exceed hold - (C - 1 - c), so
-the successor of the deepest stage that holds an activation is permitted, and no hold of C slots or
-more deadlocks. A plain cap would: shallow chunks would fill it and no backward could start.
+`hold` bounds the sum of the *sizes* of the activations kept, from F until W (until B where B is
+whole). A size is in bytes, or 1 for every microbatch and chunk where the hold counts microbatches.
+With `used` the sum now, a forward of chunk c of microbatch m may start only while
+
+    used + size(c, m) <= budget - reserve(c),
+
+where reserve(c) is the sum, over the chunks deeper than c, of the largest size among the
+microbatches whose forward has not run there yet. No budget of at least the sum, over all chunks, of
+the largest size there deadlocks, whatever the order of the tasks:
+
+1. *The sizes kept by chunks up to c never exceed budget - reserve(c).* A forward of a chunk j <= c
+   left them at most budget - reserve(j), and reserve(j) >= reserve(c). Backwards and weight
+   gradients only lower the sum (`Sizes`: what is owed to W is part of what was kept), and reserves
+   only shrink, because forwards leave the set that they are taken over.
+2. *Something can always run.* Assume that no task runs and some are left. Weight gradients and
+   backwards are never withheld, so every kept activation waits for a gradient. Take the deepest
+   stage s that keeps one, of microbatch m. Its backward lacks the gradient from stage s + 1 (the
+   last stage lacks none), so the backward of m has not run there, nor has its forward, as s + 1
+   keeps nothing. Its forward is ready, on chunk d of some rank. That rank keeps activations of
+   chunks up to d - 1 only, at most budget - reserve(d - 1) by 1. As reserve(d - 1) is reserve(d)
+   plus the largest size left in chunk d, this and every other ready forward of chunk d fits. If
+   no stage keeps anything, a first forward fits by the assumption about the budget.
+
+The largest size left shrinks as heavy microbatches pass, and gives its memory back to shallower
+chunks. A plain cap, without reserves, deadlocks: shallow chunks fill it and no backward can start.
+A light forward does not overtake a heavy one of its chunk that does not fit: by 1 and 2 the heavy
+one fits in the end, and simulated steps gain 1% at most (docs/memory.md).
 """
 
+from collections.abc import Sequence
+
+from rrfp.errors import UsageError
+from rrfp.schedule.books import Books
 from rrfp.schedule.causes import Cause
+from rrfp.schedule.hold import told_bytes
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind
 
 _F, _B, _W = range(3)
@@ -25,29 +53,63 @@ class Bounds:
     """What one rank holds, and what its bound currently withholds. Kinds and task numbers are those
     of `rrfp.schedule.books`."""
 
-    def __init__(self, shape: Shape, policy: Policy) -> None:
+    def __init__(
+        self, shape: Shape, policy: Policy, sizes: Sizes | None, budget: int | None
+    ) -> None:
+        """`sizes` are those of this rank's chunks. A `budget` in bytes stands in for the policy's
+        hold, where it differs by rank. Raises UsageError for a budget that could deadlock."""
         trains = Kind.B in shape.kinds
         # A binding order was checked against its bounds when it was chosen.
         binds = trains and policy.dispatch is Dispatch.READY
+        num_slots = policy.hold_slots(shape.num_chunks)
+        if budget is None:
+            budget = policy.hold_bytes
         self.limit = policy.limit if binds else None
-        self.hold = policy.hold_slots(shape.num_chunks) if binds else None
+        self.budget = (num_slots if budget is None else budget) if binds else None
+        """The most that may be in use, in slots of one chunk and one microbatch, or in bytes."""
         self.depth = 0
         self.held = 0
         self.peak_held = 0
+        self.held_bytes = 0
+        self.peak_held_bytes = 0
+        self.is_at_limit = False
+        """Forwards are withheld (with several chunks the rank drains)."""
         self.drains = False
         """Of all forwards and backwards, only the next one of the smallest unfinished microbatch
         may run."""
-        self.first_open_chunk = 0
-        """Forwards of smaller chunks are withheld."""
         self._num_chunks, self._num_microbatches = shape.num_chunks, shape.num_microbatches
         # A step without backwards keeps nothing.
         self._keeps_activations = trains
-        self._frees_held = _W if shape.splits_backward else _B
+        self._splits = shape.splits_backward
+        self._frees_held = _W if self._splits else _B
+        self._sizes = sizes if trains else None
         # By microbatch: how many of its forwards and backwards were dispatched.
         self._progress = [0] * shape.num_microbatches
         self._smallest_unfinished = 0
+        self._counts_bytes = budget is not None
+        self._reserves: list[int] = []
+        if self.budget is None:
+            return
+        if budget is None:
+            sizes = Sizes([[1] * shape.num_microbatches] * shape.num_chunks)
+        elif sizes is None:
+            raise ValueError("a hold in bytes needs the sizes of the step's microbatches")
+        self._needs = sizes.kept
+        if self.budget < sizes.least_budget:
+            raise UsageError(
+                f"the hold of {told_bytes(self.budget)} ({self.budget} bytes) is below the "
+                f"{told_bytes(sizes.least_budget)} that the heaviest microbatches take on their "
+                f"way through a rank's chunks; set it to {sizes.least_budget}B or more"
+            )
+        # By chunk: its microbatches, the heaviest last, without those whose forward was dispatched
+        # while they were last.
+        self._left = [sorted(range(len(row)), key=row.__getitem__) for row in self._needs]
+        self._ran = [[False] * len(row) for row in self._needs]
+        self._smallest = [min(row) for row in self._needs]
+        self._reserves = [0] * shape.num_chunks
+        self._reserve()
 
-    def ran(self, kind: int, microbatch: int) -> None:
+    def ran(self, kind: int, chunk: int, microbatch: int) -> None:
         """Count a dispatched task, and update what is withheld."""
         if kind != _W:
             self._progress[microbatch] += 1
@@ -60,13 +122,39 @@ class Bounds:
             self.depth -= 1
         if kind == self._frees_held:
             self.held -= 1
-        num_chunks = self._num_chunks
-        if self.hold is not None:
-            self.first_open_chunk = max(0, num_chunks - (self.hold - self.held))
+        if self._sizes is not None:
+            self._count_bytes(self._sizes, kind, chunk, microbatch)
+        if self.budget is not None:
+            if kind == _F:
+                self._ran[chunk][microbatch] = True
+                if self._left[chunk][-1] == microbatch:
+                    self._reserve()
         elif self.limit is not None:
-            is_at_limit = self.depth >= self.limit
-            self.first_open_chunk = num_chunks if is_at_limit else 0
-            self.drains = is_at_limit and num_chunks > 1
+            self.is_at_limit = self.depth >= self.limit
+            self.drains = self.is_at_limit and self._num_chunks > 1
+
+    def _count_bytes(self, sizes: Sizes, kind: int, chunk: int, microbatch: int) -> None:
+        size = sizes.kept[chunk][microbatch]
+        owed = 0
+        if self._splits:
+            owed = size if sizes.owed is None else sizes.owed[chunk][microbatch]
+        if kind == _F:
+            self.held_bytes += size
+            if self.held_bytes > self.peak_held_bytes:
+                self.peak_held_bytes = self.held_bytes
+        else:
+            self.held_bytes -= size - owed if kind == _B else owed
+
+    def _reserve(self) -> None:
+        """Set what each chunk must leave to deeper ones, from the heaviest left in each."""
+        total = 0
+        for chunk in range(self._num_chunks - 1, -1, -1):
+            self._reserves[chunk] = total
+            left, has_run = self._left[chunk], self._ran[chunk]
+            while left and has_run[left[-1]]:
+                left.pop()
+            if left:
+                total += self._needs[chunk][left[-1]]
 
     def next_to_drain(self) -> int:
         """The number of the next task of the smallest unfinished microbatch. A microbatch's tasks
@@ -79,16 +167,72 @@ class Bounds:
         place = progress if progress < num_chunks else 3 * num_chunks - 1 - progress
         return place * num_microbatches + self._smallest_unfinished
 
+    @property
+    def used(self) -> int:
+        """What counts against the budget, in its unit."""
+        return self.held_bytes if self._counts_bytes else self.held
+
+    @property
+    def withholds_forwards(self) -> bool:
+        """Whether `fits` may be false for a forward now."""
+        return self.is_at_limit if self.budget is None else True
+
+    def fits(self, chunk: int, microbatch: int) -> bool:
+        """Whether the bounds let this forward start, unless the rank drains."""
+        if self.budget is None:
+            return not self.is_at_limit
+        return self._needs[chunk][microbatch] <= self._room(chunk)
+
+    def _room(self, chunk: int) -> int:
+        """The largest size with which a forward of this chunk may start."""
+        assert self.budget is not None
+        return self.budget - self.used - self._reserves[chunk]
+
     def permits(self, number: int) -> bool:
         """Whether the bounds let the task of this number run."""
         if number >= 2 * self._num_chunks * self._num_microbatches:
             return True
         if self.drains:
             return number == self.next_to_drain()
-        lane = number // self._num_microbatches
-        return lane >= self.first_open_chunk
+        lane, microbatch = divmod(number, self._num_microbatches)
+        return lane >= self._num_chunks or self.fits(lane, microbatch)
+
+    def permitted(self, books: Books, counts: Sequence[int], mask: int) -> tuple[int, int, int]:
+        """How many forwards, backwards and weight gradients the bounds permit, of `counts` by lane
+        taken at the members of `mask`. Of a chunk's forwards, none is permitted before the best."""
+        num_chunks = self._num_chunks
+        if num_chunks == 1:
+            # The common case of the sums below, without building lists.
+            forwards, backwards, weight_gradients = counts
+        else:
+            backwards = sum(counts[num_chunks : 2 * num_chunks])
+            weight_gradients = sum(counts[2 * num_chunks :])
+            if self.drains:
+                number = self.next_to_drain()
+                drains = int(books.is_ready(number, mask))
+                is_forward = number < books.num_of_a_kind
+                return drains * is_forward, drains * (not is_forward), weight_gradients
+            forwards = sum(counts[:num_chunks])
+        if forwards and self.withholds_forwards:
+            forwards = sum(
+                counts[chunk]
+                for chunk in range(num_chunks)
+                if counts[chunk] and self._is_open(books, chunk, mask)
+            )
+        return forwards, backwards, weight_gradients
+
+    def _is_open(self, books: Books, chunk: int, mask: int) -> bool:
+        """Whether the best of a chunk's forwards that are ready at `mask` fits."""
+        if self.budget is None:
+            return not self.is_at_limit
+        room, left = self._room(chunk), self._left[chunk]
+        if not left or self._needs[chunk][left[-1]] <= room:
+            return True
+        if self._smallest[chunk] > room:
+            return False
+        return self.fits(chunk, books.best_forward(chunk, mask) % self._num_microbatches)
 
     @property
     def cause(self) -> Cause:
         """The cause of a wait for what is withheld."""
-        return Cause.LIMIT if self.hold is None else Cause.HOLD
+        return Cause.LIMIT if self.budget is None else Cause.HOLD

@@ -33,6 +33,7 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.order_progress import OrderProgress
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.story import Story, TaskStory
 from rrfp.schedule.tasks import Kind, Task
@@ -70,14 +71,19 @@ class Dispatcher:
         policy: Policy,
         group: Group | None = None,
         *,
+        sizes: Sizes | None = None,
+        budget: int | None = None,
         validate: bool = False,
     ) -> None:
         """Start a step of `shape` on pipeline rank `rank`.
 
         The policy's bounds apply to `ready` dispatch in steps with backwards. Positions and
-        deviations are counted against its order, which `fixed` dispatch requires. `validate` checks
-        the books after each stimulus, in time linear in the tasks of the step. Raises ValueError if
-        the policy lacks an order that it needs, or has one of another shape.
+        deviations are counted against its order, which `fixed` dispatch requires. `sizes` are those
+        of this rank's chunks; a hold in bytes requires them, and `budget` is this rank's own, in
+        bytes, where ranks differ. `validate` checks the books after each stimulus, in time linear
+        in the tasks of the step. Raises ValueError if the policy lacks an order or sizes that it
+        needs, or has an order of another shape, and UsageError for a hold with which the rank could
+        get stuck.
         """
         hint, order = policy.hint, policy.order
         if policy.dispatch is Dispatch.MEGATRON:
@@ -101,7 +107,7 @@ class Dispatcher:
         else:
             masks = [(1 << num_members) - 1]
         self._books = books = Books(shape, rank, hint.keys(shape, rank), num_members, masks)
-        self._bounds = Bounds(shape, policy)
+        self._bounds = Bounds(shape, policy, sizes, budget)
         # Shorthands for the books' own lists.
         self._lacks, self._missing = books.lacks, books.missing
         self._ready_sets = books.ready_sets
@@ -137,6 +143,11 @@ class Dispatcher:
     def peak_held(self) -> int:
         """The most activations held at once."""
         return self._bounds.peak_held
+
+    @property
+    def peak_held_bytes(self) -> int:
+        """The most bytes of activations held at once; 0 without sizes."""
+        return self._bounds.peak_held_bytes
 
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         """Take in one stimulus and return the instructions that follow from it.
@@ -214,8 +225,8 @@ class Dispatcher:
         wrong = books.contradiction()
         if self.depth != books.num_dispatched(_F) - books.num_dispatched(_B):
             wrong = "D"
-        if bounds.hold is not None and self.held > bounds.hold:
-            wrong = f"a hold of {bounds.hold} slots, of which {self.held} are in use"
+        if bounds.budget is not None and bounds.used > bounds.budget:
+            wrong = f"a hold of {bounds.budget}, of which {bounds.used} is in use"
         if wrong is not None:
             raise DispatchError(f"the dispatcher's books contradict {wrong}\n{self.story()}")
 
@@ -267,38 +278,24 @@ class Dispatcher:
             if self._books.is_ready(number, ready.mask):
                 return number
             tiers = ((_W,),)
-        lacks, num_tasks, withheld = self._lacks, self._books.num_tasks, bounds.first_open_chunk
+        lacks, num_tasks = self._lacks, self._books.num_tasks
+        num_microbatches, withholds = self._books.num_microbatches, bounds.withholds_forwards
         for tier in tiers:
             best = None
             for kind in tier:
-                heaps = ready.heaps[kind]
-                if kind == _F and withheld:
-                    heaps = heaps[withheld:]
-                for heap in heaps:
+                for chunk, heap in enumerate(ready.heaps[kind]):
                     while heap and lacks[heap[0] % num_tasks] < 0:
                         heappop(heap)
-                    if heap and (best is None or heap[0] < best):
-                        best = heap[0]
+                    if not heap or (best is not None and heap[0] > best):
+                        continue
+                    if withholds and kind == _F:
+                        microbatch = heap[0] % num_tasks % num_microbatches
+                        if not bounds.fits(chunk, microbatch):
+                            continue
+                    best = heap[0]
             if best is not None:
                 return best % num_tasks
         return None
-
-    def _permitted(self, counts: list[int], mask: int) -> tuple[int, int, int]:
-        """How many forwards, backwards and weight gradients the bounds permit, of `counts` by lane
-        taken at the members of `mask`."""
-        num_chunks, bounds = self.shape.num_chunks, self._bounds
-        if num_chunks == 1:
-            # The common case of the sums below, without building lists.
-            forwards, backwards, weight_gradients = counts
-            return 0 if bounds.first_open_chunk else forwards, backwards, weight_gradients
-        weight_gradients = sum(counts[2 * num_chunks :])
-        if bounds.drains:
-            number = bounds.next_to_drain()
-            drains = int(self._books.is_ready(number, mask))
-            is_forward = number < self._books.num_of_a_kind
-            return drains * is_forward, drains * (not is_forward), weight_gradients
-        forwards = sum(counts[bounds.first_open_chunk : num_chunks])
-        return forwards, sum(counts[num_chunks : 2 * num_chunks]), weight_gradients
 
     # Dispatch.
 
@@ -306,9 +303,11 @@ class Dispatcher:
         books, bounds = self._books, self._bounds
         lane, microbatch = divmod(number, books.num_microbatches)
         kind, chunk = self._lanes[lane]
-        forwards, backwards, weight_gradients = self._permitted(books.num_ready, books.everybody)
+        forwards, backwards, weight_gradients = bounds.permitted(
+            books, books.num_ready, books.everybody
+        )
         books.dispatched(number, lane)
-        bounds.ran(kind, microbatch)
+        bounds.ran(kind, chunk, microbatch)
         self._tiers = self._tiers_after[kind]
         position, skipped = (-1, -1) if self._order is None else self._order.take(number)
         books.hand_over(number, kind, lane)
@@ -322,6 +321,7 @@ class Dispatcher:
             bounds.held,
             forwards,
             backwards,
+            bounds.held_bytes,
         )
         if self._waiting is None:
             return (run,)
@@ -356,7 +356,7 @@ class Dispatcher:
                 return Cause.ORDER
         elif is_any_here:
             # Nothing may run at all members; what could run here waits for the group.
-            is_permitted = any(self._permitted(books.num_here, 1))
+            is_permitted = any(self._bounds.permitted(books, books.num_here, 1))
             return Cause.COORDINATION if is_permitted else self._bounds.cause
         return Cause.FORWARD_INPUT if self._best_lacks_forward() else Cause.BACKWARD_INPUT
 

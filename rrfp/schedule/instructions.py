@@ -25,6 +25,8 @@ class RunTask(NamedTuple):
     """The forwards among `ready`."""
     ready_backwards: int
     """The backwards among `ready`."""
+    held_bytes: int = 0
+    """The sizes of the activations held, this task included; 0 where sizes are not known."""
 
 
 class Wait(NamedTuple):

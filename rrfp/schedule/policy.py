@@ -7,6 +7,13 @@ from typing import Self
 
 from rrfp.errors import UsageError
 from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hold import (
+    Bytes,
+    Hold,
+    check_hold,
+    counts_microbatches,
+    described_hold,
+)
 from rrfp.schedule.order import Order
 
 DEFAULT_LIMIT = 32
@@ -47,9 +54,9 @@ class Policy:
     limit: int | None = None
     """The D (chunk-forwards minus chunk-backwards run) at which `ready` dispatch withholds
     forwards. A binding order is checked against it when it is chosen."""
-    hold: int | Fraction | None = None
+    hold: Hold | None = None
     """The most activations that `ready` dispatch keeps on a rank from F until W, in microbatches of
-    the whole rank: with n chunks, 1/n is one chunk's. It replaces the limit."""
+    the whole rank or in bytes. It replaces the limit."""
     w: WeightGradients = WeightGradients.IDLE
     """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
@@ -63,8 +70,13 @@ class Policy:
             )
         if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
             raise UsageError(f"the limit is {self.limit!r}; it must be a whole number, at least 1")
-        if self.hold is not None and (type(self.hold) not in (int, Fraction) or self.hold < 1):
-            raise UsageError(f"the hold is {self.hold!r}; it must be a whole number, at least 1")
+        check_hold(self.hold)
+        if self.dispatch is not Dispatch.READY and not counts_microbatches(self.hold):
+            raise UsageError(
+                f"a hold of {self.hold} withholds forwards by their size, and --dispatch "
+                f"{self.dispatch} runs them where its order has them; give the hold in "
+                "microbatches, or use --dispatch ready"
+            )
         if self.w is WeightGradients.RANKED and not self.hint.ranks_weight_gradients:
             raise UsageError(
                 f"--w ranked needs an order that places the weight gradients, and {self.hint.name} "
@@ -90,7 +102,7 @@ class Policy:
         hint: Hint,
         dispatch: Dispatch = Dispatch.READY,
         limit: int | None = None,
-        hold: int | None = None,
+        hold: Hold | None = None,
         w: WeightGradients = WeightGradients.IDLE,
         agreement: AgreementRule = AgreementRule.INTERSECTION,
     ) -> Self:
@@ -101,13 +113,19 @@ class Policy:
 
     def hold_slots(self, num_chunks: int) -> int | None:
         """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
-        ValueError for a fraction that is no whole number of slots."""
-        if self.hold is None:
+        ValueError for a fraction that is no whole number of slots. None without a hold that counts
+        microbatches."""
+        if not isinstance(self.hold, int | Fraction):
             return None
         slots = Fraction(self.hold) * num_chunks
         if slots.denominator > 1:
             raise ValueError(f"a hold of {self.hold} on {num_chunks} chunks is {slots} slots")
         return int(slots)
+
+    @property
+    def hold_bytes(self) -> int | None:
+        """The hold in bytes; None where it is not in bytes."""
+        return self.hold.num if isinstance(self.hold, Bytes) else None
 
     def num_in_flight(self, num_microbatches: int, num_chunks: int, *, forward_only: bool) -> int:
         """How many messages of a step a link must be able to hold at once, so that a full link
@@ -134,9 +152,7 @@ class Policy:
             "hint": self.hint.name,
             "dispatch": str(self.dispatch),
             "limit": self.limit,
-            "hold": self.hold
-            if self.hold is None or isinstance(self.hold, int)
-            else float(self.hold),
+            "hold": described_hold(self.hold),
             "w": str(self.w),
             "agreement": str(self.agreement),
         }

@@ -26,6 +26,7 @@ from rrfp.schedule.dispatcher import Dispatcher, Group
 from rrfp.schedule.instructions import RunTask, Waited
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import World
@@ -53,6 +54,8 @@ class PipelineRun:
     """Time in F, B and W."""
     peak_held: tuple[int, ...]
     """The most activations held, in slots of one chunk and one microbatch."""
+    peak_held_bytes: tuple[int, ...]
+    """The most bytes of activations held; zeros where sizes are not known."""
 
     @property
     def makespan_ns(self) -> int:
@@ -94,7 +97,14 @@ class Step:
         # Followers decide nothing, and without a log the causes of their waits are not needed.
         num_members = world.num_members if log is not None else 1
         self.members: list[list[Dispatcher]] = [
-            [Dispatcher(shape, rank, policy, self._group(each)) for each in range(num_members)]
+            [
+                Dispatcher(
+                    *(shape, rank, policy, self._group(each)),
+                    sizes=self._sizes(rank),
+                    budget=world.budgets[rank] if world.budgets else None,
+                )
+                for each in range(num_members)
+            ]
             for rank in range(shape.num_ranks)
         ]
         """The dispatchers of each rank, its leader's first."""
@@ -104,6 +114,10 @@ class Step:
         times = world.times.by_kind(split=shape.splits_backward)
         self._forward_ns, self._backward_ns = times[Kind.F], times[Kind.B]
         self._weight_gradient_ns = times.get(Kind.W, ())
+
+    def _sizes(self, rank: int) -> Sizes | None:
+        sizes = self.world.sizes
+        return None if sizes is None else sizes.of(self.shape.stages_of(rank))
 
     def _group(self, member: int) -> Group | None:
         num_members = self.world.num_members
@@ -191,6 +205,7 @@ class Step:
             tuple(self._ends_ns),
             tuple(self._busy_ns),
             tuple(of_rank[0].peak_held for of_rank in self.members),
+            tuple(of_rank[0].peak_held_bytes for of_rank in self.members),
         )
 
 

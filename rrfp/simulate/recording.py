@@ -57,8 +57,10 @@ class StepLog:
         step: int,
         origin_ns: int,
         num_bytes: Sequence[int],
+        budgets: Sequence[int] = (),
     ) -> None:
-        """`num_bytes` are message sizes by microbatch; empty for messages without content."""
+        """`num_bytes` are message sizes by microbatch; empty for messages without content.
+        `budgets` are bounds in bytes by pipeline rank; empty without any."""
         self._members: list[list[RankRecords]] = [[] for _ in range(shape.num_ranks)]
         for records in recording.ranks:
             if records.info.dp_rank == replica:
@@ -66,6 +68,7 @@ class StepLog:
         self._step = step
         self._origin_ns = origin_ns
         self._num_bytes = num_bytes
+        self._budgets = budgets
         self._num_agreed = [0] * shape.num_ranks
         # A link's messages are numbered through the run; every step has the same number.
         self._num_sent = {
@@ -123,7 +126,8 @@ class StepLog:
                 times = self._moved(end_ns, finish_ns)
                 records.waits.append(WaitRecord(*times, self._step, Cause.GRADIENT_SYNC))
             times = self._moved(0, finish_ns)
-            records.phases.append(PhaseRecord(*times, self._step, Phase.SCHEDULE))
+            budget = self._budgets[rank] if self._budgets else 0
+            records.phases.append(PhaseRecord(*times, self._step, Phase.SCHEDULE, budget))
 
     def _moved(self, start_ns: int, end_ns: int) -> tuple[int, int]:
         return self._origin_ns + start_ns, self._origin_ns + end_ns

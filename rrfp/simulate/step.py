@@ -1,10 +1,11 @@
 """One step of a whole run: pipelines side by side that meet at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind
 from rrfp.simulate.play import play
 from rrfp.simulate.recording import StepLog, end_of
 from rrfp.simulate.world import World
@@ -21,6 +22,8 @@ class SimulatedStep:
     """Time in F, B and W, by replica, then pipeline rank."""
     peak_held: tuple[int, ...]
     """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
+    peak_held_bytes: tuple[int, ...]
+    """Likewise in bytes; zeros where sizes are not known."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -48,7 +51,10 @@ def simulate_step(
     logs = [
         None
         if recording is None
-        else StepLog(recording, shape, replica, step, origin_ns, world.num_bytes)
+        else StepLog(
+            *(recording, shape, replica, step, origin_ns, world.num_bytes),
+            _budgets(shape, policy, world),
+        )
         for replica, world in enumerate(worlds)
     ]
     runs = [play(shape, policy, world, log) for world, log in zip(worlds, logs, strict=True)]
@@ -61,5 +67,17 @@ def simulate_step(
     return SimulatedStep(
         max(finishes_ns),
         tuple(run.busy_ns for run in runs),
-        tuple(max(held) for held in zip(*(run.peak_held for run in runs), strict=True)),
+        _largest(run.peak_held for run in runs),
+        _largest(run.peak_held_bytes for run in runs),
     )
+
+
+def _budgets(shape: Shape, policy: Policy, world: World) -> Sequence[int]:
+    """The bounds in bytes by pipeline rank; empty without any."""
+    if world.budgets or policy.hold_bytes is None or Kind.B not in shape.kinds:
+        return world.budgets
+    return [policy.hold_bytes] * shape.num_ranks
+
+
+def _largest(by_replica: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(max, zip(*by_replica, strict=True)))

@@ -6,7 +6,7 @@ the settings do about them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from rrfp.schedule.admission import Admission, Admit
@@ -15,6 +15,7 @@ from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.bounds import Floor, paper_bound_ns
+from rrfp.simulate.budgets import resolved
 from rrfp.simulate.conditions import Conditions, conditions
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.draws import uniforms
@@ -57,6 +58,8 @@ class Trial:
     bubble_fraction: float
     peak_held: tuple[int, ...]
     """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
+    peak_held_bytes: tuple[int, ...] | None
+    """Likewise in bytes; None where the costs say nothing of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,14 @@ class Row:
         return tuple(max(slots) / self.num_chunks for slots in by_rank)
 
     @property
+    def peak_held_bytes(self) -> tuple[int, ...] | None:
+        """The most bytes that a rank held under any seed; None where the costs say nothing of
+        memory."""
+        peaks = [trial.peak_held_bytes for trial in self.trials]
+        known = [each for each in peaks if each is not None]
+        return tuple(map(max, zip(*known, strict=True))) if len(known) == len(peaks) else None
+
+    @property
     def bubble_fraction(self) -> float:
         return fmean(trial.bubble_fraction for trial in self.trials)
 
@@ -137,6 +148,7 @@ def run_settings(
     deadlocks over its links.
     """
     trials: list[list[Trial]] = [[] for _ in settings]
+    settings = [with_budget(setting, seeds) for setting in settings]
     for step, seed in enumerate(seeds):
         # Draws that settings share are made once, and dropped after their seed: they may be large.
         drawn: dict[object, _Drawn] = {}
@@ -148,6 +160,13 @@ def run_settings(
         Row(tuple(of_setting), setting.shape.num_chunks)
         for setting, of_setting in zip(settings, trials, strict=True)
     ]
+
+
+def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
+    """The setting with a hold that is a multiple of 1F1B's peak as a number, for these seeds."""
+    steps = [(seed, replica) for seed in seeds for replica in range(setting.num_replicas)]
+    policy = resolved(setting.policy, setting.shape, setting.costs, steps)
+    return setting if policy is setting.policy else replace(setting, policy=policy)
 
 
 def check_fits(setting: Setting) -> None:
@@ -200,6 +219,7 @@ def _run(
         _bound_ns(setting, replicas, sync_ns),
         done.bubble_fraction,
         done.peak_held,
+        None if replicas[0].met.costs.sizes is None else done.peak_held_bytes,
     )
 
 
@@ -234,6 +254,7 @@ def _world(setting: Setting, met: Conditions) -> World:
         if setting.num_members > 1 and costs.lateness_ns
         else None,
         num_bytes=links.num_bytes,
+        sizes=costs.sizes,
         # A binding order leaves nothing to agree on.
         agreement_ns=0 if binds else costs.agreement_ns,
     )

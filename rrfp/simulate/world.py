@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 
 
@@ -73,6 +74,10 @@ class World:
     lateness: Lateness | None = None
     num_bytes: Sequence[int] = ()
     """Message sizes by microbatch, for the records; empty: 0."""
+    sizes: Sizes | None = None
+    """What microbatches keep in memory, by stage; None: not known."""
+    budgets: Sequence[int] = ()
+    """Bounds in bytes, by pipeline rank, in the place of the policy's; empty: the policy's."""
     agreement_ns: int = 0
     """The time of a round of agreement. It is hidden if it is over before the task that runs
     meanwhile; otherwise the group waits."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, pairwise
 from typing import Any
 
+from rrfp.trace.kept_bytes import are_known, wrong_changes
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
@@ -41,6 +42,7 @@ def check_contents(contents: TraceContents) -> list[str]:
     for records in recording.ranks:
         problems += _check_times(records)
         problems += _check_tasks(records, torn)
+        problems += _check_bytes(records, torn)
     return problems
 
 
@@ -263,6 +265,27 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
     missing = [_name(key) for key in _missing_tasks(counts, set(torn))]
     if missing:
         yield _finding("lost: {}", "tasks", missing) + f" on rank {rank}"
+
+
+def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
+    """The bytes held must add up, and stay within the bound in force."""
+    skipped = set(torn)
+    tasks = [task for task in records.tasks if task.step not in skipped]
+    if not are_known(tasks):
+        return
+    rank = records.info.rank
+    wrong = [_name(task) for task in wrong_changes(tasks)]
+    if wrong:
+        told = _finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
+        yield f"{told} on rank {rank}"
+    budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
+    over = [
+        f"{_name(task)}: {task.held_bytes} of {budget} bytes"
+        for task in tasks
+        if task.held_bytes > (budget := budgets.get(task.step, 0)) > 0
+    ]
+    if over:
+        yield _finding("impossible: {} passed the bound", "tasks", over) + f" on rank {rank}"
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:

@@ -35,6 +35,8 @@ class TaskRecord(NamedTuple):
     """Activations kept from F until W (B if W is not split off), this task included, in chunks."""
     ready_forwards: int
     ready_backwards: int
+    held_bytes: int = 0
+    """Bytes of the activations kept, this task included; 0 where sizes are not known."""
 
 
 class WaitRecord(NamedTuple):
@@ -123,6 +125,9 @@ class PhaseRecord(NamedTuple):
     end_ns: int
     step: int
     phase: str
+    budget_bytes: int = 0
+    """Of a `SCHEDULE` phase: the most bytes of activations that the rank could keep in the step; 0
+    where no bound in bytes was in force."""
 
 
 class CostRecord(NamedTuple):

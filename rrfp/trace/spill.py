@@ -29,6 +29,10 @@ _FIELD_TYPES = {
     name: tuple(record_type.__annotations__[field] for field in record_type._fields)
     for name, record_type in RECORD_TYPES.items()
 }
+_DEFAULTS = {
+    name: tuple(record_type._field_defaults.values()) for name, record_type in RECORD_TYPES.items()
+}
+"""Of the last fields of each type, which rows of earlier versions lack."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 _NUM_ROWS_OF_A_BATCH = 1000
@@ -163,6 +167,9 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
         if not isinstance(name, str) or name not in RECORD_TYPES:
             raise _corrupt(path, number, f"has a row that is not a record: {str(row)[:60]}")
         fields = row[1:]
+        num_missing = len(_FIELD_TYPES[name]) - len(fields)
+        if 0 < num_missing <= len(_DEFAULTS[name]):
+            fields += _DEFAULTS[name][-num_missing:]
         if tuple(map(type, fields)) != _FIELD_TYPES[name]:
             raise _corrupt(path, number, f"has a '{name}' with wrong fields: {str(row)[:60]}")
         lists[name].append(RECORD_TYPES[name](*fields))

@@ -7,14 +7,15 @@ import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.hints.hint import Hint
-
-"""About the largest float."""
+from rrfp.schedule.hold import Hold, parse_hold
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
 
@@ -52,7 +53,7 @@ class Declared:
     field: str
     """Its attribute: `settings.<group>.<field>`."""
     kind: Any
-    """int, float, bool, str, Path, a StrEnum, or Hint."""
+    """int, float, bool, str, Path, a StrEnum, Hint, or Hold."""
     default: Any
     help: str
     must: Must | None
@@ -69,7 +70,8 @@ class Declared:
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """Convert a hint, a path or a choice given as text; any other value is returned as it is.
+        """Convert a hint, a hold, a path or a choice given as text; any other value is returned as
+        it is.
 
         Raises UsageError for a text that is not one of the choices, and for an unknown hint.
         """
@@ -77,6 +79,8 @@ class Declared:
             return value
         if self.kind is Hint:
             return resolve_hint(value)
+        if self.kind == Hold:
+            return parse_hold(value, f"--{self.spelled}")
         if self.kind is Path:
             return Path(value)
         if _is_choice(self.kind):
@@ -91,6 +95,8 @@ class Declared:
     def read_toml(self, value: object, path: Path) -> Any:
         """Convert a value from a TOML file; raises UsageError if its type is wrong."""
         wanted = str if self.kind is Hint or _is_choice(self.kind) else self.kind
+        if wanted == Hold:
+            wanted = int if type(value) is int else str
         if wanted is Path and isinstance(value, str):
             return Path(value)
         if wanted is float and type(value) is int:
@@ -140,7 +146,8 @@ def declared_in(group: str, of: type) -> Iterator[Declared]:
 
 def _without_none(annotation: Any) -> Any:
     if isinstance(annotation, types.UnionType):
-        (annotation,) = (part for part in annotation.__args__ if part is not types.NoneType)
+        parts = [part for part in annotation.__args__ if part is not types.NoneType]
+        return reduce(or_, parts)
     return annotation
 
 

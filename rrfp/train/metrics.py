@@ -41,6 +41,7 @@ class Metrics:
                 summary.end_ns + self._offset_ns,
                 summary.busy_ns,
                 summary.peak_held,
+                summary.peak_held_bytes or 0,
                 own_tally.num_tasks,
                 own_tally.num_over,
                 own_tally.worst_over_ns,
@@ -56,6 +57,7 @@ class Metrics:
         # Pipeline rank varies slowest in the numbering of ranks.
         busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
         peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
+        peak_bytes = table[:, 4].reshape(layout.pp, -1).amax(dim=1)
         line = {
             "step": step,
             "loss": result.loss,
@@ -65,13 +67,14 @@ class Metrics:
             "tokens": result.tokens,
             "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
             "peak_held": peak_held.tolist(),
+            "peak_held_bytes": [int(each) for each in peak_bytes] if peak_bytes.any() else None,
             "busy_fraction": busy.mean(dim=1).tolist(),
             "over_pace": None
             if tally is None
             else {
-                "tasks": int(table[:, 5].sum()),
-                "of": int(table[:, 4].sum()),
-                "worst_s": float(table[:, 6].max()) / NS_PER_S,
+                "tasks": int(table[:, 6].sum()),
+                "of": int(table[:, 5].sum()),
+                "worst_s": float(table[:, 7].max()) / NS_PER_S,
             },
         }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")

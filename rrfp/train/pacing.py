@@ -20,6 +20,7 @@ from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
 from rrfp.schedule.admission import Admission
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.admission import order_by_costs
 from rrfp.simulate.conditions import Conditions, conditions
@@ -83,6 +84,11 @@ class StepPacer:
         """The tally of the step that began last."""
 
     @property
+    def shape(self) -> Shape:
+        """A step's, with the kinds of its hint."""
+        return self._shape
+
+    @property
     def has_costs(self) -> bool:
         """Whether tasks have modelled times; otherwise jitter only lengthens them."""
         return self._costs is not None
@@ -97,6 +103,17 @@ class StepPacer:
         """Draw the step's conditions before it begins, which takes some ms."""
         if self._costs is not None:
             self._prepared = step, self._conditions(self._costs, step, self._shape)
+
+    def sizes(self, step: int, shape: Shape) -> Sizes | None:
+        """What the step's microbatches keep on this rank's chunks, by the costs; None if they do
+        not say it."""
+        if self._costs is None:
+            return None
+        prepared = self._prepared
+        if prepared is None or prepared[0] != step or prepared[1].shape != shape:
+            prepared = self._prepared = step, self._conditions(self._costs, step, shape)
+        sizes = prepared[1].costs.sizes
+        return None if sizes is None else sizes.of(shape.stages_of(self._pp_rank))
 
     def _conditions(self, costs: Costs, step: int, shape: Shape) -> Conditions:
         seed = self._seed + step

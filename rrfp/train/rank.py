@@ -162,6 +162,8 @@ def schedule_of(
         dispatch=policy.dispatch,
         limit=policy.limit,
         hold=settings.policy.hold,
+        hold_features=settings.policy.hold_features,
+        measure_memory=settings.policy.measure_memory,
         w=policy.w,
         agreement=policy.agreement,
         grad_order=settings.policy.grad_order,

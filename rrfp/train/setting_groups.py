@@ -12,6 +12,7 @@ from pathlib import Path
 from rrfp.megatron.settings import GradOrder
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
+from rrfp.schedule.hold import Hold
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.train.declared import AT_LEAST_1, Must, setting
@@ -75,8 +76,20 @@ class PolicySettings:
         f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready without "
         "--hold].",
     )
-    hold: int | None = setting(
-        None, "Most microbatches whose activations a rank keeps; instead of --limit."
+    hold: Hold | None = setting(
+        None,
+        "Most activations that a rank keeps, instead of --limit: 8 (microbatches), 40GiB, or auto "
+        "(what the device has left).",
+        metavar="SIZE",
+    )
+    hold_features: str | None = setting(
+        None,
+        "What a microbatch's size grows with, for a hold in bytes: MODULE:FUNCTION, which takes an "
+        "item of the data and returns a number or several [tokens, patches, images and squares].",
+    )
+    measure_memory: bool = setting(
+        False,
+        "Measure what activations take, in every step; a hold in bytes does so while it must.",
     )
     w: WeightGradients = setting(
         WeightGradients.IDLE,

@@ -14,6 +14,7 @@ from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import OrderFile
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import check_is_absolute, described_hold
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.train.declared import Declared, declared_in
@@ -84,6 +85,7 @@ class TrainSettings:
     def effective_policy(self) -> Policy:
         """The policy in effect. Raises UsageError for parts that do not fit together."""
         asked = self.policy
+        check_is_absolute(asked.hold)
         return Policy.with_usual_limit(
             self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement
         )
@@ -133,6 +135,7 @@ class TrainSettings:
             "dp": self.layout.num_replicas,
             "steps": self.num_steps,
         }
+        values["hold"] = described_hold(values["hold"])
         return {
             flag: str(value) if isinstance(value, Path) else value for flag, value in values.items()
         }

@@ -13,6 +13,7 @@ from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.hint_order import hint_order
 from rrfp.analyze.charts.kinds import ChartKind
 from rrfp.analyze.charts.links import misalignment_map
+from rrfp.analyze.charts.memory import memory_held
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import figure, page
@@ -27,6 +28,7 @@ _PNG_SCALE = 2
 _OF_A_STEP: dict[ChartKind, Callable[[Frames, int | None], Any]] = {
     ChartKind.GANTT: gantt,
     ChartKind.HINT: hint_order,
+    ChartKind.MEMORY: memory_held,
     ChartKind.PROGRESS: progress,
 }
 _OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
@@ -38,7 +40,8 @@ _OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
 
 
 def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
-    """A chart of a run. A kind that shows one step shows the slowest, unless `step` names another.
+    """A chart of a run. A kind that shows one step shows the slowest, or that of the highest peak,
+    unless `step` names another.
 
     Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks, or
     for any step with a kind that shows all.

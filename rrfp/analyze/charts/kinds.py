@@ -9,6 +9,7 @@ class ChartKind(StrEnum):
     BUBBLES = "bubbles"
     GANTT = "gantt"
     HINT = "hint"
+    MEMORY = "memory"
     MISALIGNMENT = "misalignment"
     PROGRESS = "progress"
     TASK_TIMES = "task-times"

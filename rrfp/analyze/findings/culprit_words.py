@@ -6,11 +6,13 @@ from statistics import median
 import polars as pl
 
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.memory.peaks import memory
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.units import tell
 from rrfp.replay.culprits import LEAST_SAVING, Culprit, CulpritKind
 from rrfp.replay.layers import even_split
 from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.hold import Auto, told_bytes
 from rrfp.trace.steps import step_name
 
 _MOST_OF_THEM = 0.8
@@ -96,7 +98,21 @@ class CulpritWords:
                 return (
                     f"The bound on what a rank holds withholds forwards ({self._run.told})",
                     "They were ready, and would have filled gaps.",
-                    f"Try {change.flags}, if memory allows.",
+                    "The device has no more memory: recompute activations, or make microbatches "
+                    f"smaller. {change.flags} shows what twice as much would save."
+                    if self._run.policy.hold is Auto.AUTO
+                    else f"Try {change.flags}, if memory allows.",
+                )
+            case CulpritKind.MEMORY:
+                found = memory(self._frames)
+                worst, roomy = found.worst, found.roomiest
+                return (
+                    "Ranks hold less than their memory takes, as their bound counts microbatches",
+                    f"Rank {worst.rank} held {told_bytes(worst.peak_held_bytes)} at most; rank "
+                    f"{roomy.rank} could have held {told_bytes(roomy.room_bytes)} more before it "
+                    "held as much.",
+                    f"Try {change.flags}: at that bound a step takes {culprit.saving:.0%} less, in "
+                    "no more memory on the rank that held most.",
                 )
             case CulpritKind.UNEVEN_TASKS:
                 return (

@@ -16,6 +16,7 @@ from rrfp.analyze.charts.files import VEGA_LITE, spec_of
 from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.hint_order import hint_order
 from rrfp.analyze.charts.links import misalignment_map
+from rrfp.analyze.charts.memory import memory_held
 from rrfp.analyze.charts.progress import progress
 from rrfp.analyze.chosen import choose, step_time_ns
 from rrfp.analyze.findings.blame import Blame, blame
@@ -34,11 +35,13 @@ from rrfp.analyze.html import (
     section,
     text,
 )
+from rrfp.analyze.memory.peaks import memory, peak_bytes
 from rrfp.analyze.report.tables import (
     bubble_table,
     critical_path_table,
     deviation_table,
     link_table,
+    memory_table,
     settings_parts,
     shortened,
     whatif_table,
@@ -47,6 +50,8 @@ from rrfp.analyze.settings import run_settings
 from rrfp.analyze.structural_steps import structural_shares
 from rrfp.analyze.units import tell
 from rrfp.errors import RrfpError
+from rrfp.replay.culprits import CulpritKind
+from rrfp.schedule.policy import Dispatch
 from rrfp.trace.check import check_contents
 from rrfp.trace.cost import recording_fraction
 from rrfp.trace.perfetto.reader import TraceContents
@@ -103,6 +108,7 @@ class _Page:
             ("bubbles", "Where the time went", self._bubbles),
             ("step", "The slowest step", self._step),
             ("order", "Hint and order", self._order),
+            ("memory", "Memory", self._memory),
             ("links", "Messages and stages", self._links),
             ("times", "Task times", self._times),
             ("whatif", "What if", self._what_if),
@@ -215,6 +221,32 @@ class _Page:
     def _order(self) -> Parts:
         yield self._chart("hint", lambda: hint_order(self._frames))
         yield lambda: deviation_table(self._frames)
+
+    def _memory(self) -> Parts:
+        if peak_bytes(self._frames) is None:
+            # Said once, and not for each part.
+            yield lambda: paragraph(memory(self._frames).told)
+            return
+        found = memory(self._frames)
+        yield lambda: paragraph(found.told)
+        yield self._chart("memory", lambda: memory_held(self._frames))
+        yield lambda: memory_table(found)
+        if self._told_room():
+            yield lambda: paragraph(self._told_room())
+
+    def _told_room(self) -> str:
+        """What another bound would save, by replay; empty where none was replayed."""
+        run, kinds = self._replays.run, (CulpritKind.MEMORY, CulpritKind.BOUND)
+        if run is None or run.policy.dispatch is Dispatch.FIXED:
+            return ""
+        if run.policy.limit is None and run.policy.hold is None:
+            return "No bound withheld forwards."
+        told = [
+            f"With {each.change.flags} a step takes {each.saving:.1%} less."
+            for each in self._replays.culprits
+            if each.kind in kinds
+        ]
+        return " ".join(told) or "A wider bound would save less than 1% of a step."
 
     def _links(self) -> Parts:
         yield self._chart("misalignment", lambda: misalignment_map(self._frames))

@@ -7,10 +7,12 @@ from rrfp.analyze.bubbles import CAUSES, bubbles
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import Markup, paragraph, table
+from rrfp.analyze.memory.peaks import Memory
 from rrfp.analyze.misalignment import misalignment
 from rrfp.analyze.path.critical_path import critical_path
 from rrfp.analyze.units import Unit, apportioned, tell, tenths
-from rrfp.replay.whatif import WhatIf
+from rrfp.replay.whatif import Row, WhatIf
+from rrfp.schedule.hold import told_bytes
 from rrfp.trace.steps import step_name
 
 _MOST_OWNERS = 12
@@ -65,6 +67,29 @@ def critical_path_table(frames: Frames) -> Markup:
     )
 
 
+def memory_table(found: Memory) -> Markup:
+    """The most that each rank held, when, and how much more it could have held."""
+    return table(
+        "Bytes of activations that each rank held at most",
+        *(
+            ["rank", "stage", "held", "microbatches", "in", "bound", "room"],
+            [
+                [
+                    each.rank,
+                    " ".join(map(str, each.stages)),
+                    told_bytes(each.peak_held_bytes),
+                    f"{each.peak_held:g}",
+                    step_name(each.peak_step),
+                    "" if each.budget_bytes is None else told_bytes(each.budget_bytes),
+                    told_bytes(each.room_bytes),
+                ]
+                for each in found.ranks
+            ],
+        ),
+        texts=0,
+    )
+
+
 def deviation_table(frames: Frames) -> Markup:
     """How far each pipeline rank departed from its hint's order."""
     return table(
@@ -105,17 +130,18 @@ def link_table(frames: Frames) -> Markup:
 def whatif_table(report: WhatIf, step_ns: float) -> Markup:
     """What a step, of `step_ns` as it was, would have taken with each change."""
     own = report.as_it_was
+    knows_bytes = own.peak_held_bytes is not None
     return table(
         "What a step would have taken",
-        ["replayed", "time", "saved %", "most held"],
+        ["replayed", "time", "saved %", "most held", *["peak memory"] * knows_bytes],
         [
-            [f"as it was: {report.run.told}", tell(step_ns), "", _most(own.peak_held)],
+            [f"as it was: {report.run.told}", tell(step_ns), "", *_most(own)],
             *(
                 [
                     row.what,
                     tell(step_ns * (1 - row.saving)),
                     f"{100 * row.saving:z.1f}",
-                    _most(row.peak_held),
+                    *_most(row),
                 ]
                 for row in report.rows
             ),
@@ -149,5 +175,7 @@ def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value if isinstance(value, str) else json.dumps(value)
 
 
-def _most(held: Sequence[float]) -> str:
-    return f"{max(held):g}"
+def _most(row: Row) -> list[str]:
+    """What a rank held at most: microbatches, and bytes where they are known."""
+    peaks = row.peak_held_bytes
+    return [f"{max(row.peak_held):g}", *([] if peaks is None else [told_bytes(max(peaks))])]

@@ -13,6 +13,7 @@ from rrfp.cli.analyze.compare import compare
 from rrfp.cli.analyze.critical_path import critical_path
 from rrfp.cli.analyze.deviations import deviations
 from rrfp.cli.analyze.findings import findings
+from rrfp.cli.analyze.memory import memory
 from rrfp.cli.analyze.misalignment import misalignment
 from rrfp.cli.analyze.report import report
 from rrfp.cli.analyze.whatif import whatif
@@ -65,6 +66,7 @@ app.command(
     "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8"
 )(whatif)
 app.command(epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(deviations)
+app.command(epilog="Example: rrfp analyze memory runs/latest --steps 3:10 --by rank")(memory)
 app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(misalignment)
 app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
     critical_path

@@ -13,7 +13,16 @@ from rrfp.cli.report_extra import check_report_extra
 
 
 def chart(
-    kind: Annotated[ChartKind, typer.Argument(metavar="KIND", help="Which chart.")],
+    kind: Annotated[
+        ChartKind,
+        typer.Argument(
+            metavar="KIND",
+            # As a type they would be broken in the middle of a word.
+            show_choices=False,
+            help="bubbles, gantt, hint, memory, misalignment, progress, task-times or "
+            "message-times.",
+        ),
+    ],
     path: TracePath = None,
     out: Annotated[
         Path | None,
@@ -22,7 +31,9 @@ def chart(
     step: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The step that gantt, hint and progress show; the slowest without it."
+            min=0,
+            help="The step that gantt, hint, memory and progress show; without it the slowest, or "
+            "for memory the one with the highest peak.",
         ),
     ] = None,
     steps: Steps = None,

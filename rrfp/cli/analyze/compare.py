@@ -53,9 +53,9 @@ def compare(
     """Compare run B with run A: how long its steps take, and which causes moved.
 
     For the same work first: a busier machine makes tasks long, for which no
-    schedule answers. Medians over steps, with intervals that hold 95 of 100 bootstrap medians.
-    Causes are seconds a step that B has more than A, the mean over ranks, or
-    those that hold --stage.
+    schedule answers. Medians over steps, with intervals that hold 95 of 100
+    bootstrap medians. Causes are seconds a step that B has more than A, the mean
+    over ranks, or those that hold --stage.
     """
     asked = None if steps is None else parse_steps(steps)
 
@@ -91,7 +91,7 @@ def compare(
     def sheets() -> "list[Sheet]":
         from rrfp.cli.tables.compared import compared_sheets
 
-        return compared_sheets(report, [*told, warning(unlike)])
+        return compared_sheets(report, [*told, report.told_memory, warning(unlike)])
 
     print_frame(report.frame, as_json, output_format, sheets)
     if out is not None:
@@ -100,7 +100,8 @@ def compare(
         from rrfp.analyze.report.page import report_of
 
         names = [report_of(trace) for trace in traces]
-        write_file(out, comparison_page(names, [a, b], report, unlike, told).encode())
+        said = [*told, *filter(None, [report.told_memory])]
+        write_file(out, comparison_page(names, [a, b], report, unlike, said).encode())
         typer.echo(f"The page is {out}", err=True)
     ratio = report.step_time_ratio
     if fail_above is not None and ratio.low > fail_above:

@@ -98,10 +98,15 @@ def _shortened(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
-    """The first so many lines; the last of them tells that there were more."""
+    """The first so many lines, up to the end of their last sentence; if none ends there, the last
+    of them tells that there were more."""
     if num >= len(lines) or not num:
         return list(lines[:num])
     *first, last = lines[:num]
+    for place in reversed(range(num)):
+        whole, stop, _ = f"{lines[place]} ".rpartition(". ")
+        if stop:
+            return [*lines[:place], f"{whole}."]
     while len(last) + 2 > width and " " in last:
         last = last.rsplit(" ", 1)[0]
     return [*first, f"{last} …"]

@@ -20,6 +20,7 @@ from rrfp.cli.progress import working
 from rrfp.errors import UsageError
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.hold import parse_hold
 
 if TYPE_CHECKING:
     from rrfp.cli.tables.sheet import Sheet
@@ -32,6 +33,7 @@ def whatif(
     hint: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="HINT",
             help="A hint's name or an order file; may be given several times.",
             autocompletion=hint_names,
         ),
@@ -49,8 +51,12 @@ def whatif(
         typer.Option(metavar="N", help="Forwards a rank may run ahead of its backwards, or none."),
     ] = None,
     hold: Annotated[
-        int | None,
-        typer.Option(min=1, help="Activations kept on a rank, in whole-rank microbatches."),
+        str | None,
+        typer.Option(
+            metavar="N|SIZE",
+            help="Activations kept on a rank: 8 (microbatches of the whole rank), 40GiB, or 1.0x "
+            "of what 1F1B would have kept at most.",
+        ),
     ] = None,
     without_jitter: Annotated[
         bool, typer.Option("--without-jitter", help="Let every task take the mean of its kind.")
@@ -103,7 +109,7 @@ def whatif(
         float | None,
         typer.Option(
             help="The weight gradient's share of a backward that was recorded whole, for hints "
-            "that split it; without it, that of F, B and W as 1 : 0.9 : 0.6."
+            "that split it; without it, that of F, B and W as 1 to 0.9 to 0.6."
         ),
     ] = None,
     steps: Steps = None,
@@ -128,6 +134,7 @@ def whatif(
 
     chosen = None if dispatch is None else read_dispatch("dispatch", dispatch)
     bound = None if limit is None else count_or_none("limit", limit)
+    kept = None if hold is None else parse_hold(hold, "--hold", auto=False)
     link = None if usual_link is None else _parse_link(usual_link)
 
     def changes(run: "RecordedRun") -> "list[Change]":
@@ -137,7 +144,7 @@ def whatif(
                 each,
                 chosen,
                 bound,
-                hold,
+                kept,
                 limit is not None and bound is None,
                 without_jitter=without_jitter,
                 median_stage=median_stage,

@@ -43,7 +43,7 @@ def bench(
     preset: Annotated[
         list[str],
         typer.Argument(
-            metavar="PRESET...",
+            metavar="PRESET",
             help="rq1 to rq6; several share what they both run.",
             autocompletion=one_of(*(f"rq{number}" for number in range(1, 7))),
         ),
@@ -51,15 +51,17 @@ def bench(
     scale: Annotated[
         ScaleName,
         typer.Option(
-            help="laptop: 8 ranks, 32 microbatches; node: 16, 64; cluster: 32, 128; tiny: a check "
-            "that all of it runs."
+            metavar="SCALE",
+            help="tiny (a check that all of it runs), laptop (8 ranks, 32 microbatches), node (16, "
+            "64) or cluster (32, 128).",
         ),
     ] = ScaleName.LAPTOP,
     peer: Annotated[
         PeerChoice,
         typer.Option(
-            help="Whose schedules race too: torch.distributed.pipelining's and, if it is "
-            "installed, DeepSpeed's."
+            metavar="WHOSE",
+            help="Whose schedules race too: all, torch (PyTorch's pipelining), deepspeed (if it is "
+            "installed) or none.",
         ),
     ] = PeerChoice.ALL,
     system: Annotated[
@@ -76,30 +78,37 @@ def bench(
     hold: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="K",
-            help="Only this bound on what a rank holds: a number, a multiple of what 1F1B holds "
-            "(1.5x), or paper, its limit of 32; repeatable.",
+            metavar="SIZE",
+            help="Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of "
+            "1F1B's largest peak in bytes), or paper, its limit of 32; repeatable.",
         ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Rounds: timed steps of each system.")
+        int | None,
+        typer.Option(min=1, max=10_000, metavar="N", help="Rounds: timed steps of each system."),
     ] = None,
     task_ms: Annotated[
         float | None,
         typer.Option(
             min=0.1,
             max=5_000,
+            metavar="MS",
             help="What F, B and W of a rank take on average, in ms; of language, multimodal and "
             "uniform costs.",
         ),
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(min=0, max=2**32 - 1, help="Of data, costs and jitter of round 0 [1234]."),
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            metavar="N",
+            help="Of data, costs and jitter of round 0 [1234].",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where results go, and are found again [runs/bench-PRESET-SCALE]."),
+        typer.Option(help=r"Where results go, and are found again \[runs/bench-PRESET-SCALE]."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Remove the results that are there already.")
@@ -233,7 +242,7 @@ def _race(
         left_s = time_left_s(lineup, found, models, retry=retry)
         estimate = f"; what is left takes about {_duration(left_s)}"
     typer.echo(
-        f"{len(lineup.entries)} entries, {num_turns} turns{estimate}. Results go to {found.path}",
+        f"{len(lineup.entries)} entries, {num_turns} turns{estimate}\nResults go to {found.path}",
         err=True,
     )
     with progress("Racing", num_turns, num_ended):

@@ -28,13 +28,17 @@ def race_sheets(preset: Preset, rows: "Sequence[ResultRow]") -> list[Sheet]:
     return sheets
 
 
+_INTERVAL = (
+    "95 of 100: where so many bootstrap medians of the rounds lie. x megatron: how many times as "
+    "fast as megatron-1f1b."
+)
 _MEANING = {
-    Measure.SPEED: "x megatron: how many times as fast as megatron-1f1b. over floor, over load: "
-    "time over the least that any schedule takes, and over the most loaded rank's work.",
-    Measure.TIME: "Of a step, on average over the ranks. x megatron: how many times as fast as "
-    "megatron-1f1b.",
+    Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
+    "takes, and over the most loaded rank's work. held: the most microbatches on a "
+    "rank. peak GB: the most that they took there, by the profile's sizes.",
+    Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
     Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
-    "under the same bound. x megatron: how many times as fast as megatron-1f1b.",
+    f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
 }
 
 
@@ -52,12 +56,14 @@ def _sheet(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Sheet
         return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
 
     columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
+    # Nothing is known of memory where costs say no sizes, and of intervals after one round.
+    told = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
     return Sheet(
         case.name,
         [
             Column("system", [row.label for row in rows], is_text=True),
-            *(Column(name, [cell(row) for row in rows]) for name, cell in columns.items()),
+            *(Column(name, cells) for name, cells in told.items() if any(cells)),
         ],
         [f"Fastest: {min(timed)[1]}."] if len(timed) > 1 else [],
     )
@@ -73,6 +79,10 @@ def _ratio(found: "Estimate | None") -> str:
 
 def _held(row: "ResultRow") -> str:
     return "" if row.peak_held is None else f"{row.peak_held:g}"
+
+
+def _peak(row: "ResultRow") -> str:
+    return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
 
 
 def _share(seconds: "Callable[[ResultRow], float | None]") -> "Callable[[ResultRow], str]":
@@ -97,6 +107,7 @@ _OF: "dict[Measure, dict[str, Callable[[ResultRow], str]]]" = {
         "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
         "over\nload": lambda row: _ratio(row.ratio_to_load),
         "held": _held,
+        "peak\nGB": _peak,
     },
     Measure.TIME: {
         "compute\ns": _share(lambda row: row.compute_s),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.analyze.units import Times, tell
 from rrfp.cli.tables.sheet import Column, Sheet
+from rrfp.schedule.hold import told_bytes
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.steps import STEP, counted
 
@@ -30,6 +31,7 @@ def whatif_sheet(report: "WhatIf", step_ns: float) -> Sheet:
             Column("time", [times.tell(each) for each in (step_ns, *lengths_ns)]),
             Column("saved\n%", ["", *(f"{100 * row.saving:z.1f}" for row in others)]),
             Column("held", [f"{max(row.peak_held):g}" for row in (own, *others)]),
+            *_peak_column([row.peak_held_bytes for row in (own, *others)]),
         ],
         [
             f"{counted(len(report.run.steps), STEP)}, measured {tell(step_ns)} each (mean); "
@@ -42,6 +44,14 @@ def whatif_sheet(report: "WhatIf", step_ns: float) -> Sheet:
     )
 
 
+def _peak_column(peaks: Sequence[Sequence[int] | None]) -> list[Column]:
+    """The most that any rank kept in each replay; nothing where sizes are not known."""
+    known = [max(peak) for peak in peaks if peak is not None]
+    if len(known) < len(peaks):
+        return []
+    return [Column("peak\nmemory", [*map(told_bytes, known)])]
+
+
 def trial_sheet(title: str, labels: Sequence[str], rows: "Sequence[Row]") -> Sheet:
     """A row a simulated setting: how long it took, how near to the floor, and what it held."""
     times = Times(row.mean_s * NS_PER_S for row in rows)
@@ -51,8 +61,11 @@ def trial_sheet(title: str, labels: Sequence[str], rows: "Sequence[Row]") -> She
         Column("over\nfirst", [f"{row.ratio_to(rows[0]):.3f}" for row in rows]),
         Column("over\nfloor", [f"{row.ratio_to_floor:.3f}" for row in rows]),
         Column("held", [f"{max(row.peak_held):g}" for row in rows]),
+        Column("peak\nmemory", [_told_peak(row) for row in rows]),
         Column("bubble\n%", [f"{100 * row.bubble_fraction:.1f}" for row in rows]),
     ]
+    if all(map(_is_of_one_size, rows)):
+        columns = [each for each in columns if each.heading != "peak\nmemory"]
     if len(rows[0].trials) == 1:
         columns = [each for each in columns if not each.heading.startswith("spread")]
     if len(rows) == 1:
@@ -69,3 +82,14 @@ def trial_sheet(title: str, labels: Sequence[str], rows: "Sequence[Row]") -> She
     if best:
         said += f", {1 - rows[best].ratio_to(rows[0]):.1%} less than the first row"
     return Sheet(title, [Column("row", labels, is_text=True), *columns], [f"{said}."])
+
+
+def _is_of_one_size(row: "Row") -> bool:
+    """Whether bytes say nothing that the number of microbatches does not."""
+    peaks = zip(row.peak_held_bytes or (), row.peak_held, strict=False)
+    return len({num_bytes / held for num_bytes, held in peaks}) <= 1
+
+
+def _told_peak(row: "Row") -> str:
+    """The most that a rank kept."""
+    return "" if row.peak_held_bytes is None else told_bytes(max(row.peak_held_bytes))

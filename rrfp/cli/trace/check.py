@@ -4,12 +4,14 @@ import typer
 
 from rrfp.cli.options import TracePath
 from rrfp.cli.progress import working
+from rrfp.trace.steps import counted
 
 
 def check(path: TracePath = None) -> None:
-    """Report what is lost, open, unmatched, missing or impossible in a trace; exits 1 if any is.
+    """Report what is lost, open, unmatched, missing or impossible in a trace.
 
-    For a whole trace it also states what recording cost.
+    Exits with 1 if it finds anything. For a whole trace it also states what
+    recording cost.
     """
     from rrfp.trace.check import check_contents
     from rrfp.trace.cost import recording_fraction
@@ -23,12 +25,9 @@ def check(path: TracePath = None) -> None:
     for problem in problems:
         print(problem)
     if problems:
-        typer.echo(f"{trace}: {len(problems)} problem(s)", err=True)
+        typer.echo(f"{trace}: {counted(len(problems), 'problem')}", err=True)
         raise typer.Exit(1)
     fraction = recording_fraction(contents.recording)
-    cost = (
-        ""
-        if fraction is None
-        else f"; recording it took at most {fraction:.2%} of a rank's time in its steps"
-    )
-    print(f"{trace} is whole{cost}")
+    print(f"{trace} is whole")
+    if fraction is not None:
+        print(f"Recording it took at most {fraction:.2%} of a rank's time in its steps")

@@ -8,6 +8,7 @@ import typer
 
 from rrfp.cli.options import TracePath
 from rrfp.errors import UsageError
+from rrfp.trace.steps import counted
 
 
 class ExportFormat(StrEnum):
@@ -56,4 +57,4 @@ def export_run(
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file; choose a directory for the Parquet files with -o")
         for file, num_rows in export_tables(CachedTrace(trace).frames(), out):
-            print(f"{file} has {num_rows} rows")
+            print(f"{file} has {counted(num_rows, 'row')}")

@@ -21,7 +21,7 @@ def import_run(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="PATHS...",
+            metavar="PATHS",
             help="Profiles (.json, .json.gz), exports of Nsight Systems (.sqlite) or execution "
             "traces (.et, .json), one a rank; OpenTelemetry spans (.json, .jsonl); a directory of "
             "them; or one table of StragglerAnalysis (.csv, .parquet).",
@@ -44,7 +44,9 @@ def import_run(
     format_: Annotated[
         HangFormat | None,
         typer.Option(
-            "--format", help="How to print what --flight-recorder finds.", show_default="text"
+            "--format",
+            help=r"How to print what --flight-recorder finds \[text].",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

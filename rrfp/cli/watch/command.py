@@ -26,12 +26,13 @@ def watch(
     run: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN]",
-            help="A run's directory, its name in runs/, or @-1 for the newest, which none means.",
+            metavar="RUN",
+            help="A run: its directory, its name in runs/, or @-1 for the newest; none means the "
+            "newest one.",
             autocompletion=run_names,
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Show the run once, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the run once and exit.")] = False,
     alert: Annotated[
         bool,
         typer.Option(
@@ -44,8 +45,8 @@ def watch(
         str | None,
         typer.Option(
             metavar="CMD",
-            help="Run this in the shell at each of those lines; $RRFP_ALERT_TEXT has it, and other "
-            "variables that begin so its parts.",
+            help="Run this in the shell for each of those lines; $RRFP_ALERT_TEXT holds the line, "
+            "and other variables that begin with RRFP_ALERT_ its parts.",
         ),
     ] = None,
     export: Annotated[
@@ -63,8 +64,8 @@ def watch(
 ) -> None:
     """Watch a run that is going: how busy each stage is, why it waits, who has become slow.
 
-    It reads the run's directory, and the run takes no notice. It leaves when the
-    run has ended; Ctrl-C leaves before.
+    It only reads the run's directory, so the run is not disturbed. It ends with
+    the run; Ctrl-C ends it sooner.
     """
     path = _find(run)
     if alert and once:

@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.schedule.hold import described_hold
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.run_policy import unbound_policy
@@ -40,8 +41,10 @@ def dispatched(settings: DispatchSettings) -> Steering:
     # Not a copy in depth: a cost function may hold on to anything.
     asked = {each.name: getattr(settings, each.name) for each in fields(settings)} | {"hint": hint}
     del asked["policy"]
-    if callable(asked["admit_cost"]):
-        asked["admit_cost"] = getattr(asked["admit_cost"], "__qualname__", "a function")
+    asked["hold"] = described_hold(settings.policy.hold)
+    for name in ("admit_cost", "hold_features"):
+        if callable(asked[name]):
+            asked[name] = getattr(asked[name], "__qualname__", "a function")
     return Steering(
         hint,
         settings.placement,

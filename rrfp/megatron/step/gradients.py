@@ -23,6 +23,10 @@ class GradientSum(Protocol):
     into it), otherwise in `.grad`. Each microbatch is added once, by `adding` or by `add`.
     """
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of the gradients that wait for those of earlier microbatches."""
+
     def completes(self, microbatch: int) -> bool:
         """Whether this microbatch, added now, is the last to change the sum, so that hooks inside
         its backward see the final one."""
@@ -56,6 +60,8 @@ def add_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
 class ArrivalGradients:
     """The sum in order of arrival."""
 
+    waiting_bytes = 0
+
     def __init__(self, num_microbatches: int) -> None:
         self._num_missing = num_microbatches
 
@@ -82,6 +88,7 @@ class CanonicalGradients:
         self._num_microbatches = num_microbatches
         self._next_microbatch = 0
         self._early: dict[int, list[Gradient]] = {}
+        self.waiting_bytes = 0
 
     def completes(self, microbatch: int) -> bool:
         return microbatch == self._next_microbatch == self._num_microbatches - 1
@@ -100,11 +107,12 @@ class CanonicalGradients:
                 _put_back(parameter, total)
                 for parameter, total in zip(self._parameters, totals, strict=True)
             ]
-        self._early[microbatch] = [
+        gradients = [
             (parameter, gradient)
             for parameter, gradient in zip(self._parameters, apart, strict=True)
             if gradient is not None
         ]
+        self._keep(microbatch, gradients)
 
     def add(self, microbatch: int, gradients: Iterable[Gradient]) -> None:
         if microbatch == self._next_microbatch:
@@ -112,14 +120,25 @@ class CanonicalGradients:
                 add_gradient(parameter, gradient)
             self._go_on()
         else:
-            self._early[microbatch] = list(gradients)
+            self._keep(microbatch, list(gradients))
+
+    def _keep(self, microbatch: int, gradients: list[Gradient]) -> None:
+        self._early[microbatch] = gradients
+        self.waiting_bytes += _bytes_of(gradients)
 
     def _go_on(self) -> None:
         self._next_microbatch += 1
         while self._next_microbatch in self._early:
-            for parameter, gradient in self._early.pop(self._next_microbatch):
+            gradients = self._early.pop(self._next_microbatch)
+            self.waiting_bytes -= _bytes_of(gradients)
+            for parameter, gradient in gradients:
                 add_gradient(parameter, gradient)
             self._next_microbatch += 1
+
+
+def _bytes_of(gradients: list[Gradient]) -> int:
+    storages = [gradient.untyped_storage() for _, gradient in gradients]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _set_apart(parameter: torch.nn.Parameter) -> torch.Tensor | None:

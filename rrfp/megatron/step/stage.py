@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import make_viewless_tensor
 
 from rrfp.megatron.adapters.signatures import backward_step
+from rrfp.megatron.memory.kept import Kept, KeptBytes, fixed_storages
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradients import gradient_sum
 from rrfp.megatron.step.microbatch_data import StepData
@@ -61,18 +62,36 @@ class RankStep:
         grad_order: GradOrder,
         cp_size: int,
         follows_hooks: bool,
+        measures_memory: bool = False,
     ) -> None:
         """`shape` and `rank` say which stages the chunks are. `follows_hooks` says that replicas
-        run their backwards in the same order (`Reduction`)."""
+        run their backwards in the same order (`Reduction`). `measures_memory` counts what the
+        microbatches of a training step keep (`kept_bytes`)."""
         self._shape = shape
         self._arguments = arguments
         self._streams = streams
         self._tracked = TrackedLosses()
         is_training = not arguments.forward_only
+        self._kept: list[Kept] = []
+        if measures_memory and is_training:
+            fixed = fixed_storages(models, streams.device)
+            self._kept = [Kept(model, fixed, streams.device) for model in models]
         self._chunks = [
-            ChunkStep(model, config, arguments, chunk, shape, rank, grad_order, cp_size)
+            ChunkStep(
+                model,
+                config,
+                arguments,
+                chunk,
+                shape,
+                rank,
+                grad_order,
+                cp_size,
+                self._kept[chunk] if self._kept else None,
+            )
             for chunk, model in enumerate(models)
         ]
+        self.waiting_gradient_bytes = 0
+        """The most that gradients which wait for those of earlier microbatches have taken."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=streams.device)
         """Tokens that the loss function counted; 0 except on the last stage."""
         self._streams.start_step(advances=is_training)
@@ -112,9 +131,25 @@ class RankStep:
         else:
             chunk.weight_gradient(microbatch)
             outputs = ()
+        waiting = sum(chunk.waiting_bytes for chunk in self._chunks)
+        self.waiting_gradient_bytes = max(self.waiting_gradient_bytes, waiting)
         if chunk.has_all_gradients:
             self._reduction.complete(index)
         return outputs
+
+    @property
+    def held_bytes(self) -> int:
+        """What this rank's microbatches keep now, as measured; 0 if memory is not measured."""
+        return sum(kept.held_bytes for kept in self._kept)
+
+    def kept_bytes(self) -> list[list[KeptBytes]]:
+        """By chunk and microbatch, after `finish`; empty if memory was not measured."""
+        return [kept.found() for kept in self._kept]
+
+    def hidden_nodes(self) -> set[str]:
+        """The kinds of autograd nodes met that do not show what they keep, so that `kept_bytes` may
+        be too small."""
+        return set().union(*(kept.hidden for kept in self._kept))
 
     def forward_data(self) -> list[Any]:
         """What the loss function returned, in microbatch order (empty except on the last stage)."""
@@ -148,7 +183,9 @@ class ChunkStep:
         rank: int,
         grad_order: GradOrder,
         cp_size: int,
+        kept: Kept | None = None,
     ) -> None:
+        """`kept` counts what the microbatches keep."""
         self.model = model
         self._config = config
         self._arguments = arguments
@@ -170,6 +207,7 @@ class ChunkStep:
         )
         # What a forward keeps for its backward: input and output tensors.
         self._kept: dict[int, tuple[list[torch.Tensor | None], list[torch.Tensor]]] = {}
+        self._counted = kept
         self._num_left = dict.fromkeys(shape.kinds, shape.num_microbatches)
         self.reduced: dict[int, list[Any]] = {}
         """By microbatch: what the loss function returned (empty except on the last stage)."""
@@ -185,7 +223,7 @@ class ChunkStep:
         is_first = self._num_left[Kind.F] == arguments.num_microbatches
         self._num_left[Kind.F] -= 1
         reduced = self.reduced[microbatch] = []
-        with self._deferring(microbatch):
+        with self._deferring(microbatch), self._measuring():
             outputs, num_tokens = forward_step(
                 arguments.forward_step_func,
                 data,
@@ -216,6 +254,8 @@ class ChunkStep:
             self._kept[microbatch] = (input_tensors, outputs)
             if not self._is_last_stage:
                 deallocate_output_tensor(outputs[0], config.deallocate_pipeline_outputs)
+            if self._counted is not None:
+                self._counted.count_forward(microbatch, input_tensors, outputs, sent)
         return sent, num_tokens
 
     def is_completed_by_backward(self, microbatch: int) -> bool:
@@ -235,6 +275,11 @@ class ChunkStep:
                 input_gradients = backward_step(
                     input_tensors, outputs, list(gradients) or [None], self.model, self._config
                 )
+        if self._counted is not None:
+            if self._deferred is None:
+                self._counted.freed(microbatch)
+            else:
+                self._counted.count_backward(microbatch, self._deferred.operands(microbatch))
         return () if self._is_first_stage else tuple(input_gradients)
 
     def weight_gradient(self, microbatch: int) -> None:
@@ -242,10 +287,21 @@ class ChunkStep:
         assert self._deferred is not None
         self._num_left[Kind.W] -= 1
         self._deferred.run(microbatch)
+        if self._counted is not None:
+            self._counted.freed(microbatch)
 
     @property
     def has_all_gradients(self) -> bool:
         return not any(self._num_left.values())
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of the gradients that wait for those of earlier microbatches."""
+        deferred = 0 if self._deferred is None else self._deferred.waiting_bytes
+        return self._gradients.waiting_bytes + deferred
+
+    def _measuring(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._counted is None else self._counted.forward()
 
     def _deferring(self, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self._deferred is None else self._deferred.task(microbatch)

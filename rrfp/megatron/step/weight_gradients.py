@@ -19,6 +19,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
+from rrfp.megatron.memory.saved import tensors_in
 from rrfp.megatron.step.gradients import Gradient, GradientSum, add_gradient
 
 _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -73,6 +74,11 @@ class DeferredWeightGradients:
         ]
         self._products: dict[int, list[_Product]] = {}
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of the weight gradients that wait for those of earlier microbatches."""
+        return self._gradients.waiting_bytes
+
     @contextmanager
     def task(self, microbatch: int) -> Iterator[None]:
         """Wrap this microbatch's forward, and its backward, which may recompute forwards."""
@@ -88,6 +94,11 @@ class DeferredWeightGradients:
             if not queue.empty():
                 items = [queue.get() for _ in range(queue.qsize())]
                 products.append(_QueuedProducts(module, items))
+
+    def operands(self, microbatch: int) -> Iterator[torch.Tensor]:
+        """The tensors that this microbatch's products keep until W."""
+        for product in self._products[microbatch]:
+            yield from product.operands
 
     def run(self, microbatch: int) -> None:
         """Compute this microbatch's weight gradients and add them.
@@ -119,6 +130,10 @@ class _Product(Protocol):
     @property
     def adds_in_place(self) -> bool:
         """Whether a fused kernel adds them to `main_grad`."""
+
+    @property
+    def operands(self) -> Iterable[torch.Tensor]:
+        """The tensors that they are computed from."""
 
     def gradients(self) -> Iterator[Gradient]:
         """Compute them; yields those that are not added in place."""
@@ -175,6 +190,10 @@ class _LinearProduct:
     def adds_in_place(self) -> bool:
         return self.linear.fuses_accumulation
 
+    @property
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.input_, self.output_gradient
+
     def gradients(self) -> Iterator[Gradient]:
         weight: Any = self.linear.weight
         output_gradient, input_ = prepare_input_tensors_for_wgrad_compute(
@@ -210,6 +229,10 @@ class _QueuedProducts:
     @property
     def adds_in_place(self) -> bool:
         return getattr(self.module, "fuse_wgrad_accumulation", False)
+
+    @property
+    def operands(self) -> Iterator[torch.Tensor]:
+        return tensors_in(self.items)
 
     def gradients(self) -> Iterator[Gradient]:
         # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel; we

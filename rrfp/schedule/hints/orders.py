@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from rrfp.errors import UsageError
+from rrfp.schedule.hints.controllable_memory import v_half, v_min
 from rrfp.schedule.hints.hint import Rounds, WeightGradients
 from rrfp.schedule.order import Order, order_rounds
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
@@ -200,6 +201,8 @@ ORDERS = {
         NamedOrder("gpipe", _gpipe, WHOLE_BACKWARD, _ANY),
         NamedOrder("zb-h1", _zb_h1, SPLIT_BACKWARD, _ONE_CHUNK),
         NamedOrder("zb-v", _zb_v, SPLIT_BACKWARD, _V),
+        NamedOrder("v-half", v_half, SPLIT_BACKWARD, _V),
+        NamedOrder("v-min", v_min, SPLIT_BACKWARD, _V),
         NamedOrder("interleaved", _interleaved, WHOLE_BACKWARD, _LOOP, in_whole_rounds=True),
     )
 }

@@ -23,6 +23,8 @@ IN_WORDS: dict[str, str] = {
     "gpipe": "all forwards, then all backwards",
     "zb-h1": "zero bubble: 1f1b, backward split",
     "zb-v": "zero bubble over a V of two chunks",
+    "v-half": "over a V: half of 1f1b's memory",
+    "v-min": "over a V: a third of 1f1b's memory",
     "interleaved": "Megatron's 1f1b over several chunks",
 }
 """What each hint is, in a few words."""

@@ -10,6 +10,11 @@ operations and adds two collectives per layer in F and in B (Shoeybi et al. 2019
 The layers, vision before language, are cut into the pipeline's stages in model order. The head is
 on the last stage, and the embedding costs nothing. Only the data varies: the length of a
 microbatch's text and the number of patches in its images are drawn from the seed.
+
+What layers and head keep (`rrfp.simulate.costs.layers`) is cut likewise. A split backward keeps as
+much from B until W: the inputs of the linear layers and the gradients of their outputs are, but for
+masks and logits, as many values as F keeps. Where B runs the forward again they are more than the
+one input that F keeps; that is not counted.
 """
 
 from collections.abc import Mapping
@@ -23,15 +28,23 @@ import numpy as np
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs.model import FACTORS, LONGEST_S, Costs, Links, StepCosts, check_takes_time
+from rrfp.schedule.sizes import Sizes
+from rrfp.simulate.costs.layers import Language, Layers, Vision
+from rrfp.simulate.costs.model import (
+    FACTORS,
+    LONGEST_S,
+    Costs,
+    Links,
+    StepCosts,
+    check_sizes,
+    check_takes_time,
+)
 from rrfp.simulate.costs.sections import Agreement, GradientSync, LinkSpeed
 from rrfp.simulate.costs.toml_tables import ranged, read_table
-from rrfp.simulate.draws import LARGEST_SIGMA, Floats, exp, normals
+from rrfp.simulate.draws import Floats
 from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
-_MOST_LAYERS = 1000
-_MOST_LENGTH = 10**7
 _MOST_IMAGES = 1000
 _MOST_PER_S = 1e18
 
@@ -43,79 +56,6 @@ class Split(StrEnum):
     """The same number on each, whatever they cost; the last one also has the head."""
     FLOPS = "flops"
     """Balanced by the cost of a microbatch of median lengths."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """The distribution of a length: lognormal about its median, clipped at both ends."""
-
-    median: float = ranged(0, _MOST_LENGTH)
-    sigma: float = ranged(0, LARGEST_SIGMA, default=0.0)
-    """The standard deviation of its logarithm; 0: always the median."""
-    least: int = ranged(0, _MOST_LENGTH, default=0)
-    most: int = ranged(0, _MOST_LENGTH, default=_MOST_LENGTH)
-
-    def __post_init__(self) -> None:
-        if not self.least <= self.median <= self.most:
-            raise UsageError(
-                f"a length's median is {self.median:g}, at least {self.least} and at most "
-                f"{self.most}; put the three in ascending order"
-            )
-
-    def draw(self, num: int, *key: int | str) -> Floats:
-        """`num` lengths, as whole numbers."""
-        drawn = np.full(num, float(self.median))
-        if self.sigma:
-            drawn = drawn * exp(self.sigma * normals(num, *key))
-        return np.asarray(np.rint(np.clip(drawn, self.least, self.most)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
-    """A stack of transformer layers of one kind."""
-
-    layers: int = ranged(1, _MOST_LAYERS)
-    hidden: int = ranged(1)
-    ffn: int = ranged(1)
-    heads: int = ranged(1)
-    kv_heads: int | None = ranged(1, default=None)
-    """Heads of keys and values; by default, as many as query heads."""
-    head_dim: int | None = ranged(1, default=None)
-    """By default, hidden / heads."""
-    gated: bool = False
-    """The feed-forward layer has a gate, so three matrices instead of two."""
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def linear_flops(self) -> int:
-        """Operations of the linear layers in one transformer layer, forward, for one token."""
-        key_width = self.query_width * (self.kv_heads or self.heads) // self.heads
-        attention = self.hidden * 2 * (self.query_width + key_width)
-        return 2 * (attention + self.hidden * self.ffn * (3 if self.gated else 2))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Language(Layers):
-    """The language model: layers with causal attention, then the head."""
-
-    vocabulary: int = ranged(1)
-    tokens: Lengths
-    """Text tokens in a microbatch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vision(Layers):
-    """The vision model before it: layers that attend within each image."""
-
-    images: Lengths = Lengths(1)
-    """Images in a microbatch; capped at 1,000."""
-    patches: Lengths
-    """Patches in an image."""
-    patches_per_token: int = ranged(1, default=1)
-    """How many patches become one token of the language model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +96,13 @@ class Connections(LinkSpeed):
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerTimes:
-    """Seconds of one layer, or of the head, by microbatch."""
+class _LayerCosts:
+    """Seconds of one layer, or of the head, and the bytes that it keeps, by microbatch."""
 
     forward: Floats
     input_gradient: Floats
     weight_gradient: Floats
+    kept: Floats
 
     @property
     def whole_s(self) -> float:
@@ -180,7 +121,10 @@ class FlopCosts:
     precision_bytes: int = ranged(1, 8, default=2)
     """Bytes per value of an activation, in messages and collectives."""
     recompute: bool = False
-    """B runs the forward again instead of keeping activations inside its layers."""
+    """B runs the forward again, so that a layer keeps its input alone."""
+    dropout: bool = False
+    """A layer has dropout after its attention and after its feed-forward layer, and keeps the
+    masks, of a byte per value."""
     tensor_parallel: TensorParallel = TensorParallel()
     links: Connections = field(default_factory=Connections)
     gradient_sync: GradientSync = field(default_factory=GradientSync)
@@ -196,23 +140,27 @@ class FlopCosts:
         text = self.language.tokens.draw(num, seed, replica, "text")
         patches, squares = self._images(num, seed, replica)
         seen = text if self.vision is None else text + patches // self.vision.patches_per_token
-        vision, language, head = self._layer_times(seen, patches, squares)
-
+        vision, language, head = self._layer_costs(seen, patches, squares)
         cuts = self._cuts(shape.num_stages)
-        times: dict[str, list[list[int]]] = {}
-        for kind in ("forward", "input_gradient", "weight_gradient"):
-            of_vision, of_language = getattr(vision, kind), getattr(language, kind)
-            seconds = [seeing * of_vision + reading * of_language for seeing, reading in cuts]
-            seconds[-1] = seconds[-1] + getattr(head, kind)
-            times[kind] = [[round(each * NS_PER_S) for each in row.tolist()] for row in seconds]
-        task_times = TaskTimes(**times)
+
+        def by_stage(name: str, units: int) -> list[list[int]]:
+            of_vision, of_language = getattr(vision, name), getattr(language, name)
+            amounts = [seeing * of_vision + reading * of_language for seeing, reading in cuts]
+            amounts[-1] = amounts[-1] + getattr(head, name)
+            return [[round(each * units) for each in row.tolist()] for row in amounts]
+
+        kinds = ("forward", "input_gradient", "weight_gradient")
+        task_times = TaskTimes(*(by_stage(kind, NS_PER_S) for kind in kinds))
         check_takes_time(task_times, "the model")
+        sizes = Sizes(by_stage("kept", 1))
+        check_sizes(sizes, "the model")
         return StepCosts(
             task_times,
             self._links(shape, seen),
             agreement_ns=round(self.agreement.seconds * NS_PER_S),
             lateness_ns=round(self.agreement.lateness_s * NS_PER_S),
             gradient_sync_ns=round(self.gradient_sync.seconds * NS_PER_S),
+            sizes=sizes,
         )
 
     def _check(self, shape: Shape) -> None:
@@ -236,19 +184,20 @@ class FlopCosts:
             total, squares = total + patches, squares + patches * patches
         return total, squares
 
-    def _layer_times(
+    def _layer_costs(
         self, tokens: Floats, patches: Floats, squares: Floats
-    ) -> tuple[_LayerTimes, _LayerTimes, _LayerTimes]:
-        """Times of a vision layer, a language layer and the head, for these lengths by
+    ) -> tuple[_LayerCosts, _LayerCosts, _LayerCosts]:
+        """Costs of a vision layer, a language layer and the head, for these lengths by
         microbatch."""
         # Causal attention needs scores for half of all pairs.
-        language = self._times_of(self.language, tokens, tokens * tokens / 2)
-        vision = language if self.vision is None else self._times_of(self.vision, patches, squares)
+        language = self._costs_of(self.language, tokens, tokens * tokens / 2)
+        vision = language if self.vision is None else self._costs_of(self.vision, patches, squares)
         head_s = self._seconds(tokens * (2 * self.language.hidden * self.language.vocabulary))
         collective_s = self._all_reduce_s(tokens, self.language)
-        return vision, language, _LayerTimes(head_s, head_s + collective_s, head_s)
+        kept = tokens * self.language.head_bytes(self.precision_bytes, self.tensor_parallel.size)
+        return vision, language, _LayerCosts(head_s, head_s + collective_s, head_s, kept)
 
-    def _times_of(self, layers: Layers, tokens: Floats, pairs: Floats) -> _LayerTimes:
+    def _costs_of(self, layers: Layers, tokens: Floats, pairs: Floats) -> _LayerCosts:
         linear_s = self._seconds(tokens * layers.linear_flops)
         scores_s = self._seconds(pairs * (4 * layers.query_width))
         collectives_s = 2 * self._all_reduce_s(tokens, layers)
@@ -257,7 +206,15 @@ class FlopCosts:
         backward_s = linear_s + 2 * scores_s + collectives_s + rest_s
         if self.recompute:
             backward_s = backward_s + forward_s
-        return _LayerTimes(forward_s, backward_s, linear_s + rest_s)
+        kept = tokens * self._layer_bytes(layers)
+        return _LayerCosts(forward_s, backward_s, linear_s + rest_s, kept)
+
+    def _layer_bytes(self, layers: Layers) -> float:
+        """What a layer keeps of one token."""
+        if self.recompute:
+            return layers.hidden * self.precision_bytes
+        size = self.tensor_parallel.size
+        return layers.kept_bytes(self.precision_bytes, size, dropout=self.dropout)
 
     def _seconds(self, flops: Floats) -> Floats:
         return flops / (self.device.flops_per_s * self.tensor_parallel.size)
@@ -283,7 +240,7 @@ class FlopCosts:
             # The last stage, which has the head, gets no more layers than others.
             ends = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
         else:
-            vision, language, head = self._layer_times(*self._median_microbatch())
+            vision, language, head = self._layer_costs(*self._median_microbatch())
             weights = [vision.whole_s] * num_vision + [language.whole_s] * self.language.layers
             ends = [*_even_cut(tuple(weights), head.whole_s, num_stages)]
         of_vision = [min(end, num_vision) for end in ends]

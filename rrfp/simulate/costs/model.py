@@ -7,6 +7,7 @@ from typing import Protocol
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.world import TaskTimes
 
@@ -14,6 +15,8 @@ LONGEST_S = 3600.0
 """The longest time that a user may write for a task; a longer one is a typing error."""
 FACTORS = (0.001, 1000.0)
 """The range of a factor on times that a user may write."""
+MOST_BYTES = 2**50
+"""The most that a task may keep; more is a typing error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class StepCosts:
     is_known: bool = True
     """Whether the times are known when microbatches are admitted; otherwise they are drawn task by
     task, like jitter."""
+    sizes: Sizes | None = None
+    """What microbatches keep, by stage; None where the costs say nothing of memory."""
 
     def permuted(self, order: Sequence[int]) -> "StepCosts":
         """The same step with microbatch `order[i]` admitted as number i."""
@@ -60,7 +65,7 @@ class StepCosts:
         def rows(times: Sequence[Sequence[int]]) -> list[list[int]]:
             return [[row[microbatch] for microbatch in order] for row in times]
 
-        times, links = self.times, self.links
+        times, links, sizes = self.times, self.links, self.sizes
         return replace(
             self,
             times=TaskTimes(
@@ -69,6 +74,7 @@ class StepCosts:
             links=replace(links, num_bytes=[links.num_bytes[each] for each in order])
             if links.num_bytes
             else links,
+            sizes=None if sizes is None else sizes.permuted(order),
         )
 
 
@@ -83,9 +89,10 @@ class Costs(Protocol):
         ...
 
 
-def part_of(whole_ns: int, num_parts: int, part: int) -> int:
-    """One of the even parts into which a rank's time is divided; they add up to the whole."""
-    return whole_ns * (part + 1) // num_parts - whole_ns * part // num_parts
+def part_of(whole: int, num_parts: int, part: int) -> int:
+    """One of the even parts into which a rank's time, or what it keeps, is divided; they add up to
+    the whole."""
+    return whole * (part + 1) // num_parts - whole * part // num_parts
 
 
 def check_takes_time(times: TaskTimes, name: str) -> None:
@@ -98,6 +105,17 @@ def check_takes_time(times: TaskTimes, name: str) -> None:
         raise UsageError(
             f"{name} gives every task less than a nanosecond; let one of them take longer"
         )
+
+
+def check_sizes(sizes: Sizes, name: str) -> None:
+    """Raise UsageError if a microbatch keeps more than `MOST_BYTES`; `name` is what errors call the
+    costs."""
+    for stage, row in enumerate(sizes.kept):
+        if max(row) > MOST_BYTES:
+            raise UsageError(
+                f"{name} lets microbatch {row.index(max(row))} keep {max(row)} bytes on stage "
+                f"{stage}, and the most is {MOST_BYTES}; correct it"
+            )
 
 
 def check_rank(rank: int, shape: Shape, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Costs as rows in CSV: seconds by kind, pipeline rank, chunk and microbatch."""
+"""Costs as rows in CSV: seconds, and bytes, by kind, pipeline rank, chunk and microbatch."""
 
 import csv
 import io
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
     LONGEST_S,
+    MOST_BYTES,
     StepCosts,
     check_chunk,
     check_rank,
@@ -20,6 +22,9 @@ from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 COLUMNS = ("kind", "pp_rank", "chunk", "microbatch", "seconds")
+BYTES = "bytes"
+"""An optional column: of F what is kept from it until it is freed, of W what of that is kept from B
+until W."""
 _MOST = 10**6
 """The largest rank, chunk or microbatch; a larger one is a typing error."""
 
@@ -28,55 +33,141 @@ _Key = tuple[Kind, int, int | None, int | None]
 
 
 @dataclass(frozen=True, slots=True)
+class _Row:
+    """What one line says."""
+
+    line: int
+    time_ns: int
+    num_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The row that counts for a task, and the chunks that it covers."""
+
+    row: _Row
+    num_parts: int
+    part: int
+
+    @property
+    def time_ns(self) -> int:
+        return part_of(self.row.time_ns, self.num_parts, self.part)
+
+    @property
+    def num_bytes(self) -> int | None:
+        whole = self.row.num_bytes
+        return None if whole is None else part_of(whole, self.num_parts, self.part)
+
+
+_FoundRows = list[list[_Found]]
+"""By stage and microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowCosts:
     """A `Costs` from rows, the same for every seed and replica."""
 
     name: str
     """What errors call the rows."""
-    rows_ns: Mapping[_Key, int]
+    rows: Mapping[_Key, _Row]
 
     def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
         # Rows may list more microbatches than this step has, but not more ranks or chunks.
-        for _, rank, chunk, _ in self.rows_ns:
+        for _, rank, chunk, _ in self.rows:
             check_rank(rank, shape, self.name)
             check_chunk(chunk or 0, shape, self.name)
-        times = TaskTimes(*(self._rows(shape, kind) for kind in Kind))
+        forward, input_gradient, weight_gradient = (self._found(shape, kind) for kind in Kind)
+        # Without a row for W, B was measured as a whole, and the step has no W.
+        no_weight_gradient = [[0] * shape.num_microbatches] * shape.num_stages
+        times = TaskTimes(
+            _times_ns(forward),
+            _times_ns(input_gradient),
+            _times_ns(weight_gradient) or no_weight_gradient,
+        )
         check_takes_time(times, self.name)
-        return StepCosts(times)
+        return StepCosts(times, sizes=self._sizes(forward, weight_gradient))
 
-    def _rows(self, shape: Shape, kind: Kind) -> list[list[int]]:
-        """Nanoseconds of the tasks of one kind, by stage and microbatch."""
-        if kind is Kind.W and not shape.splits_backward and self._knows_no_weight_gradient:
-            # B was measured as a whole, and the step has no W.
-            return [[0] * shape.num_microbatches] * shape.num_stages
-        return [self._row(shape, stage, kind) for stage in range(shape.num_stages)]
+    def _found(self, shape: Shape, kind: Kind) -> _FoundRows:
+        """The rows of the tasks of one kind, by stage and microbatch; empty for a W that neither
+        the step nor the file has."""
+        knows_kind = any(kind is each for each, *_ in self.rows)
+        if kind is Kind.W and not shape.splits_backward and not knows_kind:
+            return []
+        return [
+            [
+                self._found_for(shape, Task(stage, kind, microbatch))
+                for microbatch in range(shape.num_microbatches)
+            ]
+            for stage in range(shape.num_stages)
+        ]
 
-    @property
-    def _knows_no_weight_gradient(self) -> bool:
-        return all(kind is not Kind.W for kind, *_ in self.rows_ns)
-
-    def _row(self, shape: Shape, stage: int, kind: Kind) -> list[int]:
-        """Nanoseconds of a stage's tasks of one kind, by microbatch."""
+    def _found_for(self, shape: Shape, task: Task) -> _Found:
+        stage, kind, microbatch = task
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
-        rows_ns, num_chunks = self.rows_ns, shape.num_chunks
-        times_ns = []
-        for microbatch in range(shape.num_microbatches):
-            # The more specific row wins; a chunk is more specific than a microbatch.
-            time_ns = rows_ns.get((kind, rank, chunk, microbatch))
-            if time_ns is None:
-                time_ns = rows_ns.get((kind, rank, chunk, None))
-            if time_ns is None:
-                whole_ns = rows_ns.get((kind, rank, None, microbatch))
-                if whole_ns is None:
-                    whole_ns = rows_ns.get((kind, rank, None, None))
-                if whole_ns is None:
-                    raise UsageError(
-                        f"{self.name} has no row for {Task(stage, kind, microbatch)}: kind {kind}, "
-                        f"pp_rank {rank}, chunk {chunk}, microbatch {microbatch}; add one"
-                    )
-                time_ns = part_of(whole_ns, num_chunks, chunk)
-            times_ns.append(time_ns)
-        return times_ns
+        # The more specific row wins; a chunk is more specific than a microbatch.
+        for of_chunk, of_microbatch in (
+            (chunk, microbatch),
+            (chunk, None),
+            (None, microbatch),
+            (None, None),
+        ):
+            row = self.rows.get((kind, rank, of_chunk, of_microbatch))
+            if row is not None:
+                whole = of_chunk is None
+                return _Found(row, shape.num_chunks if whole else 1, chunk if whole else 0)
+        raise UsageError(
+            f"{self.name} has no row for {task}: kind {kind}, pp_rank {rank}, chunk {chunk}, "
+            f"microbatch {microbatch}; add one"
+        )
+
+    def _sizes(self, forward: _FoundRows, weight_gradient: _FoundRows) -> Sizes | None:
+        """What microbatches keep; None if no row that counts has bytes."""
+        says_owed = _has_bytes(weight_gradient)
+        if not says_owed and not _has_bytes(forward):
+            return None
+        kept = [
+            [self._kept(found, Task(stage, Kind.F, each)) for each, found in enumerate(row)]
+            for stage, row in enumerate(forward)
+        ]
+        owed = [
+            [
+                self._owed(found, forward[stage][each], Task(stage, Kind.W, each))
+                for each, found in enumerate(row)
+            ]
+            for stage, row in enumerate(weight_gradient)
+        ]
+        return Sizes(kept, owed if says_owed else None)
+
+    def _kept(self, found: _Found, task: Task) -> int:
+        num_bytes = found.num_bytes
+        if num_bytes is None:
+            raise UsageError(
+                f"{self.name}, line {found.row.line} gives {task} no bytes, and other lines give "
+                "them; add bytes to every F, or to none"
+            )
+        return num_bytes
+
+    def _owed(self, found: _Found, forward: _Found, task: Task) -> int:
+        """The bytes of W: all that its F keeps if its row gives none."""
+        owed, kept = found.num_bytes, forward.num_bytes or 0
+        if owed is None:
+            return kept
+        whole_owed, whole_kept = found.row.num_bytes or 0, forward.row.num_bytes or 0
+        if whole_owed * forward.num_parts > whole_kept * found.num_parts:
+            raise UsageError(
+                f"{self.name}, line {found.row.line} lets {task} keep {owed} bytes, and line "
+                f"{forward.row.line} gives its F {kept}; give W at most as many"
+            )
+        # Divided into whole bytes, one of them may be rounded up and the other down.
+        return min(owed, kept)
+
+
+def _times_ns(rows: _FoundRows) -> list[list[int]]:
+    return [[found.time_ns for found in row] for row in rows]
+
+
+def _has_bytes(rows: _FoundRows) -> bool:
+    return any(found.row.num_bytes is not None for row in rows for found in row)
 
 
 def parse_rows(content: str, name: str) -> RowCosts:
@@ -86,8 +177,7 @@ def parse_rows(content: str, name: str) -> RowCosts:
     for the same tasks.
     """
     reader = csv.reader(io.StringIO(content), strict=True)
-    rows_ns: dict[_Key, int] = {}
-    lines: dict[_Key, int] = {}
+    rows: dict[_Key, _Row] = {}
     places: dict[str, int] | None = None
     try:
         for cells in reader:
@@ -97,9 +187,9 @@ def parse_rows(content: str, name: str) -> RowCosts:
             if places is None:
                 places = _places(cells, line)
                 continue
-            if len(cells) != len(COLUMNS):
+            if len(cells) != len(places):
                 raise UsageError(
-                    f"{line} has {len(cells)} cells, not one for each of {', '.join(COLUMNS)}; "
+                    f"{line} has {len(cells)} cells, not one for each of {', '.join(places)}; "
                     "correct it"
                 )
             row = {column: cells[place].strip() for column, place in places.items()}
@@ -109,29 +199,34 @@ def parse_rows(content: str, name: str) -> RowCosts:
                 _index(row["chunk"], "chunk", line) if row["chunk"] else None,
                 _index(row["microbatch"], "microbatch", line) if row["microbatch"] else None,
             )
-            if key in lines:
+            if key in rows:
                 raise UsageError(
-                    f"{line} is for the same tasks as line {lines[key]}; remove one of them"
+                    f"{line} is for the same tasks as line {rows[key].line}; remove one of them"
                 )
-            lines[key] = reader.line_num
-            rows_ns[key] = _nanoseconds(row["seconds"], line)
+            rows[key] = _Row(
+                reader.line_num,
+                _nanoseconds(row["seconds"], line),
+                _bytes(row.get(BYTES, ""), key[0], line),
+            )
     except csv.Error as error:
         raise UsageError(
             f"{name}, line {reader.line_num} is not CSV ({error}); correct it"
         ) from None
-    if not rows_ns:
+    if not rows:
         raise UsageError(f"{name} has no rows of costs; give {', '.join(COLUMNS)} for every task")
-    return RowCosts(name, rows_ns)
+    return RowCosts(name, rows)
 
 
 def _places(cells: list[str], line: str) -> dict[str, int]:
     """The position of each column, by its heading."""
     heading = [cell.strip() for cell in cells]
-    if sorted(heading) != sorted(COLUMNS):
+    columns = (*COLUMNS, BYTES) if BYTES in heading else COLUMNS
+    if sorted(heading) != sorted(columns):
         raise UsageError(
-            f"{line} has the columns {','.join(heading)}; they must be {','.join(COLUMNS)}"
+            f"{line} has the columns {','.join(heading)}; they must be {','.join(COLUMNS)}, and "
+            f"may have {BYTES}"
         )
-    return {column: heading.index(column) for column in COLUMNS}
+    return {column: heading.index(column) for column in columns}
 
 
 def _kind(text: str, line: str) -> Kind:
@@ -159,3 +254,17 @@ def _nanoseconds(text: str, line: str) -> int:
             f"{line}: seconds is '{text}'; it must be a number from 0 to {LONGEST_S:g}"
         )
     return round(seconds * NS_PER_S)
+
+
+def _bytes(text: str, kind: Kind, line: str) -> int | None:
+    if not text:
+        return None
+    if kind is Kind.B:
+        raise UsageError(
+            f"{line}: bytes is '{text}' in a row of B; leave it empty, and give bytes to F and W"
+        )
+    if not (text.isascii() and text.isdecimal()) or len(text) > 16 or int(text) > MOST_BYTES:
+        raise UsageError(
+            f"{line}: bytes is '{text}'; it must be a whole number from 0 to {MOST_BYTES}"
+        )
+    return int(text)

@@ -1,7 +1,7 @@
-"""Costs as a table in TOML: seconds by pipeline rank, and how the data makes them vary."""
+"""Costs as a table in TOML: seconds and bytes by pipeline rank, and how data make them vary."""
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -9,15 +9,18 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
     FACTORS,
     LONGEST_S,
+    MOST_BYTES,
     Links,
     StepCosts,
     check_chunk,
     check_link,
     check_rank,
+    check_sizes,
     check_takes_time,
     part_of,
 )
@@ -34,7 +37,7 @@ PRESETS = ("uniform", "language", "multimodal")
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Seconds of some ranks, or of one chunk of each: `[[ranks]]`."""
+    """Seconds and bytes of some ranks, or of one chunk of each: `[[ranks]]`."""
 
     pp_ranks: str | None = None
     """Such as 0-2,5."""
@@ -43,8 +46,9 @@ class RankTimes:
     last_share: float | None = ranged(0, 1, default=None)
     """Or up to its end."""
     chunk: int | None = None
-    """The chunk that the seconds are for; by default they are the whole rank's."""
+    """The chunk that the figures are for; by default they are the whole rank's."""
     seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
+    bytes: float | None = ranged(0, MOST_BYTES, default=None)
     length: str | None = None
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
@@ -85,8 +89,13 @@ class Table:
 
     seconds: Mapping[Kind, float] = ranged(0, LONGEST_S, default_factory=dict)
     """Times of a whole pipeline rank, by kind, for a microbatch of length 1."""
+    bytes: float | None = ranged(0, MOST_BYTES, default=None)
+    """What a whole pipeline rank keeps from F until it is freed, for a microbatch of length 1; it
+    grows with the same length as the seconds. By default nothing is said of memory."""
+    bytes_owed_to_w: float | None = ranged(0, 1, default=None)
+    """The share of the bytes that is kept from B until W; by default all of them."""
     length: str | None = None
-    """The name of the length that these seconds grow with; by default they are constant."""
+    """The name of the length that seconds and bytes grow with; by default they are constant."""
     lengths: Mapping[str, float] = ranged(0, LARGEST_SIGMA, default_factory=dict)
     """The sigma of each length, drawn once per microbatch from a lognormal of mean 1."""
     ranks: tuple[RankTimes, ...] = ()
@@ -95,23 +104,28 @@ class Table:
     agreement: Agreement = field(default_factory=Agreement)
     gradient_sync: GradientSync = field(default_factory=GradientSync)
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether it says anything of memory."""
+        return self.bytes is not None or any(each.bytes is not None for each in self.ranks)
+
 
 @dataclass(frozen=True, slots=True)
-class _Time:
-    """The time of a kind of task on a stage. Equal ones share a row, as a large step has millions
-    of tasks."""
+class _Figure:
+    """The nanoseconds of a kind of task on a stage, or what it keeps in bytes. Equal ones share a
+    row, as a large step has millions of tasks."""
 
-    seconds: float
+    amount: float
+    """For a microbatch of length 1."""
     length: str | None
     num_parts: int
-    """How many chunks the seconds cover."""
+    """How many chunks the amount covers."""
     part: int
 
     def row(self, factors: Sequence[float]) -> list[int]:
-        """Nanoseconds by microbatch."""
+        """The amounts by microbatch."""
         return [
-            part_of(round(self.seconds * NS_PER_S * factor), self.num_parts, self.part)
-            for factor in factors
+            part_of(round(self.amount * factor), self.num_parts, self.part) for factor in factors
         ]
 
 
@@ -130,7 +144,7 @@ class TableCosts:
             drawn = lognormals(num_microbatches, sigma, seed, replica, "length", length)
             factors[length] = drawn.tolist()
         by_rank = self._by_rank(shape)
-        row = cache(lambda time: time.row(factors[time.length]))
+        row = cache(lambda figure: figure.row(factors[figure.length]))
         times = TaskTimes(
             *(
                 [row(self._time(by_rank, shape, stage, kind)) for stage in range(shape.num_stages)]
@@ -138,12 +152,14 @@ class TableCosts:
             )
         )
         check_takes_time(times, self.name)
+        kept = [row(each) for each in self._kept(by_rank, shape)]
         return StepCosts(
             times,
             self._links(shape),
             round(table.agreement.seconds * NS_PER_S),
             round(table.agreement.lateness_s * NS_PER_S),
             round(table.gradient_sync.seconds * NS_PER_S),
+            sizes=self._sizes(kept) if kept else None,
         )
 
     def _by_rank(self, shape: Shape) -> list[list[RankTimes]]:
@@ -157,24 +173,63 @@ class TableCosts:
                 by_rank[rank].append(each)
         return by_rank
 
-    def _time(self, by_rank: list[list[RankTimes]], shape: Shape, stage: int, kind: Kind) -> _Time:
+    def _time(
+        self, by_rank: list[list[RankTimes]], shape: Shape, stage: int, kind: Kind
+    ) -> _Figure:
+        def time_ns(entry: Table | RankTimes) -> float | None:
+            seconds = entry.seconds.get(kind)
+            return None if seconds is None else seconds * NS_PER_S
+
+        figure = self._figure(by_rank, shape, stage, time_ns)
+        if figure is None:
+            raise UsageError(
+                f"{self.name} gives no seconds for {Task(stage, kind, 0)}, on pipeline rank "
+                f"{shape.rank_of(stage)}; add seconds of {kind}"
+            )
+        return figure
+
+    def _kept(self, by_rank: list[list[RankTimes]], shape: Shape) -> list[_Figure]:
+        """What every stage keeps; empty if the table says nothing of memory."""
+        if not self.table.has_bytes:
+            return []
+        figures = []
+        for stage in range(shape.num_stages):
+            figure = self._figure(by_rank, shape, stage, lambda entry: entry.bytes)
+            if figure is None:
+                raise UsageError(
+                    f"{self.name} gives no bytes for {Task(stage, Kind.F, 0)}, on pipeline rank "
+                    f"{shape.rank_of(stage)}, and does for others; add bytes for every rank"
+                )
+            figures.append(figure)
+        return figures
+
+    def _figure(
+        self,
+        by_rank: list[list[RankTimes]],
+        shape: Shape,
+        stage: int,
+        of: Callable[[Table | RankTimes], float | None],
+    ) -> _Figure | None:
+        """What the table says about a stage; None if it is silent."""
         rank, chunk = shape.rank_of(stage), shape.chunk_of(stage)
-        seconds, length, is_own = self.table.seconds.get(kind), self.table.length, False
+        amount, length, is_own = of(self.table), self.table.length, False
         for each in by_rank[rank]:
             if each.chunk in (None, chunk):
                 length = each.length or length
-                if kind in each.seconds:
-                    seconds, is_own = each.seconds[kind], each.chunk is not None
-        if seconds is None:
-            raise UsageError(
-                f"{self.name} gives no seconds for {Task(stage, kind, 0)}, on pipeline rank "
-                f"{rank}; add seconds of {kind}"
-            )
-        return (
-            _Time(seconds, length, 1, 0)
-            if is_own
-            else _Time(seconds, length, shape.num_chunks, chunk)
-        )
+                own = of(each)
+                if own is not None:
+                    amount, is_own = own, each.chunk is not None
+        if amount is None:
+            return None
+        num_parts, part = (1, 0) if is_own else (shape.num_chunks, chunk)
+        return _Figure(amount, length, num_parts, part)
+
+    def _sizes(self, kept: list[list[int]]) -> Sizes:
+        share = self.table.bytes_owed_to_w
+        owed = None if share is None else [[round(size * share) for size in row] for row in kept]
+        sizes = Sizes(kept, owed)
+        check_sizes(sizes, self.name)
+        return sizes
 
     def _links(self, shape: Shape) -> Links:
         links = self.table.links
@@ -200,9 +255,11 @@ def parse_table(document: Mapping[str, Any], name: str) -> TableCosts:
             raise UsageError(f"{where} needs one of pp_ranks, first_share, last_share; give one")
         if each.pp_ranks is not None:
             parse_ranges(each.pp_ranks, where)
-        if not each.seconds and each.length is None:
-            raise UsageError(f"{where} says nothing about its ranks; give seconds or length")
+        if not each.seconds and each.bytes is None and each.length is None:
+            raise UsageError(f"{where} says nothing about its ranks; give seconds, bytes or length")
         _check_length(each.length, table, where)
+    if table.bytes_owed_to_w is not None and not table.has_bytes:
+        raise UsageError(f"{name} has bytes_owed_to_w, a share of bytes, and no bytes; add them")
     _check_length(table.length, table, name)
     used = {table.length, *(each.length for each in table.ranks)}
     for length in table.lengths:

@@ -240,8 +240,13 @@ class TraceReader:
             if key == STEP:
                 table[key] = self._read_steps(name, batch, events, notes)
                 continue
-            if notes.min() < 0:
-                raise self._damaged(name, batch, events[notes < 0], f"'{key}'")
+            is_missing = notes < 0
+            default = RECORD_TYPES[name]._field_defaults.get(key)
+            if default is not None:
+                table[key] = np.where(is_missing, default, batch.note_values[notes])
+                continue
+            if is_missing.any():
+                raise self._damaged(name, batch, events[is_missing], f"'{key}'")
             table[key] = self._read_texts(batch, notes) if is_text else batch.note_values[notes]
         for key in RECORD_TYPES[name]._fields:
             if (key, True) in FIELDS[name]:

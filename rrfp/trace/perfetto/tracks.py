@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from rrfp.trace.kept_bytes import are_known, held_for_w
 from rrfp.trace.perfetto.format import HINT, RANK
-from rrfp.trace.records import RankInfo
+from rrfp.trace.records import Phase, RankInfo, RankRecords
 
 Node = tuple[int, str]
 """One step of a path in the tree: a place among siblings, and a name."""
@@ -34,7 +35,31 @@ PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
 """Where the events of each category are shown below their stage. Events that only a replay or an
 audit of the recording needs are in a group that the viewer keeps closed."""
 
-COUNTER_TRACKS = ("D", "held", "ready forwards", "ready backwards")
+_COUNTED_FIELDS = {
+    "D": "depth",
+    "held": "held",
+    "ready forwards": "ready_forwards",
+    "ready backwards": "ready_backwards",
+}
+
+
+def counters_of(records: RankRecords) -> dict[str, list[int]]:
+    """The counter tracks of a rank, each with a value for every task: what a task's record counts,
+    and where sizes are known, the bytes held, those that wait for W, and the most there may be."""
+    tasks = records.tasks
+    counters = {
+        name: [getattr(task, field) for task in tasks] for name, field in _COUNTED_FIELDS.items()
+    }
+    if not are_known(tasks):
+        return counters
+    counters["bytes held"] = [task.held_bytes for task in tasks]
+    for_w = held_for_w(tasks)
+    if any(for_w):
+        counters["bytes held for W"] = for_w
+    budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
+    if any(budgets.values()):
+        counters["budget of bytes"] = [budgets.get(task.step, 0) for task in tasks]
+    return counters
 
 
 @dataclass(frozen=True, slots=True)

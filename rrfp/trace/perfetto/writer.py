@@ -16,15 +16,16 @@ from rrfp.trace.perfetto.format import END_MARK, FIELDS, HINT, RANK, RUN, VERSIO
 from rrfp.trace.perfetto.hint_order import MAX_SKIPPED_NAMED, HintedDispatch, beside_hint
 from rrfp.trace.perfetto.packets import Fields, PacketWriter
 from rrfp.trace.perfetto.tracks import (
-    COUNTER_TRACKS,
     COUNTERS,
     PATH_OF_CATEGORY,
     Node,
     assign_lanes,
+    counters_of,
     stage_name,
     stage_path,
 )
 from rrfp.trace.records import (
+    RECORD_TYPES,
     RankInfo,
     RankRecords,
     Recording,
@@ -97,9 +98,16 @@ def _words_of(class_name: str) -> str:
 _NAMES = {category: tuple(name for name, _ in fields) for category, fields in FIELDS.items()}
 
 
+_DEFAULTS = {name: record_type._field_defaults for name, record_type in RECORD_TYPES.items()}
+
+
 def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fields:
-    """A record's fields other than times; an evaluation's step is renamed."""
-    notes = zip(_NAMES[category], values, strict=True)
+    """A record's fields other than times, without bytes that are not known; an evaluation's step is
+    renamed."""
+    names, defaults = _NAMES[category], _DEFAULTS[category]
+    if defaults and values[-1] == defaults.get(names[-1]):
+        names, values = names[:-1], values[:-1]
+    notes = zip(names, values, strict=True)
     if not is_evaluation(record.step):
         return notes
     return (told_step(record.step) if name == STEP else (name, value) for name, value in notes)
@@ -132,7 +140,7 @@ class _RankWriter:
     def write_rest(self) -> None:
         records = self._records
         self._write_tasks(records)
-        self._write_counters(records.tasks)
+        self._write_counters(records)
         waits, agreements, phases = records.waits, records.agreements, records.phases
         self._write_slices("wait", waits, (wait.cause for wait in waits))
         self._write_slices("agreement", agreements, (f"agree {_task_name(a)}" for a in agreements))
@@ -190,20 +198,16 @@ class _RankWriter:
             self._out.begin(task.start_ns, track, f"hint {self._title(wanted)}", HINT, fields)
             self._out.end(task.end_ns, track)
 
-    def _write_counters(self, tasks: Sequence[TaskRecord]) -> None:
-        if not tasks:
+    def _write_counters(self, records: RankRecords) -> None:
+        if not records.tasks:
             return
-        tracks = [
-            self._out.track(*self._stage_path, COUNTERS, node, is_counter=True)
-            for node in enumerate(COUNTER_TRACKS)
-        ]
-        last_values: Sequence[int | None] = [None] * len(tracks)
-        for task in tasks:
-            values = (task.depth, task.held, task.ready_forwards, task.ready_backwards)
-            for track, value, last in zip(tracks, values, last_values, strict=True):
+        for place, (name, values) in enumerate(counters_of(records).items()):
+            track = self._out.track(*self._stage_path, COUNTERS, (place, name), is_counter=True)
+            last = None
+            for task, value in zip(records.tasks, values, strict=True):
                 if value != last:
                     self._out.count(task.start_ns, track, value)
-            last_values = values
+                    last = value
 
     def _write_messages(
         self,

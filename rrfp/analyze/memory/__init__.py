@@ -1,0 +1,1 @@
+"""What a run's ranks kept in memory."""

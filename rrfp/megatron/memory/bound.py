@@ -1,0 +1,150 @@
+"""A rank's bound in bytes from step to step: the sizes to reckon with, and the budget.
+
+Before a step, every microbatch's size on every chunk is bounded by what earlier steps kept there
+(`SizeModel`). A size that nothing bounds yet takes all of the budget that the known ones leave, so
+that such a microbatch runs alone. In the first step no size is known, and microbatches pass one by
+one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rrfp.megatron.memory.features import Features, with_group
+from rrfp.megatron.memory.kept import KeptBytes
+from rrfp.megatron.memory.model import Bound, SizeModel
+from rrfp.megatron.memory.room import room_of
+from rrfp.schedule.hold import Auto, Bytes
+from rrfp.schedule.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What a dispatcher is told of a step's memory."""
+
+    sizes: Sizes | None = None
+    """By chunk."""
+    budget: int | None = None
+    """In bytes, where it is not the policy's."""
+    bound: "MemoryBound | None" = None
+    """What made the plan, to learn from the step."""
+    measures: bool = False
+    """Whether it needs to learn from the step."""
+
+
+_MEASURES_EVERY = 32
+"""Steps: measuring a step takes some percent of it, and sizes may come to differ."""
+
+_EXPERT_MARGIN = 0.3
+"""How many tokens experts get from other replicas is known only once they are routed. The largest
+size in our runs exceeded its bound by 0.28 (docs/memory.md)."""
+
+
+class MemoryBound:
+    """The sizes and the budget of one rank's steps; the ranks of a group have the same."""
+
+    def __init__(self, hold: Bytes | Auto, num_chunks: int, device: torch.device) -> None:
+        self._models = [SizeModel() for _ in range(num_chunks)]
+        self._device = device
+        self._hold = hold
+        self.budget: int | None = hold.num if isinstance(hold, Bytes) else None
+        """In bytes; None until `auto` has found it."""
+        self._features: Sequence[Features] = ()
+        self._num_planned = 0
+
+    def plan(
+        self, features: Sequence[Features], groups: Sequence[Any], experts: Any = None
+    ) -> StepMemory:
+        """The plan of a step whose microbatches have these features.
+
+        The ranks of `groups`, which dispatch their tasks together, call this together; they reckon
+        with the largest size of any of them, and the smallest budget. `experts` is the group over
+        which experts are spread, if they are.
+        """
+        is_spread = experts is not None and experts.size() > 1
+        if is_spread:
+            features = _with_group(features, experts)
+        self._features = features
+        bounds = [[model.bound(each) for each in features] for model in self._models]
+        is_known = all(bound is not None for row in bounds for bound in row)
+        is_fitted = all(model.is_fitted for model in self._models)
+        is_due = self._num_planned % _MEASURES_EVERY == 0
+        self._num_planned += 1
+        measures = is_spread or is_due or not (is_known and is_fitted)
+        if is_spread:
+            bounds = [[_widened(bound) for bound in row] for row in bounds]
+        is_first = self._hold is Auto.AUTO and self.budget is None
+        if is_first and any(bound is not None for row in bounds for bound in row):
+            self.budget = room_of(self._device)
+        if self.budget is None:
+            # Sizes of 1: whatever they are, one microbatch at a time.
+            ones = [[1] * len(features) for _ in bounds]
+            return StepMemory(*_agreed(ones, ones, len(bounds), groups), self, measures=True)
+        largest = [max((bound.kept for bound in row if bound), default=0) for row in bounds]
+        unknown = [None in row for row in bounds]
+        if any(unknown):
+            # Alone, a microbatch without a bound may take what is left.
+            share = max(0, self.budget - sum(largest)) // sum(unknown)
+            largest = [size + share * lacks for size, lacks in zip(largest, unknown, strict=True)]
+        kept = [
+            [most if bound is None else bound.kept for bound in row]
+            for row, most in zip(bounds, largest, strict=True)
+        ]
+        owed = [
+            [most if bound is None else bound.owed for bound in row]
+            for row, most in zip(bounds, largest, strict=True)
+        ]
+        sizes, budget = _agreed(kept, owed, self.budget, groups)
+        return StepMemory(sizes, budget, self, measures)
+
+    def learn(self, kept: Sequence[Sequence[KeptBytes]]) -> None:
+        """Take in what the microbatches of the planned step kept, by chunk and microbatch."""
+        for model, row in zip(self._models, kept, strict=True):
+            for features, found in zip(self._features, row, strict=True):
+                model.take(features, found.until_b, found.until_w)
+
+    @property
+    def error(self) -> float:
+        """The largest share by which a size exceeded what had been predicted for it."""
+        return max(model.error for model in self._models)
+
+
+def _widened(bound: Bound | None) -> Bound | None:
+    if bound is None:
+        return None
+    return Bound(*(math.ceil(size * (1 + _EXPERT_MARGIN)) for size in bound))
+
+
+def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
+    """The features with their sums over a group's ranks."""
+    own = torch.tensor(features, dtype=torch.float64, device=_device_of(group))
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    members = [[tuple(row) for row in each.tolist()] for each in found]
+    return [with_group(each, others) for each, *others in zip(features, *members, strict=True)]
+
+
+def _agreed(
+    kept: list[list[int]], owed: list[list[int]], budget: int, groups: Sequence[Any]
+) -> tuple[Sizes, int]:
+    """The largest sizes and the smallest budget in these process groups."""
+    shared = [group for group in groups if group.size() > 1]
+    if not shared:
+        return Sizes(kept, owed), budget
+    table = torch.tensor([[-budget] * len(kept[0]), *kept, *owed])
+    for group in shared:
+        on_device = table.to(_device_of(group))
+        dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
+        table = on_device.cpu()
+    first, *found = table.tolist()
+    return Sizes(found[: len(kept)], found[len(kept) :]), -first[0]
+
+
+def _device_of(group: Any) -> torch.device:
+    if dist.get_backend(group) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

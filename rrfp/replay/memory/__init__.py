@@ -1,0 +1,1 @@
+"""What the microbatches of a recorded run keep in memory, and what they keep in changed replays."""

@@ -1,0 +1,61 @@
+"""What the microbatches of a recorded step kept in memory, and the bounds in force."""
+
+from collections.abc import Sequence
+
+from rrfp.errors import RrfpError
+from rrfp.replay.step_records import Members, RankStep
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Rows, Sizes
+from rrfp.schedule.tasks import Kind
+from rrfp.trace.kept_bytes import are_known, kept_changes, wrong_changes
+from rrfp.trace.steps import step_name
+
+
+def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
+    """The sizes of one rank's chunks in a step; zeros where they are not known.
+
+    Raises RrfpError for bytes that do not add up.
+    """
+    if wrong := wrong_changes(rank.tasks):
+        raise RrfpError(
+            f"the bytes that rank {rank.info.rank} held in {step_name(wrong[0].step)} do not add "
+            "up; see 'rrfp trace check'"
+        )
+    kept = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
+    owed = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
+    for task, change, left in kept_changes(rank.tasks):
+        if task.kind == Kind.F:
+            kept[shape.chunk_of(task.stage)][task.microbatch] = change
+        elif task.kind == Kind.B:
+            owed[shape.chunk_of(task.stage)][task.microbatch] = left
+    return Sizes(kept, owed if shape.splits_backward else None)
+
+
+def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> Sizes | None:
+    """The sizes of a replica's stages in a step, the largest where several ranks run a stage; None
+    where they are not known. Raises RrfpError for bytes that do not add up."""
+    if not any(are_known(rank.tasks) for members in replica for rank in members):
+        return None
+    by_rank = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
+    places = [(shape.rank_of(stage), shape.chunk_of(stage)) for stage in range(shape.num_stages)]
+    kept = [by_rank[rank].kept[chunk] for rank, chunk in places]
+    owed = [(by_rank[rank].owed or by_rank[rank].kept)[chunk] for rank, chunk in places]
+    return Sizes(kept, owed if shape.splits_backward else None)
+
+
+def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
+    """The bounds in bytes of a step by pipeline rank, the least where several ranks run its tasks;
+    empty if a rank had none."""
+    found = tuple(min(rank.budget_bytes for rank in members) for members in replica)
+    return found if all(found) else ()
+
+
+def _largest(found: Sequence[Sizes]) -> Sizes:
+    if len(found) == 1:
+        return found[0]
+    owed = [sizes.owed for sizes in found if sizes.owed is not None]
+    return Sizes(_largest_rows([sizes.kept for sizes in found]), _largest_rows(owed) or None)
+
+
+def _largest_rows(found: Sequence[Rows]) -> list[list[int]]:
+    return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]

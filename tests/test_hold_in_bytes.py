@@ -1,0 +1,254 @@
+"""The hold in bytes: never a byte over it, never a stall, and the hold in microbatches is its case
+of equal sizes."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+
+from rrfp.errors import UsageError
+from rrfp.schedule.dispatcher import Dispatcher
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Auto, Bytes, ShareOf1F1B, parse_hold, told_bytes
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.schedule.sizes import Sizes
+from rrfp.schedule.tasks import Kind
+from tests.cases import SEEDS, Case, random_case, random_case_in_bytes
+from tests.decisions import arrive, ask, run_on
+from tests.effort import examples
+from tests.invariants import check_step
+from tests.naive_dispatcher import NaiveDispatcher
+from tests.virtual_time import History
+
+# What is written.
+
+
+@pytest.mark.parametrize(
+    ("text", "hold", "again"),
+    [
+        ("12", 12, "12"),
+        ("1500000B", Bytes(1_500_000), "1500000B"),
+        ("512MiB", Bytes(512 * 2**20), "512MiB"),
+        ("40GiB", Bytes(40 * 2**30), "40GiB"),
+        ("0.5GiB", Bytes(2**29), "512MiB"),
+        ("1.0x", ShareOf1F1B(Fraction(1)), "1.0x"),
+        ("0.75x", ShareOf1F1B(Fraction(3, 4)), "0.75x"),
+        ("auto", Auto.AUTO, "auto"),
+    ],
+)
+def test_a_hold_is_read_and_written(text: str, hold: object, again: str) -> None:
+    assert parse_hold(text) == hold
+    assert str(parse_hold(text)) == again
+    assert parse_hold(again) == hold
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-3", "1.5", "12GB", "12 GiB", "0B", "0x", "nan", "1e3GiB", "9" * 30 + "B"]
+)
+def test_what_is_no_hold_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"the hold is '.*'; write 12 \(microbatches\), 1500000B"):
+        parse_hold(text)
+
+
+def test_auto_is_refused_where_there_is_no_device() -> None:
+    with pytest.raises(UsageError, match="the hold is 'auto'; write"):
+        parse_hold("auto", auto=False)
+
+
+def test_bytes_are_told_in_the_unit_a_person_reads() -> None:
+    assert [told_bytes(num) for num in (0, 999, 1536, 40 * 2**30, 123 * 2**20)] == [
+        "0 B",
+        "999 B",
+        "1.5 KiB",
+        "40 GiB",
+        "123 MiB",
+    ]
+
+
+# The rule, by hand: two ranks of two chunks (0: stages 0 and 2), three microbatches.
+
+LOOP = Shape(2, 3, num_chunks=2)
+KEPT = Sizes([[10, 50, 20], [5, 30, 40]])
+
+
+def dispatcher_of(budget: int, hint: str = "f-first", sizes: Sizes = KEPT) -> Dispatcher:
+    policy = Policy(HINTS[hint], hold=Bytes(budget))
+    return Dispatcher(LOOP, 0, policy, sizes=sizes, validate=True)
+
+
+def test_a_forward_leaves_room_for_the_largest_one_left_in_each_deeper_chunk() -> None:
+    dispatcher = dispatcher_of(110)
+    # 40 are kept for 2F2: 10 + 50 fit into 70, 20 more do not.
+    assert run_on(dispatcher) == "0F0 0F1"
+    assert ask(dispatcher) == "hold"
+    arrive(dispatcher, "2F0")
+    assert ask(dispatcher) == "2F0"
+    arrive(dispatcher, "2B0")
+    assert ask(dispatcher) == "2B0"
+    arrive(dispatcher, "0B0")
+    assert run_on(dispatcher) == "0B0 0F2"
+
+
+def test_a_reserve_shrinks_once_the_heaviest_has_run() -> None:
+    sizes = Sizes([[10, 50, 20], [40, 5, 5]])
+    dispatcher = dispatcher_of(115, sizes=sizes)
+    assert run_on(dispatcher) == "0F0 0F1"
+    assert ask(dispatcher) == "hold"  # 20 more do not fit beside the 40 kept for 2F0
+    arrive(dispatcher, "2F0")
+    assert ask(dispatcher) == "2F0"
+    assert ask(dispatcher) == "hold"
+    arrive(dispatcher, "2B0")
+    assert run_on(dispatcher) == "2B0 0F2"  # beside the 5 kept for 2F1 they do
+
+
+def test_a_light_forward_does_not_overtake_one_that_does_not_fit() -> None:
+    shape = Shape(1, 3)
+    policy = Policy(HINTS["f-first"], hold=Bytes(60))
+    dispatcher = Dispatcher(shape, 0, policy, sizes=Sizes([[20, 50, 5]]))
+    assert run_on(dispatcher) == "0F0 0B0 0F1 0F2 0B1 0B2"
+
+
+def test_what_w_is_owed_counts_until_it_has_run() -> None:
+    shape = Shape(2, 2, kinds=SPLIT_BACKWARD)
+    policy = Policy(HINTS["bfw"], hold=Bytes(100))
+    sizes = Sizes([[60, 60]], [[30, 45]])
+    dispatcher = Dispatcher(shape, 0, policy, sizes=sizes)
+    assert ask(dispatcher) == "0F0"
+    assert dispatcher.peak_held_bytes == 60
+    arrive(dispatcher, "0B0")
+    assert [ask(dispatcher) for _ in range(2)] == ["0B0", "0F1"]
+    assert dispatcher.peak_held_bytes == 90
+
+
+def test_a_budget_below_the_heaviest_way_is_refused_with_the_figure() -> None:
+    with pytest.raises(UsageError, match=r"the hold of 89 B \(89 bytes\) .* set it to 90B or more"):
+        dispatcher_of(89)
+    dispatcher_of(90)
+
+
+def test_a_hold_in_bytes_needs_sizes() -> None:
+    with pytest.raises(ValueError, match="needs the sizes"):
+        Dispatcher(LOOP, 0, Policy(HINTS["bf"], hold=Bytes(9)))
+
+
+def test_a_binding_order_has_no_hold_in_bytes() -> None:
+    with pytest.raises(UsageError, match="give the hold in microbatches, or use --dispatch ready"):
+        Policy(HINTS["bf"], dispatch=Dispatch.FIXED, hold=Bytes(9))
+
+
+@pytest.mark.parametrize(("kept", "owed"), [([[1, -1]], None), ([[3, 3]], [[3, 4]])])
+def test_sizes_that_cannot_be_are_refused(kept: list[list[int]], owed: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"negative|more than what was kept"):
+        Sizes(kept, owed)
+
+
+# Random steps.
+
+
+def check(case: Case, history: History) -> None:
+    check_step(history, sizes=case.sizes, budgets=case.budgets if case.binds else None)
+
+
+@pytest.mark.timeout(1200)
+@examples(quick=150, thorough=20_000)
+@given(SEEDS)
+def test_no_step_stalls_or_passes_its_budget(seed: int) -> None:
+    case = random_case_in_bytes(seed)
+    check(case, case.play(case.dispatchers()))
+
+
+@examples(quick=60, thorough=2_000)
+@given(SEEDS)
+def test_every_answer_is_the_specifications(seed: int) -> None:
+    case = random_case_in_bytes(seed)
+    if case.shape.num_microbatches <= 16:
+        check(case, case.play(case.checked_dispatchers()))
+
+
+@examples(quick=60, thorough=2_000)
+@given(SEEDS)
+def test_with_equal_sizes_it_is_the_hold_in_microbatches(seed: int) -> None:
+    """Every dispatch, wait and count, with whatever is left of a size to spare."""
+    case = random_case(seed, dispatch=Dispatch.READY)
+    shape = case.shape
+    hold = case.hold or shape.num_chunks
+    size = 1 + seed % 1000
+    sizes = Sizes([[size] * shape.num_microbatches] * shape.num_stages)
+    budget = hold * size + seed % size
+    counted = replace(case, limit=None, hold=hold)
+    weighed = replace(case, limit=None, hold=None, sizes=sizes, budgets=(budget,) * shape.num_ranks)
+    histories = [each.play(each.dispatchers()) for each in (counted, weighed)]
+    for node, happened in histories[1].nodes.items():
+        for ran in happened.ran:
+            assert ran.run.held_bytes == size * ran.run.held, node
+        happened.ran[:] = [ran._replace(run=ran.run._replace(held_bytes=0)) for ran in happened.ran]
+    assert histories[0] == histories[1]
+
+
+class PlainCapInBytes(NaiveDispatcher):
+    """Lets in what fits now; nothing is kept for deeper chunks."""
+
+    def reserve(self, stage: int) -> int:
+        return 0
+
+
+class ReserveOfThisMicrobatch(NaiveDispatcher):
+    """Keeps for deeper chunks what the smallest forward left there needs."""
+
+    def reserve(self, stage: int) -> int:
+        return sum(
+            min(
+                (self.size(f) for f in self.unfinished if f.kind is Kind.F and f.stage == deeper),
+                default=0,
+            )
+            for deeper in self.shape.stages_of(self.rank)
+            if deeper > stage
+        )
+
+
+class OffByOne(NaiveDispatcher):
+    def used(self) -> int:
+        return super().used() - 1
+
+
+class KeepsNothingForW(NaiveDispatcher):
+    """Frees everything at B."""
+
+    def used(self) -> int:
+        if self.sizes is None:
+            return 0
+        return sum(
+            self.size(f)
+            for f in self.done
+            if f.kind is Kind.F and f._replace(kind=Kind.B) not in self.done
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong", [PlainCapInBytes, ReserveOfThisMicrobatch, OffByOne, KeepsNothingForW]
+)
+def test_a_wrong_rule_is_caught(wrong: type[NaiveDispatcher]) -> None:
+    """A plain cap in bytes stalls in the same trials, for one."""
+    num_caught = num_tried = 0
+    for seed in range(100):
+        case = random_case_in_bytes(seed)
+        if not 4 <= case.shape.num_microbatches <= 16 or not case.binds:
+            continue
+        num_tried += 1
+        try:
+            check(case, case.play(case.deciders(wrong, case.order)))
+        except AssertionError:
+            num_caught += 1
+    assert num_caught > num_tried / 10
+
+
+def test_a_plain_cap_in_bytes_stalls() -> None:
+    stalled = 0
+    for seed in range(100):
+        case = random_case_in_bytes(seed)
+        if 4 <= case.shape.num_microbatches <= 16 and case.shape.num_chunks > 1:
+            assert case.play(case.dispatchers()).is_whole
+            stalled += not case.play(case.deciders(PlainCapInBytes, case.order)).is_whole
+    assert stalled > 10

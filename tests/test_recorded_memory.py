@@ -1,0 +1,391 @@
+"""What a run kept in memory, from its trace: sizes come back to the byte, replays keep to a hold in
+bytes, and damaged sums are told."""
+
+from collections import defaultdict
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+
+from rrfp.analyze.frames import frames_of, recording_of
+from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.change import Change
+from rrfp.replay.measured import measure
+from rrfp.replay.measured_step import MeasuredStep
+from rrfp.replay.memory.changed import divided, evened, without_heavy
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.recorded_costs import costs_of
+from rrfp.replay.redispatch import redispatch
+from rrfp.replay.replayed import replay
+from rrfp.replay.whatif import what_if
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Auto, Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.policy import Policy
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.sizes import Sizes
+from rrfp.simulate.budgets import by_rank, widest_of_1f1b
+from rrfp.simulate.play import play
+from rrfp.simulate.world import World
+from rrfp.trace.check import check_contents
+from rrfp.trace.perfetto.reader import TraceContents, read_contents, read_trace
+from rrfp.trace.perfetto.writer import write_trace
+from rrfp.trace.records import RankRecords, Recording, TaskRecord
+from rrfp.trace.spill import SpillWriter, read_spill, row_of
+from rrfp.trace.stimuli import task_of
+from tests.cases import SEEDS
+from tests.effort import examples
+from tests.step_times import OURS, policy_of, random_times, simulated
+
+SHAPE = Shape(4, 8)
+
+
+def random_sizes(rng: Random, shape: Shape, *, splits: bool) -> Sizes:
+    """Sizes over a factor of 100."""
+    kept = [
+        [rng.randint(1, 10 ** rng.choice([1, 2, 3])) for _ in range(shape.num_microbatches)]
+        for _ in range(shape.num_stages)
+    ]
+    owed = [[rng.randint(0, size) for size in row] for row in kept]
+    return Sizes(kept, owed if splits else None)
+
+
+def least_budget(sizes: Sizes, shape: Shape) -> int:
+    return max(sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks))
+
+
+def random_run(seed: int) -> tuple[Recording, list[World], Policy, Shape]:
+    """A run of one or two replicas whose microbatches have sizes, under any kind of bound."""
+    rng = Random(seed)
+    num_chunks = rng.choice([1, 1, 2])
+    placement = rng.choice(list(Placement)) if num_chunks == 2 else Placement.LOOP
+    shape = Shape(rng.randint(1, 4), rng.randint(1, 8), num_chunks, placement)
+    hint = rng.choice(["bf", "bfw", "f-first"] if num_chunks == 1 else ["bf-deep", "bfw-deep"])
+    policy, shape = policy_of(hint, shape)
+    worlds = [
+        World(
+            random_times(rng, shape),
+            lambda sender, receiver, task: 20,
+            sizes=random_sizes(rng, shape, splits=shape.splits_backward),
+        )
+        for _ in range(rng.randint(1, 2))
+    ]
+    least = max(least_budget(sizes, shape) for world in worlds if (sizes := world.sizes))
+    bounds: list[tuple[int | None, Hold | None]] = [
+        *((3, None), (None, None), (None, Fraction(num_chunks + 1, num_chunks))),
+        *[(None, Bytes(rng.randint(least, 3 * least)))] * 3,
+    ]
+    limit, hold = rng.choice(bounds)
+    if rng.random() < 0.2:
+        limit, hold = None, Auto.AUTO
+        budgets = [rng.randint(least, 3 * least) for _ in range(shape.num_ranks)]
+        worlds = [replace(world, budgets=budgets) for world in worlds]
+    policy = replace(policy, limit=limit, hold=hold)
+    return simulated(policy, shape, worlds, num_steps=2), worlds, policy, shape
+
+
+def naive_peaks(recording: Recording, worlds: list[World], shape: Shape) -> list[int]:
+    """By pipeline rank, the most bytes kept at once, counted task by task from the sizes that the
+    test gave, and not from what was recorded of them."""
+    peaks = [0] * shape.num_ranks
+    for records in recording.ranks:
+        sizes = worlds[records.info.dp_rank].sizes
+        assert sizes is not None
+        kept: dict[tuple[int, int, int], int] = {}
+        for task in records.tasks:
+            key = task.step, task.stage, task.microbatch
+            if task.kind == "F":
+                kept[key] = sizes.kept[task.stage][task.microbatch]
+            elif task.kind == "B" and shape.splits_backward:
+                assert sizes.owed is not None
+                kept[key] = sizes.owed[task.stage][task.microbatch]
+            else:
+                del kept[key]
+            peak = sum(size for (step, *_), size in kept.items() if step == task.step)
+            peaks[records.info.pp_rank] = max(peaks[records.info.pp_rank], peak)
+        assert not kept
+    return peaks
+
+
+# Sizes and bounds come back.
+
+
+@given(SEEDS)
+@examples(quick=40, thorough=1000)
+def test_sizes_bounds_and_decisions_come_back_from_a_trace(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    recording, worlds, policy, shape = random_run(seed)
+    path = tmp_path_factory.mktemp("trace") / "run.pftrace"
+    write_trace(path, recording)
+    contents = read_contents(path)
+    assert contents.recording == recording
+    assert check_contents(contents) == []
+    assert recording_of(frames_of(recording)) == recording
+    run = read_run(recording)
+    assert run.policy.hold == policy.hold
+    peaks = naive_peaks(recording, worlds, shape)
+    for step in measure(run):
+        for replica, world in zip(step.replicas, worlds, strict=True):
+            assert replica.sizes == world.sizes
+            if policy.hold is not None and not isinstance(policy.hold, int | Fraction):
+                bounds = world.budgets or [policy.hold_bytes] * shape.num_ranks
+                assert list(replica.budgets) == list(bounds)
+                assert all(peak <= most for peak, most in zip(peaks, bounds, strict=True))
+        again = replay(run, step)
+        assert again.makespan_ns == step.window_ns
+        assert list(again.peak_held_bytes) == peaks
+    for step in run.steps:
+        for replica in step.replicas:
+            for members in replica:
+                decided = [task for _, task in redispatch(run, members) if task is not None]
+                assert decided == [task_of(task) for task in members[0].tasks]
+
+
+def test_a_spill_file_holds_the_bytes_and_an_earlier_one_reads_as_none(tmp_path: Path) -> None:
+    recording, *_ = random_run(7)
+    records = recording.ranks[0]
+    path = tmp_path / "rank-0.jsonl"
+    writer = SpillWriter(path, records.info)
+    for found in records.by_name().values():
+        writer.append(map(row_of, found))
+    writer.append([row_of(records.tasks[0])[:-1], row_of(records.phases[0])[:-1]])
+    writer.flush()
+    writer.close()
+    read = read_spill(path)
+    assert read is not None
+    assert read.tasks[:-1] == records.tasks
+    assert read.tasks[-1] == records.tasks[0]._replace(held_bytes=0)
+    assert read.phases[-1] == records.phases[0]._replace(budget_bytes=0)
+
+
+def test_a_trace_of_before_has_no_bytes() -> None:
+    recording = read_trace(OURS)
+    assert all(task.held_bytes == 0 for rank in recording.ranks for task in rank.tasks)
+    assert all(phase.budget_bytes == 0 for rank in recording.ranks for phase in rank.phases)
+    run = read_run(recording)
+    assert run.peak_of_1f1b() is None
+    assert measure(run)[0].replicas[0].sizes is None
+
+
+# What does not add up is told.
+
+
+def a_run(hold: Hold | None = None, hint: str = "bfw") -> Recording:
+    policy, shape = policy_of(hint, SHAPE)
+    sizes = random_sizes(Random(1), shape, splits=shape.splits_backward)
+    world = World(random_times(Random(1), shape), sizes=sizes)
+    return simulated(replace(policy, hold=hold), shape, [world], num_steps=2)
+
+
+def with_tasks(recording: Recording, tasks: list[TaskRecord]) -> Recording:
+    first, *others = recording.ranks
+    return Recording(recording.settings, [replace(first, tasks=tasks), *others])
+
+
+@pytest.mark.parametrize("kind", "FBW")
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_sum_that_is_a_byte_off_is_told_by_check_and_refused_by_replays(
+    kind: str, error: int
+) -> None:
+    recording = a_run()
+    tasks = list(recording.ranks[0].tasks)
+    place = next(place for place, task in enumerate(tasks) if task.kind == kind)
+    # From there on, so that it is that task's change which is off.
+    for later in range(place, len(tasks)):
+        if tasks[later].step == tasks[place].step:
+            held = tasks[later].held_bytes + error
+            tasks[later] = tasks[later]._replace(held_bytes=held)
+    damaged = with_tasks(recording, tasks)
+    problems = check_contents(TraceContents(damaged))
+    assert any("with bytes held that do not add up" in problem for problem in problems)
+    with pytest.raises(RrfpError, match="the bytes that rank 0 held in step 0 do not add up; see"):
+        measure(read_run(damaged))
+
+
+def test_what_passes_the_bound_is_told() -> None:
+    recording = a_run(Bytes(10_000))
+    first, *others = recording.ranks
+    phases = [phase._replace(budget_bytes=1) for phase in first.phases]
+    damaged = Recording(recording.settings, [replace(first, phases=phases), *others])
+    problems = check_contents(TraceContents(damaged))
+    assert any("passed the bound" in each and "of 1 bytes" in each for each in problems)
+
+
+def test_a_hold_in_bytes_without_bytes_is_refused() -> None:
+    recording = a_run(Bytes(10_000))
+    bare = Recording(
+        recording.settings,
+        [
+            replace(rank, tasks=[task._replace(held_bytes=0) for task in rank.tasks])
+            for rank in recording.ranks
+        ],
+    )
+    with pytest.raises(RrfpError, match="the trace does not tell its bytes; record it again"):
+        measure(read_run(bare))
+
+
+@pytest.mark.parametrize("hold", ["1.0x", "12 GiB", "much", 0.3, -1, [8]])
+def test_a_hold_that_no_run_has_is_refused(hold: object) -> None:
+    recording = a_run()
+    recording.settings["settings"] |= {"hold": hold}  # type: ignore[operator]
+    with pytest.raises(RrfpError, match="settings of the trace say hold = "):
+        read_run(recording)
+
+
+# What if.
+
+
+def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
+    policy, shape = policy_of("bfw", SHAPE, limit=32)
+    sizes = random_sizes(Random(3), shape, splits=True)
+    world = World(random_times(Random(3), shape), lambda sender, receiver, task: 20, sizes=sizes)
+    recording = simulated(policy, shape, [world], num_steps=2)
+    one = widest_of_1f1b(by_rank(sizes, shape))
+    assert read_run(recording).peak_of_1f1b() == one
+    least = least_budget(sizes, shape)
+    for hold, budget in (
+        (Bytes(least), least),
+        (Bytes(2 * least), 2 * least),
+        (ShareOf1F1B(Fraction(1)), one),
+        (ShareOf1F1B(Fraction(5, 4)), one * 5 // 4),
+    ):
+        report = what_if(recording, lambda run, hold=hold: [Change(hold=hold)])
+        fresh = play(shape, replace(policy, limit=None, hold=Bytes(budget)), world)
+        (row,) = report.rows
+        assert (row.makespan_ns, row.peak_held_bytes) == (fresh.makespan_ns, fresh.peak_held_bytes)
+        assert max(fresh.peak_held_bytes) <= budget
+        assert row.as_json()["hold"] == str(Bytes(budget))
+
+
+def test_a_share_of_a_run_without_sizes_counts_microbatches() -> None:
+    policy, shape = policy_of("bf", SHAPE, limit=32)
+    world = World(random_times(Random(3), shape))
+    recording = simulated(policy, shape, [world])
+    report = what_if(recording, lambda run: [Change(hold=ShareOf1F1B(Fraction(1, 2)))])
+    assert report.rows[0].policy.hold == 2
+    assert report.rows[0].peak_held_bytes is None
+    with pytest.raises(UsageError, match="a hold of 1GiB needs to know what microbatches keep"):
+        what_if(recording, lambda run: [Change(hold=Bytes(2**30))])
+
+
+def test_a_hold_that_could_get_stuck_is_refused_with_the_figure() -> None:
+    with pytest.raises(UsageError, match=r"the hold of 5 B \(5 bytes\) is below"):
+        what_if(a_run(), lambda run: [Change(hold=Bytes(5))])
+
+
+def test_a_run_held_in_bytes_keeps_its_hold_under_another_hint() -> None:
+    recording = a_run(Bytes(3000))
+    report = what_if(recording, lambda run: [Change(HINTS["bf"]), Change(HINTS["bfw"], limit=3)])
+    assert [row.policy.hold for row in report.rows] == [Bytes(3000), None]
+    assert max(report.rows[0].peak_held_bytes or ()) <= 3000
+
+
+# Sizes move with what moves the microbatches.
+
+
+def changed(change: Change, recording: Recording) -> tuple[RecordedRun, MeasuredStep, MeasuredStep]:
+    run = read_run(recording)
+    (step, *_) = measure(run)
+    return run, step, change.apply(step, run)
+
+
+def sums(sizes: Sizes | None) -> list[int]:
+    """By microbatch."""
+    assert sizes is not None
+    return [sum(column) for column in zip(*sizes.kept, strict=True)]
+
+
+def test_a_pyramid_takes_the_sizes_along() -> None:
+    run, step, after = changed(Change(admit=Admit.PYRAMID), a_run())
+    before_ns, after_ns = step.replicas[0].durations_ns, after.replicas[0].durations_ns
+    pairs: dict[bool, set[tuple[tuple[int, ...], int]]] = defaultdict(set)
+    for is_after, times_ns, sizes in (
+        (False, before_ns, step.replicas[0].sizes),
+        (True, after_ns, after.replicas[0].sizes),
+    ):
+        for microbatch, size in enumerate(sums(sizes)):
+            times = tuple(ns for task, ns in times_ns.items() if task.microbatch == microbatch)
+            pairs[is_after].add((tuple(sorted(times)), size))
+    assert pairs[False] == pairs[True]
+    assert sums(step.replicas[0].sizes) != sums(after.replicas[0].sizes)
+    assert replay(run, after).peak_held_bytes
+
+
+@pytest.mark.parametrize("change", [Change(even_microbatches=True), Change(even_stages=True)])
+def test_evening_keeps_the_bytes_there_are(change: Change) -> None:
+    _, step, after = changed(change, a_run())
+    assert sum(sums(after.replicas[0].sizes)) == sum(sums(step.replicas[0].sizes))
+    rows = after.replicas[0].sizes
+    assert rows is not None
+    if change.even_microbatches:
+        assert all(max(row) - min(row) <= 1 for row in rows.kept)
+    else:
+        assert sums(rows) == sums(step.replicas[0].sizes)
+        assert all(max(each) - min(each) <= 1 for each in zip(*rows.kept, strict=True))
+
+
+@given(SEEDS)
+@examples(quick=100, thorough=2000)
+def test_changed_sizes_are_sizes_and_add_up(seed: int) -> None:
+    rng = Random(seed)
+    shape = Shape(rng.randint(1, 4), rng.randint(1, 8))
+    found = [random_sizes(rng, shape, splits=True) for _ in range(rng.randint(1, 3))]
+    even = evened(found)
+    shares = [rng.random() for _ in range(shape.num_stages)]
+    for sizes in found:
+        anew = divided(sizes, lambda column: shares)
+        assert sums(anew) == sums(sizes)
+        lighter = without_heavy(sizes)
+        assert all(
+            size <= before
+            for rows in zip(lighter.kept, sizes.kept, strict=True)
+            for size, before in zip(*rows, strict=True)
+        )
+    assert sum(sum(sums(sizes)) for sizes in even) == sum(sum(sums(sizes)) for sizes in found)
+
+
+def test_a_replica_whose_sizes_are_not_known_leaves_all_as_they_are() -> None:
+    known = Sizes([[1, 3]])
+    assert evened([known, None]) == [known, None]
+    assert evened([known]) == [Sizes([[2, 2]])]
+
+
+# A lone rank's records, for the counters.
+
+
+def test_a_rank_without_tasks_has_no_counters(tmp_path: Path) -> None:
+    recording = a_run()
+    empty = [RankRecords(rank.info) for rank in recording.ranks]
+    path = tmp_path / "run.pftrace"
+    write_trace(path, Recording(recording.settings, empty))
+    assert read_trace(path).ranks == empty
+
+
+# A recorded run as costs.
+
+
+def test_a_recorded_run_as_costs_keeps_what_it_kept() -> None:
+    recording, worlds, _, shape = random_run(11)
+
+    costs = costs_of(recording)
+    for replica, world in enumerate(worlds):
+        assert costs.step(shape, 0, replica).sizes == world.sizes
+    drawn = costs_of(recording, drawn=True)
+    more = replace(shape, num_microbatches=40)
+    sizes = drawn.step(more, 3, 0).sizes
+    assert sizes == drawn.step(more, 3, 0).sizes
+    assert sizes != drawn.step(more, 4, 0).sizes
+    assert sizes is not None
+    recorded = {
+        tuple(column)
+        for world in worlds
+        if world.sizes is not None
+        for column in zip(*world.sizes.kept, strict=True)
+    }
+    assert {tuple(column) for column in zip(*sizes.kept, strict=True)} <= recorded
+    bare = costs_of(read_trace(OURS), drawn=True)
+    assert bare.step(bare.shape, 0, 0).sizes is None
