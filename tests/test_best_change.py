@@ -65,8 +65,8 @@ def all_changes(run: RecordedRun) -> Iterator[Change]:
     for times in (2, 4):
         if limit is not None:
             yield Change(limit=times * limit)
-        if hold is not None:
-            yield Change(hold=int(times * hold))
+        if isinstance(hold, int):
+            yield Change(hold=times * hold)
 
 
 def check_first_finding(recording: Recording, steps: range | None = None) -> None:

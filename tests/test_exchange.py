@@ -33,8 +33,10 @@ ALLOWED = {
     ("rrfp/interchange/flight/dumps.py", "pickle"),
     ("rrfp/interchange/flight/dumps.py", "_Unpickler"),
     ("rrfp/interchange/flight/dumps.py", "UnpicklingError"),
+    ("rrfp/megatron/memory/storages.py", "torch.multiprocessing.reductions.StorageWeakRef"),
 }
-"""Where torch's own are shut, and where dumps of torch's are read that may ask for no class."""
+"""Where torch's own are shut, where dumps of torch's are read that may ask for no class, and a weak
+reference that stands beside torch's pickling."""
 
 OURS = {"append_object"}
 """It writes a line of JSON to a file."""

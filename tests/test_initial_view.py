@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from rrfp.analyze import initial_view
 from rrfp.analyze.initial_view import find_initial_view
 from rrfp.errors import RrfpError
+from rrfp.schedule.hold import Bytes
 from rrfp.trace.initial_view import InitialView, Preset, typical_step, widened, worst_step
-from rrfp.trace.perfetto.tracks import COUNTERS_OF_TASKS, PATH_OF_CATEGORY, stage_path
+from rrfp.trace.perfetto.tracks import PATH_OF_CATEGORY, counters_of, stage_path
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import PhaseRecord, RankInfo, RankRecords, Recording
 from tests.recordings import make_recording
+from tests.test_recorded_memory import a_run
 
 WINDOWS = {0: (0, 9_000), 1: (10_000, 11_000), 2: (20_000, 22_500), 3: (30_000, 34_000)}
 
@@ -100,7 +102,8 @@ def test_a_preset_pins_its_tracks_and_opens_a_workspace_of_them(
     preset: Preset, tracks: set[str]
 ) -> None:
     names = {name for path in PATH_OF_CATEGORY.values() for _, name in path}
-    names |= {*COUNTERS_OF_TASKS, "send to stages 0 7", "receive from stage 1"}
+    names |= counters_of(a_run(Bytes(10_000)).ranks[0]).keys()
+    names |= {"send to stages 0 7", "receive from stage 1"}
     commands = _commands(InitialView(preset=preset))
     assert [name for name, _ in commands if name != "ExpandTracksByRegex"] == [
         "PinTracksByRegex",

@@ -221,7 +221,7 @@ def draw_otherwise(layout: Any, settings: dict[str, Any], reverse: str) -> bool:
             r"a Indexed, has no __next__, and .*reverse.csv takes microbatches in another order .*"
             r"\(bf, fb, b-first, f-first, bfw, bf-deep, bfw-deep, 1f1b, gpipe, zb-h1\)",
         ),
-        ({"admit": "pyramid"}, "has no __next__, and admit 'pyramid' .*; leave admit out"),
+        ({"admit": "pyramid"}, "has no __next__, and admit 'pyramid' .*; leave it out"),
     ):
         with pytest.raises(UsageError, match=sentence):
             run(ours(**settings_), never_called, Indexed(rig))

@@ -268,11 +268,12 @@ def test_a_report_shows_memory_and_what_another_bound_would_save() -> None:
 
 def test_a_comparison_has_the_memory_of_both() -> None:
     recordings = a_run(hold=4), a_run(hold=Bytes(20 * GIB))
-    found = compare(*map(frames_of, recordings))
+    a, b = map(frames_of, recordings)
+    found = compare(a, b)
     peaks = [max(naive_peaks(each).values()) for each in recordings]
     assert found.as_json()["peak_held_bytes"] == peaks
     assert found.told_memory == "The most that a rank held is 40 GiB in A and 20 GiB in B."
-    of_last = compare(*map(frames_of, recordings), 3)
+    of_last = compare(a, b, 3)
     assert of_last.as_json()["peak_held_bytes"] == [naive_peaks(each)[3] for each in recordings]
     without = [
         replace(rank, tasks=[task._replace(held_bytes=0) for task in rank.tasks])
@@ -280,7 +281,7 @@ def test_a_comparison_has_the_memory_of_both() -> None:
     ]
     bare = frames_of(Recording(recordings[0].settings, without))
     assert compare(bare, bare).told_memory == ""
-    assert compare(bare, frames_of(recordings[0])).as_json()["peak_held_bytes"] == [None, peaks[0]]
+    assert compare(bare, a).as_json()["peak_held_bytes"] == [None, peaks[0]]
 
 
 # The command.

@@ -2,6 +2,7 @@
 bytes, and damaged sums are told."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.frames import frames_of, recording_of
+from rrfp.analyze.memory.peaks import memory
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.change import Change
 from rrfp.replay.measured import measure
@@ -29,6 +31,7 @@ from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.budgets import by_rank, widest_of_1f1b
 from rrfp.simulate.play import play
+from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import World
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import TraceContents, read_contents, read_trace
@@ -132,15 +135,15 @@ def test_sizes_bounds_and_decisions_come_back_from_a_trace(
         for replica, world in zip(step.replicas, worlds, strict=True):
             assert replica.sizes == world.sizes
             if policy.hold is not None and not isinstance(policy.hold, int | Fraction):
-                bounds = world.budgets or [policy.hold_bytes] * shape.num_ranks
+                bounds = world.budgets or [policy.hold_bytes or 0] * shape.num_ranks
                 assert list(replica.budgets) == list(bounds)
                 assert all(peak <= most for peak, most in zip(peaks, bounds, strict=True))
         again = replay(run, step)
         assert again.makespan_ns == step.window_ns
         assert list(again.peak_held_bytes) == peaks
-    for step in run.steps:
-        for replica in step.replicas:
-            for members in replica:
+    for records in run.steps:
+        for pipeline in records.replicas:
+            for members in pipeline:
                 decided = [task for _, task in redispatch(run, members) if task is not None]
                 assert decided == [task_of(task) for task in members[0].tasks]
 
@@ -228,6 +231,18 @@ def test_a_hold_in_bytes_without_bytes_is_refused() -> None:
         measure(read_run(bare))
 
 
+def test_a_hold_found_by_the_run_itself_is_needed_to_replay_it() -> None:
+    recording = a_run(Bytes(10_000))
+    recording.settings["settings"] |= {"hold": "auto"}  # type: ignore[operator]
+    run = read_run(recording)
+    (step, *_) = measure(run)
+    assert step.replicas[0].budgets == (10_000,) * 4
+    replay(run, step)
+    unknown = replace(step, replicas=tuple(replace(each, budgets=()) for each in step.replicas))
+    with pytest.raises(UsageError, match="the trace does not tell what it was; give a hold"):
+        replay(run, unknown)
+
+
 @pytest.mark.parametrize("hold", ["1.0x", "12 GiB", "much", 0.3, -1, [8]])
 def test_a_hold_that_no_run_has_is_refused(hold: object) -> None:
     recording = a_run()
@@ -236,7 +251,58 @@ def test_a_hold_that_no_run_has_is_refused(hold: object) -> None:
         read_run(recording)
 
 
+def test_measured_bytes_may_grow_in_a_backward() -> None:
+    # W may need more than F kept: output gradients, too.
+    recording = a_run()
+    step = 0
+    records = recording.ranks[0]
+    held = {"F": 10, "B": 15, "W": 0}
+    tasks: list[TaskRecord] = []
+    left: dict[int, int] = {}
+    for task in records.tasks:
+        if task.step != step:
+            step, left = task.step, {}
+        left[task.microbatch] = held[task.kind]
+        tasks.append(task._replace(held_bytes=sum(left.values())))
+    damaged = with_tasks(recording, tasks)
+    assert not [each for each in check_contents(TraceContents(damaged)) if "bytes" in each]
+    sizes = measure(read_run(damaged))[0].replicas[0].sizes
+    assert sizes is not None
+    assert sizes.kept[0] == [15] * 8
+    assert sizes.owed is not None
+    assert sizes.owed[0] == [15] * 8
+
+
+def test_steps_whose_sizes_were_not_known_yet_tell_no_peak() -> None:
+    policy, shape = policy_of("bfw", SHAPE)
+    real = random_sizes(Random(2), shape, splits=True)
+    budget = 2 * least_budget(real, shape)
+    worlds = [
+        World(random_times(Random(2), shape), sizes=Sizes([[budget] * 8] * 4)),
+        World(random_times(Random(2), shape), sizes=real),
+    ]
+    policy = replace(policy, hold=Bytes(budget))
+    recording = simulated(policy, shape, worlds[:1])
+    simulate_step(shape, policy, worlds[1:], recording=recording, step=1)
+    run = read_run(recording)
+    assert run.peak_of_1f1b() == widest_of_1f1b(real)
+    assert ([step.step for step in run.steps], run.left_out, run.without_sizes) == ([1], (), (0,))
+    # A hold below what those steps reckoned with is replayed all the same.
+    assert what_if(recording, lambda run: [Change(hold=Bytes(budget // 2))]).rows
+    found = memory(frames_of(recording))
+    assert {each.peak_step for each in found.ranks} == {1}
+    assert found.worst.peak_held_bytes < budget
+    # Where no step knows them, all count.
+    alone = simulated(policy, shape, worlds[:1])
+    assert memory(frames_of(alone)).worst.peak_held_bytes == budget
+    assert read_run(alone).peak_of_1f1b() == 4 * budget
+
+
 # What if.
+
+
+def only(change: Change) -> Callable[[RecordedRun], list[Change]]:
+    return lambda run: [change]
 
 
 def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
@@ -253,7 +319,7 @@ def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
         (ShareOf1F1B(Fraction(1)), one),
         (ShareOf1F1B(Fraction(5, 4)), one * 5 // 4),
     ):
-        report = what_if(recording, lambda run, hold=hold: [Change(hold=hold)])
+        report = what_if(recording, only(Change(hold=hold)))
         fresh = play(shape, replace(policy, limit=None, hold=Bytes(budget)), world)
         (row,) = report.rows
         assert (row.makespan_ns, row.peak_held_bytes) == (fresh.makespan_ns, fresh.peak_held_bytes)

@@ -131,6 +131,8 @@ def test_figures_are_those_of_the_records(tmp_path: Path, follow: Follow) -> Non
         waited_ns = sum(w.end_ns - w.start_ns for w in records.waits if w.step == 1)
         assert sum(rank.wait_fractions.values()) == pytest.approx(waited_ns / window_ns)
         assert rank.peak_held == max(t.held for t in records.tasks if t.step == 1)
+        most_bytes = max(t.held_bytes for t in records.tasks if t.step == 1)
+        assert rank.peak_held_bytes == most_bytes
     taken_ns = [
         receive.end_ns - receive.start_ns
         for receive in recording.ranks[1].receives

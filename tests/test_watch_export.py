@@ -59,6 +59,18 @@ def test_every_measure_is_described_and_has_its_unit_in_its_name() -> None:
     assert told["tokens_per_s"] == 5.0
     assert "heldout_loss" not in told
     assert told["busy_fraction"].keys() == {"0", "1"}
+    assert "peak_held_bytes" not in told
+
+
+def test_the_bytes_held_are_a_measure_where_they_are_known() -> None:
+    recording = record(SETTING, 1)
+    first = recording.ranks[0]
+    first.tasks[:] = [task._replace(held_bytes=1000 * task.held) for task in first.tasks]
+    figures = figures_of(recording)[0]
+    measures = [*of_step(figures, [])]
+    assert {each.name for each in measures} <= TOLD.keys()
+    most = max(task.held for task in first.tasks)
+    assert as_json(measures)["peak_held_bytes"] == {str(first.info.pp_rank): 1000 * most}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _PAGES = (".html", ".htm")
 NOT_WHOLE = "they are not whole training steps"
+WITHOUT_SIZES = "the bytes of their microbatches were not known yet"
 """Why a step is not replayed."""
 
 

@@ -23,7 +23,7 @@ from rrfp.cli.declared_options import (
     hint_help,
 )
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import NOT_WHOLE, print_sheets, tell_left_out
+from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, print_sheets, tell_left_out
 from rrfp.cli.progress import progress
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import WeightGradients
@@ -255,6 +255,7 @@ def _tell_left_out(settings: "Sequence[Setting]") -> None:
     runs = [setting.costs for setting in settings if isinstance(setting.costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
         tell_left_out(costs.left_out, NOT_WHOLE)
+        tell_left_out(costs.without_sizes, WITHOUT_SIZES)
 
 
 def _record(

@@ -87,6 +87,7 @@ DROP_IN: Needs = {
         "dist_all_gather_func",
         "dist_reduce_scatter_func",
     ),
+    "fusions.fused_softmax": ("FusedScaleMaskSoftmax",),
     "transformer.moe.moe_logging": (
         "get_moe_metrics_tracker()"
         " | transformer.moe.moe_utils:_MOE_LAYER_WISE_LOGGING_TRACKER: dict",

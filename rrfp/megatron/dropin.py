@@ -316,7 +316,8 @@ class ForwardBackward:
             config.timers("forward-backward").stop()
         end_ns = monotonic()
         record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
-        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE))
+        budget = 0 if forward_only else memory.budget or steering.policy.hold_bytes or 0
+        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE, budget))
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 

@@ -95,7 +95,7 @@ class Change:
         hint = self.hint or run.policy.hint
         dispatch = self.dispatch or Dispatch.READY
         limit: int | None = self.limit
-        hold = _absolute(self.hold, run)
+        hold = None if self.hold is None else _absolute(self.hold, run)
         if limit is None and hold is None and not self.unbound:
             limit, hold = run.bounds_under(dispatch)
         own = run.policy
@@ -171,7 +171,9 @@ class Change:
         if self.limit is not None:
             words.append(f"limit {self.limit}")
         if self.hold is not None:
-            words.append(f"hold {told_hold(self.hold)}")
+            absolute = _absolute(self.hold, run)
+            resolved = "" if absolute == self.hold else f" ({told_hold(absolute)})"
+            words.append(f"hold {told_hold(self.hold)}{resolved}")
         if self.without_jitter:
             words.append("without jitter")
         if self.median_stage is not None:
@@ -196,7 +198,7 @@ class Change:
         return ", ".join(words) or "as it was"
 
 
-def _absolute(hold: Hold | None, run: RecordedRun) -> Hold | None:
+def _absolute(hold: Hold, run: RecordedRun) -> Hold:
     """A share of what 1F1B would have kept in the run, as a number: of bytes, or where the run does
     not tell its sizes, of microbatches. Any other hold as it is."""
     if not isinstance(hold, ShareOf1F1B):

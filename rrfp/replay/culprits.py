@@ -191,7 +191,8 @@ def _bounds(run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int) ->
     hold what one of them has held."""
     limit, hold = run.policy.limit, run.policy.hold
     if hold is Auto.AUTO:
-        hold = Bytes(max(max(each.budgets) for step in steps for each in step.replicas))
+        budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
+        hold = Bytes(max(budgets)) if budgets else None
     if limit is not None:
         yield Culprit(CulpritKind.BOUND, Change(limit=2 * limit))
     elif hold is not None:

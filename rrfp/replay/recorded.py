@@ -7,11 +7,11 @@ description (`recorded_policy`).
 from dataclasses import dataclass
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.memory.kept import sizes_of_replica
+from rrfp.replay.memory.kept import sizes_of_replica, tells_sizes
 from rrfp.replay.recorded_layout import RecordedLayout
 from rrfp.replay.recorded_policy import RecordedSettings, policy_of
 from rrfp.replay.step_records import StepRecords
-from rrfp.schedule.hold import Bytes, Hold, told_bytes
+from rrfp.schedule.hold import Bytes, Hold, counts_microbatches, told_bytes
 from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.budgets import by_rank, widest_of_1f1b
@@ -37,7 +37,9 @@ class RecordedRun:
     steps: tuple[StepRecords, ...]
     """The steps that every rank finished and that have all tasks of the shape."""
     left_out: tuple[int, ...]
-    """The other steps asked for."""
+    """The other steps asked for; not those of `without_sizes`."""
+    without_sizes: tuple[int, ...] = ()
+    """Whole steps that are left out because the bytes of their microbatches were not known yet."""
     layers: int | None = None
     """Of the whole model, where the stages share them evenly; None where the run does not tell."""
 
@@ -63,14 +65,13 @@ class RecordedRun:
     def peak_of_1f1b(self) -> int | None:
         """The largest sum of bytes, over ranks and steps, that 1F1B would have kept at once with
         the chunks of each rank as one; None where the run does not tell its sizes."""
-        found = []
-        for step in self.steps:
-            for replica in step.replicas:
-                sizes = sizes_of_replica(self.shape, replica)
-                if sizes is None:
-                    return None
-                found.append(widest_of_1f1b(by_rank(sizes, self.shape)))
-        return max(found)
+        sizes = [
+            sizes_of_replica(self.shape, replica)
+            for step in self.steps
+            for replica in step.replicas
+        ]
+        known = [by_rank(each, self.shape) for each in sizes if each is not None]
+        return max(map(widest_of_1f1b, known), default=None)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """The replica and the pipeline rank of a rank. Raises UsageError if the run has no such
@@ -134,10 +135,18 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     if not whole:
         raise RrfpError("no step of the trace has all of its tasks; see 'rrfp trace check'")
     settings = RecordedSettings(recording)
-    kept = {each.step for each in whole}
+    policy = policy_of(settings, shape, whole[0])
+    without_sizes: tuple[int, ...] = ()
+    if not counts_microbatches(policy.hold):
+        told = [step for step in whole if all(tells_sizes(shape, each) for each in step.replicas)]
+        # Their microbatches ran one by one, as later ones do not.
+        if told:
+            without_sizes = tuple(step.step for step in whole if step not in told)
+            whole = told
+    kept = {each.step for each in whole}.union(without_sizes)
     return RecordedRun(
         shape,
-        policy_of(settings, shape, whole[0]),
+        policy,
         settings.text("hint"),
         settings.is_blocking,
         "imported" in recording.settings,
@@ -145,5 +154,6 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
         layout.num_members,
         tuple(whole),
         tuple(step for step in asked if step not in kept),
+        without_sizes,
         settings.even_layers(shape),
     )

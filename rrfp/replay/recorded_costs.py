@@ -32,6 +32,8 @@ class RecordedCosts:
     steps: Sequence[MeasuredStep]
     left_out: tuple[int, ...] = ()
     """The run's steps that are not whole training steps."""
+    without_sizes: tuple[int, ...] = ()
+    """Those that are left out because the bytes of their microbatches were not known yet."""
     drawn: bool = False
     w_share: float = W_SHARE
 
@@ -116,4 +118,4 @@ def costs_of(recording: Recording, *, drawn: bool = False) -> RecordedCosts:
     Raises RrfpError when it has no such step, or the trace does not tell what was run.
     """
     run = read_run(recording)
-    return RecordedCosts(run.shape, measure(run), run.left_out, drawn)
+    return RecordedCosts(run.shape, measure(run), run.left_out, run.without_sizes, drawn)

@@ -44,6 +44,11 @@ def replay(
             f"a hold of {chosen.hold} needs to know what microbatches keep, and the trace does not "
             "tell it; give the hold in microbatches"
         )
+    if chosen.hold is Auto.AUTO and not all(each.budgets for each in step.replicas):
+        raise UsageError(
+            "the run found its hold by itself (auto), and the trace does not tell what it was; "
+            "give a hold"
+        )
     worlds = [
         World(
             task_times(replica.durations_ns, shape, w_share),

@@ -1,7 +1,8 @@
 """The bytes that activations keep, from the sums that a rank's tasks were recorded with.
 
-In a step, F adds what a microbatch keeps on a chunk. B gives back all of it but what is owed to W,
-and W gives back that. So the change from one task to the next tells every size exactly.
+In a step, F adds what a microbatch keeps on a chunk. B leaves what is owed to W, and W gives back
+that. So the change from one task to the next tells every size exactly. A dispatcher's sizes never
+grow from F to W; measured ones may, where W needs more than F kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,13 +60,14 @@ def held_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
 
 
 def wrong_changes(tasks: Iterable[TaskRecord]) -> list[TaskRecord]:
-    """The tasks of one rank whose sums do not add up: an F that gives bytes back, a B or W that
-    takes some or gives back more than were kept, and a last task of a microbatch on a chunk after
-    which some are left. `tasks` are of whole steps."""
+    """The tasks of one rank whose sums do not add up: an F that gives bytes back, a W that takes
+    some, a B or W that gives back more than were kept, and a last task of a microbatch on a chunk
+    after which some are left. `tasks` are of whole steps."""
     wrong = []
     left: dict[tuple[int, int, int], tuple[TaskRecord, int]] = {}
     for task, change, kept in kept_changes(tasks):
-        if (change < 0) if task.kind == Kind.F else (change > 0) or kept < 0:
+        is_wrong_way = change < 0 if task.kind == Kind.F else task.kind == Kind.W and change > 0
+        if is_wrong_way or kept < 0:
             wrong.append(task)
         left[task.step, task.stage, task.microbatch] = task, kept
     return wrong + [task for task, kept in left.values() if kept > 0]

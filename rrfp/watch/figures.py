@@ -33,6 +33,8 @@ class RankFigures:
     of its kind and chunk at most: a machine that does other things too stops some for long."""
     peak_held: int
     """The most activations that it kept, in chunks."""
+    peak_held_bytes: int = 0
+    """Likewise in bytes; 0 where they are not known."""
 
 
 class LinkFigures(NamedTuple):
@@ -87,6 +89,7 @@ class _Share:
     )
     """Of tasks, in seconds, by kind and chunk."""
     peak_held: int = 0
+    peak_held_bytes: int = 0
     waits_ns: Counter[str] = field(default_factory=Counter)
     sends: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Start and end of a message by peer and sequence; so are `receives`."""
@@ -116,6 +119,7 @@ class Assembly:
             log_s = log(max(took_ns, 1) / NS_PER_S)
             share.log_times[task.kind, task.chunk].append(log_s)
             share.peak_held = max(share.peak_held, task.held)
+            share.peak_held_bytes = max(share.peak_held_bytes, task.held_bytes)
         for wait in records.waits:
             self._share(wait.step, info.rank).waits_ns[wait.cause] += wait.end_ns - wait.start_ns
         for send in records.sends:
@@ -172,6 +176,7 @@ class Assembly:
                     {cause: ns / window_ns for cause, ns in share.waits_ns.items()},
                     _capped_mean(share.log_times.values()),
                     share.peak_held,
+                    share.peak_held_bytes,
                 )
                 for rank, share in sorted(shares.items())
             },

@@ -18,6 +18,7 @@ TOLD = {
     "busy_fraction": "The share of the schedule's time that a pipeline rank works.",
     "wait_fraction": "The share of the schedule's time that ranks wait for this cause.",
     "peak_held": "The most activations that a pipeline rank kept, in chunks.",
+    "peak_held_bytes": "The most bytes of activations that a pipeline rank kept, where known.",
     "link_time_fraction": "The time of a link's messages, as a share of the schedule's.",
     "slow": "How much longer something slow takes, as a share; only while it is slow.",
 }
@@ -59,6 +60,8 @@ def of_step(step: StepFigures, active: Iterable[Alarm]) -> Iterator[Measure]:
         label = "pp_rank", str(pp_rank)
         yield Measure("busy_fraction", label, fmean(rank.busy_fraction for rank in ranks))
         yield Measure("peak_held", label, float(max(rank.peak_held for rank in ranks)))
+        if most_bytes := max(rank.peak_held_bytes for rank in ranks):
+            yield Measure("peak_held_bytes", label, float(most_bytes))
     for cause, share in step.wait_fractions().items():
         yield Measure("wait_fraction", ("cause", cause), share)
     for (sender, receiver), link in step.links.items():

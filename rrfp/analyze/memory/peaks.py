@@ -1,8 +1,10 @@
 """The most that each rank kept in memory, when, and how much more it could have kept.
 
-Bytes are those of activations from F until their last task, as dispatchers reckoned with them.
-Where no bound in bytes was in force, the room of a rank is what the rank that held most held beyond
-it: so much memory was there, if the devices are alike.
+Bytes are those of activations from F until their last task: measured, or under a bound in bytes as
+dispatchers reckoned with them. Steps in which these knew no size yet, so that each microbatch took
+all of the bound, do not count if there are others. Where no bound in bytes was in force, the room
+of a rank is what the rank that held most held beyond it: so much memory was there, if the devices
+are alike.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,7 +21,7 @@ from rrfp.trace.steps import step_name
 _IN_STEP = ("rank", "step")
 _NOT_KNOWN = (
     "the trace does not tell how many bytes its microbatches kept; record the run anew with "
-    "'rrfp train --hold auto' or a size such as --hold 40GiB, or simulate it with costs that have "
+    "--measure-memory or a hold in bytes such as --hold 40GiB, or simulate it with costs that have "
     "bytes"
 )
 
@@ -122,6 +124,7 @@ def memory(frames: Frames) -> Memory:
     )
     if not knows_bytes(tasks):
         raise RrfpError(_NOT_KNOWN)
+    tasks = _with_sizes(frames, tasks)
     peaks = (
         tasks.sort("held_bytes", "start_ns", descending=[True, False])
         .group_by("rank")
@@ -166,12 +169,29 @@ def memory(frames: Frames) -> Memory:
     )
 
 
+def _with_sizes(frames: Frames, tasks: pl.DataFrame) -> pl.DataFrame:
+    """The tasks of the steps whose sizes were known; all where none were."""
+    num_chunks = pl.col("stages").list.len()
+    guessed = (
+        tasks.filter(pl.col("kind") == Kind.F)
+        .group_by(*_IN_STEP, "microbatch")
+        .agg(pl.col("change").sum())
+        .group_by(_IN_STEP)
+        .agg(pl.col("change").min().alias("least"))
+        .join(budgets(frames), on=_IN_STEP)
+        .join(frames.run.select("rank", "stages"), on="rank")
+        .filter(pl.col("budget_bytes") > 0, pl.col("least") > pl.col("budget_bytes") - num_chunks)
+    )
+    known = tasks.join(guessed, on="step", how="anti")
+    return tasks if known.is_empty() else known
+
+
 def peak_bytes(frames: Frames) -> int | None:
-    """The most bytes that any rank kept in a step that every rank finished; None where the trace
-    does not tell."""
+    """The most bytes that any rank kept, as `memory` counts; None where the trace does not tell."""
     whole = frames.scan("task").select("step", "held_bytes").collect()
-    most = whole.join(frames.windows, on="step", how="semi")["held_bytes"].max()
-    return most if isinstance(most, int) and most else None
+    if not knows_bytes(whole.join(frames.windows, on="step", how="semi")):
+        return None
+    return memory(frames).worst.peak_held_bytes
 
 
 def knows_bytes(tasks: pl.DataFrame) -> bool:

@@ -10,6 +10,7 @@ from rrfp.cli.completion import hint_names
 from rrfp.cli.options import Format, FrameFormat, Steps, TracePath
 from rrfp.cli.output import (
     NOT_WHOLE,
+    WITHOUT_SIZES,
     check_threshold,
     print_frame,
     tell_evaluations,
@@ -170,6 +171,7 @@ def whatif(
         report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
     tell_warm_up(frames)
     tell_left_out(report.run.left_out, NOT_WHOLE)
+    tell_left_out(report.run.without_sizes, WITHOUT_SIZES)
     if output_format in (Format.TABLE, Format.MD):
         tell_evaluations(frames, "only steps that train are replayed")
 

@@ -35,7 +35,7 @@ _INTERVAL = (
 _MEANING = {
     Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
     "takes, and over the most loaded rank's work. held: the most microbatches on a "
-    "rank. peak GB: the most that they took there, by the profile's sizes.",
+    "rank, or peak GB: the most that they take there, by the profile's sizes.",
     Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
     Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
     f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
@@ -58,6 +58,9 @@ def _sheet(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Sheet
     columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
     # Nothing is known of memory where costs say no sizes, and of intervals after one round.
     told = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    if any(told.get("peak\nGB", ())):
+        # In 80 columns there is room for one of the two.
+        del told["held"]
     timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
     return Sheet(
         case.name,

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rrfp.schedule.hold import told_bytes
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.steps import STEP, counted
 from rrfp.watch.alarms import Alarm
@@ -100,7 +101,7 @@ def _stages(recent: Sequence[StepFigures]) -> Table:
             ProgressBar(total=1.0, completed=busy[stage], width=_BAR_WIDTH),
             f"{busy[stage]:4.0%}",
             _most_waited(recent, stage),
-            str(max(rank.peak_held for rank in ranks)),
+            _told_held(ranks),
         )
     if len(busy) > len(most):
         table.caption = f"the {len(most)} busiest of {len(busy)}"
@@ -110,6 +111,13 @@ def _stages(recent: Sequence[StepFigures]) -> Table:
 def _busy(step: StepFigures, stage: int) -> float:
     ranks = [rank for rank in step.ranks.values() if rank.info.pp_rank == stage]
     return fmean(rank.busy_fraction for rank in ranks) if ranks else 0.0
+
+
+def _told_held(ranks: Sequence[RankFigures]) -> str:
+    """The most activations kept, and the most bytes where they are known."""
+    held = str(max(rank.peak_held for rank in ranks))
+    most_bytes = max(rank.peak_held_bytes for rank in ranks)
+    return f"{held}  {told_bytes(most_bytes)}" if most_bytes else held
 
 
 def _told_ranks(ranks: Sequence[RankFigures]) -> str:

@@ -7,6 +7,7 @@ from rrfp.replay.step_records import Members, RankStep
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Rows, Sizes
 from rrfp.schedule.tasks import Kind
+from rrfp.simulate.budgets import by_rank
 from rrfp.trace.kept_bytes import are_known, kept_changes, wrong_changes
 from rrfp.trace.steps import step_name
 
@@ -24,10 +25,13 @@ def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
     kept = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
     owed = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
     for task, change, left in kept_changes(rank.tasks):
+        chunk = shape.chunk_of(task.stage)
         if task.kind == Kind.F:
-            kept[shape.chunk_of(task.stage)][task.microbatch] = change
+            kept[chunk][task.microbatch] = change
         elif task.kind == Kind.B:
-            owed[shape.chunk_of(task.stage)][task.microbatch] = left
+            owed[chunk][task.microbatch] = left
+            # Where W needs more than F kept, that is what a bound must leave room for.
+            kept[chunk][task.microbatch] = max(kept[chunk][task.microbatch], left)
     return Sizes(kept, owed if shape.splits_backward else None)
 
 
@@ -48,6 +52,21 @@ def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
     empty if a rank had none."""
     found = tuple(min(rank.budget_bytes for rank in members) for members in replica)
     return found if all(found) else ()
+
+
+def tells_sizes(shape: Shape, replica: Sequence[Members]) -> bool:
+    """Whether a step's sizes are those of its microbatches.
+
+    Under a bound in bytes each one of a kind that was never measured is given all of the bound, and
+    in the first steps of a run all of them are.
+    """
+    sizes, budgets = sizes_of_replica(shape, replica), budgets_of(replica)
+    if sizes is None:
+        return False
+    whole = by_rank(sizes, shape).kept
+    return not any(
+        min(row) > budget - shape.num_chunks for row, budget in zip(whole, budgets, strict=False)
+    )
 
 
 def _largest(found: Sequence[Sizes]) -> Sizes:
