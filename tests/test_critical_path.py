@@ -76,9 +76,12 @@ def test_so_they_are_under_megatrons_own_schedule() -> None:
         "--pp 4 --hint 1f1b --dispatch fixed",
         "--pp 2 --hint bf-deep --chunks 2",
         "--pp 2 --tp 2 --hint bf",
+        "--pp 4 --dispatch megatron",
+        "--pp 4 --chunks 2 --layers 8 --dispatch megatron",
+        "--pp 2 --tp 2 --dispatch megatron",
     ],
 )
-def test_so_they_are_in_runs_of_our_own(flags: str, tmp_path: Path) -> None:
+def test_so_they_are_in_recorded_runs(flags: str, tmp_path: Path) -> None:
     done = rrfp(tmp_path, "train", "--steps", "4", "--out", "run", *TINY, *flags.split())
     assert done.returncode == 0, done.stderr
     recording = read_trace(tmp_path / "run" / "trace.pftrace")

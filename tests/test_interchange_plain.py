@@ -10,7 +10,6 @@ import pytest
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.meetings import transfers_block
 from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.interchange.kineto.profiles import read_profiles
@@ -83,9 +82,7 @@ def test_torchs_pipelines_are_imported_as_they_ran(
     runs = run_ranks(NUM_RANKS, profile_pipelining, name, num_chunks, with_stack, timeout_s=120)
     recording = check_against_truth(runs, written(runs, tmp_path), tmp_path)
     assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
-    if not transfers_block(frames_of(recording)):
-        for step in step_windows(recording):
-            assert work_on_path(recording, step) == naive_work(recording, step)
+    check_path(recording)
 
 
 @pytest.mark.slow
@@ -107,6 +104,12 @@ def test_megatrons_own_schedule_is_imported_as_it_ran(
     assert recording.settings["settings"]["hint"] == order  # type: ignore[index]
     assert 1 + max(rank.info.tp_rank for rank in recording.ranks) == settings.get("tp", 1)
     assert 1 + max(rank.info.dp_rank for rank in recording.ranks) == settings.get("dp", 1)
+    check_path(recording)
+
+
+def check_path(recording: Recording) -> None:
+    for step in step_windows(recording):
+        assert work_on_path(recording, step) == naive_work(recording, step)
 
 
 def put(directory: Path, profiles: Iterable[dict[str, Any]]) -> list[Path]:

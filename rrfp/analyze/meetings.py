@@ -29,6 +29,11 @@ def transfers_block(frames: Frames) -> bool:
         return False
 
 
+def is_simulated(frames: Frames) -> bool:
+    """Whether the run took place in virtual time."""
+    return bool(frames.settings.get("simulated"))
+
+
 def is_imported(frames: Frames) -> bool:
     """Whether the run's messages follow from its tasks and waits, as nothing recorded them."""
     return "imported" in frames.settings

@@ -10,7 +10,7 @@ import polars as pl
 
 from rrfp.analyze.bubbles import OVERHEAD
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.meetings import is_imported
+from rrfp.analyze.meetings import is_imported, transfers_block
 from rrfp.analyze.path.segments import LINK, Segment, Wait, disjoint, idle
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
@@ -87,6 +87,22 @@ class Backtrace:
         ).iter_rows():
             key = (self._ranks[to_rank].place, kind, stage, microbatch)
             self._came[key] = max(self._came.get(key, (0, 0, 0)), (came_ns, from_rank, to_rank))
+        if transfers_block(frames):
+            self._assume_messages()
+
+    def _assume_messages(self) -> None:
+        """Take each message to have come when the task that gave it ended."""
+        givers = {
+            (task.place[1], task.kind, task.stage, task.microbatch): task
+            for task in self._tasks.values()
+        }
+        for key, task in self._tasks.items():
+            stage = sending_stage(task.kind, task.stage)
+            if stage is None:
+                continue
+            giver = givers.get((task.place[1], task.kind, stage, task.microbatch))
+            if giver is not None and giver.place != task.place:
+                self._came[key] = giver.end_ns, giver.rank, task.rank
 
     def _run_as_one(self, frames: Frames) -> dict[tuple[Place, str, int, int], ChainTask]:
         """The tasks, those of all members of a place as one."""

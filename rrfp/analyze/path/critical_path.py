@@ -8,6 +8,11 @@ Every nanosecond of the step has an owner: the task that ran, the link (counted 
 while a message was under way, or what a rank waited for; of overlapping waits, the earlier one. The
 rank that synchronises gradients longest owns the time after the last task. The members of a group
 run their tasks as one: the last member's message counts for all.
+
+Of transfers that block, a simulated run tells who met whom (`BlockingBacktrace`). Megatron's own
+schedule waits for several transfers in one call, and its records do not tell for which: there the
+chain goes on with whichever ended last, the task that gave the input or the one before it on the
+rank, and what lies between belongs to the rank's wait for the transfer.
 """
 
 from collections import defaultdict
@@ -18,7 +23,7 @@ from typing import NamedTuple
 import polars as pl
 
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.meetings import transfers_block
+from rrfp.analyze.meetings import is_simulated, transfers_block
 from rrfp.analyze.path.backtrace import Backtrace
 from rrfp.analyze.path.blocking_backtrace import BlockingBacktrace
 from rrfp.analyze.path.segments import Segment
@@ -117,7 +122,7 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
         raise RrfpError(f"{step_name(step)} takes no time in this trace; see 'rrfp trace check'")
     of_step = frames.of_steps(range(step, step + 1))
     back = Backtrace(of_step, step, spans[step])
-    if transfers_block(of_step):
+    if transfers_block(of_step) and is_simulated(of_step):
         # Without whole groups nobody can tell who met whom.
         with suppress(RrfpError):
             back = BlockingBacktrace(of_step, step, spans[step])
