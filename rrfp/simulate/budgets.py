@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hold import Bytes, ShareOf1F1B
+from rrfp.schedule.hold import Bytes, ShareOf1F1B, told_bytes
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
@@ -20,24 +20,46 @@ def resolved(
 
     The peak is the largest over ranks and `steps`, which are (seed, replica) pairs. Where the costs
     say nothing of memory, microbatches are of one size, and the peak is theirs. Raises UsageError
-    for a hold in bytes where they say nothing.
+    for a hold in bytes where they say nothing, and for one below what some step needs.
     """
     share = policy.hold
+    if isinstance(share, Bytes):
+        _check_suffices(share, shape, costs, steps)
     if not isinstance(share, ShareOf1F1B):
-        if isinstance(share, Bytes) and costs.step(shape, *steps[0]).sizes is None:
-            raise UsageError(
-                f"a hold of {share} needs to know what microbatches keep, and the costs do not say "
-                "it; give the costs bytes, or the hold in microbatches"
-            )
         return policy
     peaks = [peak_of_1f1b(costs, shape, seed, replica) for seed, replica in steps]
     known = [peak for peak in peaks if peak is not None]
     if len(known) == len(peaks):
-        return replace(policy, hold=Bytes(int(share.factor * max(known))))
+        hold = Bytes(int(share.factor * max(known)))
+        _check_suffices(hold, shape, costs, steps)
+        return replace(policy, hold=hold)
     num_chunks = shape.num_chunks
     peak = min(shape.num_ranks, shape.num_microbatches) * num_chunks
     num_slots = max(num_chunks, int(share.factor * peak))
     return replace(policy, hold=Fraction(num_slots, num_chunks))
+
+
+def _check_suffices(
+    hold: Bytes, shape: Shape, costs: Costs, steps: Sequence[tuple[int, int]]
+) -> None:
+    """Raise UsageError for a hold with which a rank could get stuck in one of the steps, with the
+    least one that is enough for all."""
+    least = 0
+    for seed, replica in steps:
+        sizes = costs.step(shape, seed, replica).sizes
+        if sizes is None:
+            raise UsageError(
+                f"a hold of {hold} needs to know what microbatches keep, and the costs do not say "
+                "it; give the costs bytes, or the hold in microbatches"
+            )
+        of_ranks = (sizes.of(shape.stages_of(rank)) for rank in range(shape.num_ranks))
+        least = max(least, *(each.least_budget for each in of_ranks))
+    if hold.num < least:
+        raise UsageError(
+            f"the hold of {told_bytes(hold.num)} ({hold.num} bytes) is below the "
+            f"{told_bytes(least)} that the heaviest microbatches of these steps take on their way "
+            f"through a rank's chunks; set it to {least}B or more"
+        )
 
 
 def peak_of_1f1b(costs: Costs, shape: Shape, seed: int, replica: int) -> int | None:
