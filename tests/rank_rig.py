@@ -38,6 +38,7 @@ class Work:
     """A task of a stage that does nothing but `act`, and hands the payload on."""
 
     held_bytes = 0
+    waiting_gradient_bytes = 0
 
     def __init__(self, act: Callable[[Task], None] = lambda _: None) -> None:
         self._act = act

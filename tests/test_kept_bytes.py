@@ -201,7 +201,7 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
             # An evaluation is not measured.
             assert bool(self.kept_bytes()) == bool(self._kept)
             if self._kept:
-                steps.append((self.kept_bytes(), self.waiting_gradient_bytes))
+                steps.append((self.kept_bytes(), self.peak_waiting_gradient_bytes))
                 assert self.hidden_nodes() == set()
 
     with parallel_groups(chosen) as layout:

@@ -1,15 +1,17 @@
 """The hold in bytes on ranks that train: never a byte over it, by an independent count."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rrfp.schedule.hold import Bytes
+from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.saved_memory import GPT, MOE, VLM, documents, watched_memory
-from tests.training import RankRun, train_variant
+from tests.training import RankRun, train_variant, train_variants
 
 __all__ = ["documents"]
 
@@ -67,6 +69,25 @@ def check(settings: dict[str, Any], hold: str, *, steps: int) -> None:
 @pytest.mark.timeout(200)
 def test_a_few_steps_stay_within_the_hold(documents: dict[str, Any]) -> None:
     check({**GPT, **documents, "microbatches": 6}, "3MiB", steps=6)
+
+
+def test_gradients_that_wait_take_room_from_later_steps(tmp_path: Path) -> None:
+    order = tmp_path / "backwards-last-first.csv"
+    rows = ("0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0", "1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0")
+    order.write_text("\n".join(rows))
+    settings = {**GPT, "variable_lengths": False, "hint": str(order), "steps": 8}
+    [run] = run_ranks(2, train_variants, settings, [{"hold": "64MiB"}], timeout_s=90)[1]
+    waiting = [
+        max(task.waiting_bytes for task in run.tasks() if task.step == step) for step in range(8)
+    ]
+    budgets = [
+        record.budget_bytes
+        for record in run.records
+        if isinstance(record, PhaseRecord) and record.phase == Phase.SCHEDULE and record.step >= 0
+    ]
+    # The first step lets one microbatch through at a time, in their order.
+    assert waiting[0] == 0 < max(waiting)
+    assert budgets == [64 * MIB - max(waiting[:step], default=0) for step in range(8)]
 
 
 @pytest.mark.slow

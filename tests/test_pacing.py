@@ -15,6 +15,7 @@ from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hold import Auto
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -274,6 +275,7 @@ def csv_of(path: Path, *rows: str) -> str:
         ({"jitter": "J2@7"}, "names pipeline rank 7"),
         ({"jitter": "wobble"}, "is not jitter"),
         ({"pace": "wobble"}, "is not costs"),
+        ({"pace": "multimodal", "hold": Auto.AUTO}, "give the hold as a size"),
         ({"pace": "nowhere.csv"}, "cannot read"),
         ({"pace": "language", "jitter": "slow-link:0-1:3"}, "messages take no time"),
         ({"pace": "language", "jitter": "stop:9:1:1"}, "names pipeline rank 9"),

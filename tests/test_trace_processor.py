@@ -73,9 +73,9 @@ def _fields(record: Any, *left_out: str, **more: Any) -> frozenset[tuple[str, An
     fields = record._asdict() | more
     for name in ("start_ns", "end_ns", "time_ns", *left_out):
         fields.pop(name, None)
-    for name in ("held_bytes", "budget_bytes"):
-        if not fields.get(name):
-            fields.pop(name, None)
+    for name, default in record._field_defaults.items():
+        if fields[name] == default:
+            del fields[name]
     return frozenset(fields.items())
 
 
@@ -132,7 +132,7 @@ def _counters_of(recording: Recording) -> Counter[tuple[Path_, int, float]]:
     """The changes of each counter."""
     found: Counter[tuple[Path_, int, float]] = Counter()
     for each in recording.ranks:
-        counters = {
+        counters: dict[str, list[int]] = {
             "D": [task.depth for task in each.tasks],
             "held": [task.held for task in each.tasks],
             "ready forwards": [task.ready_forwards for task in each.tasks],
@@ -144,16 +144,44 @@ def _counters_of(recording: Recording) -> Counter[tuple[Path_, int, float]]:
             budgets = {p.step: p.budget_bytes for p in each.phases if p.phase == "schedule"}
             if any(for_w):
                 counters["bytes held for W"] = for_w
+            if any(task.waiting_bytes for task in each.tasks):
+                waiting = [task.waiting_bytes for task in each.tasks]
+                counters["bytes of waiting gradients"] = waiting
             if any(budgets.values()):
                 counters["budget of bytes"] = [budgets[task.step] for task in each.tasks]
-        for name, values in counters.items():
+        starts_ns = [task.start_ns for task in each.tasks]
+        points = {
+            name: list(zip(starts_ns, values, strict=True)) for name, values in counters.items()
+        }
+        if "bytes held" in counters and each.sends:
+            points["bytes in outbox"] = _outbox(each)
+        for name, of_counter in points.items():
             last = None
-            for task, value in zip(each.tasks, values, strict=True):
+            for time_ns, value in of_counter:
                 if value != last:
                     last = value
                     path = (*_stage(each.info, recording), "counters", name)
-                    found[path, task.start_ns, float(value)] += 1
+                    found[path, time_ns, float(value)] += 1
     return found
+
+
+def _outbox(records: RankRecords) -> list[tuple[int, int]]:
+    """By time of a change, the bytes of the messages that were made by then and not sent yet."""
+    spans = []
+    for send in records.sends:
+        stage = send.stage - 1 if send.kind == "F" else send.stage + 1
+        made = [
+            task.end_ns
+            for task in records.tasks
+            if (task.step, task.kind, task.stage, task.microbatch)
+            == (send.step, send.kind, stage, send.microbatch)
+        ]
+        spans.append((min([*made, send.end_ns]) if made else send.start_ns, send))
+    times_ns = sorted({each for made_ns, send in spans for each in (made_ns, send.end_ns)})
+    return [
+        (now, sum(send.num_bytes for made_ns, send in spans if made_ns <= now < send.end_ns))
+        for now in times_ns
+    ]
 
 
 def _waits_for_w(tasks: list[TaskRecord]) -> list[int]:
@@ -309,8 +337,12 @@ def _memory() -> Recording:
     policy = Policy(hint, order_of(hint, shape), hold=Bytes(180))
     recording = new_recording(shape, 1, 1, {})
     for step in range(2):
-        world = World(random_times(rng, shape), sizes=sizes)
+        times = random_times(rng, shape)
+        world = World(times, lambda *_: 5_000, num_bytes=[1, 20, 300, 4_000, 50_000], sizes=sizes)
         simulate_step(shape, policy, [world], recording=recording, step=step)
+    for rank in recording.ranks:
+        rank.tasks[:] = [task._replace(waiting_bytes=rng.choice([0, 7, 8])) for task in rank.tasks]
+        rank.phases[:] = [phase._replace(unknown_sizes=phase.step) for phase in rank.phases]
     return recording
 
 

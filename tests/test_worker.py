@@ -156,6 +156,7 @@ class World:
     # As the worker's compute.
 
     held_bytes = 0
+    waiting_gradient_bytes = 0
 
     def run(
         self, task: Task, inputs: tuple[torch.Tensor | None, ...]

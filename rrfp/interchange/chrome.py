@@ -151,16 +151,15 @@ def _title(category: str, record: Any, has_chunks: bool) -> str:
 
 
 def _counters(records: RankRecords, pid: int, stage: str) -> Iterator[_Event]:
-    counters = counters_of(records)
-    for place, task in enumerate(records.tasks):
-        for name, values in counters.items():
+    for name, points in counters_of(records).items():
+        for time_ns, value in points:
             yield {
                 "ph": "C",
                 "name": f"{stage} {name}",
                 "pid": pid,
                 "tid": 0,
-                "ts": task.start_ns / _NS_PER_US,
-                "args": {"value": values[place]},
+                "ts": time_ns / _NS_PER_US,
+                "args": {"value": value},
             }
 
 

@@ -300,8 +300,10 @@ class ForwardBackward:
         if finalizes:
             finish_embedding_wgrad_compute(config, embedding, has_last_stage, groups.tp)
         compute.finish()
-        if memory.bound is not None and memory.measures:
-            memory.bound.learn(compute.kept_bytes())
+        if memory.bound is not None:
+            memory.bound.leave_room_for(compute.peak_waiting_gradient_bytes)
+            if memory.measures:
+                memory.bound.learn(compute.kept_bytes())
         if finalizes:
             per_token = getattr(config, "calculate_per_token_loss", False)
             num_tokens = compute.num_tokens if per_token else None
@@ -317,7 +319,8 @@ class ForwardBackward:
         end_ns = monotonic()
         record(WaitRecord(sync_start_ns, end_ns, step, Cause.GRADIENT_SYNC))
         budget = 0 if forward_only else memory.budget or steering.policy.hold_bytes or 0
-        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE, budget))
+        num_unknown = memory.unknown_sizes
+        record(PhaseRecord(start_ns, end_ns, step, Phase.SCHEDULE, budget, num_unknown))
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 

@@ -7,7 +7,7 @@ description (`recorded_policy`).
 from dataclasses import dataclass
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.memory.kept import sizes_of_replica, tells_sizes
+from rrfp.replay.memory.kept import knows_sizes, sizes_of_replica
 from rrfp.replay.recorded_layout import RecordedLayout
 from rrfp.replay.recorded_policy import RecordedSettings, policy_of
 from rrfp.replay.step_records import StepRecords
@@ -138,7 +138,7 @@ def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     policy = policy_of(settings, shape, whole[0])
     without_sizes: tuple[int, ...] = ()
     if not counts_microbatches(policy.hold):
-        told = [step for step in whole if all(tells_sizes(shape, each) for each in step.replicas)]
+        told = [step for step in whole if all(knows_sizes(each) for each in step.replicas)]
         # Their microbatches ran one by one, as later ones do not.
         if told:
             without_sizes = tuple(step.step for step in whole if step not in told)

@@ -31,6 +31,8 @@ class RankStep:
     """Whether it agreed with other ranks on what to run."""
     budget_bytes: int = 0
     """Its bound in bytes; 0 without one."""
+    unknown_sizes: int = 0
+    """Of its microbatches on its chunks, when it had a bound in bytes."""
 
 
 Members = tuple[RankStep, ...]
@@ -67,7 +69,8 @@ def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
     for phase in records.phases:
         if phase.phase == Phase.SCHEDULE:
             steps[phase.step] = RankStep(
-                *(records.info, phase.start_ns, [], [], [], [], is_in_group, phase.budget_bytes)
+                *(records.info, phase.start_ns, [], [], [], [], is_in_group),
+                *(phase.budget_bytes, phase.unknown_sizes),
             )
     for task in records.tasks:
         steps[task.step].tasks.append(task)

@@ -218,3 +218,8 @@ class Compute(Protocol):
     def held_bytes(self) -> int:
         """Bytes of activations that are kept now, as measured; 0 if they are not measured."""
         ...
+
+    @property
+    def waiting_gradient_bytes(self) -> int:
+        """Bytes of gradients that wait now for those of earlier microbatches."""
+        ...

@@ -216,6 +216,7 @@ class Worker:
             sending_rank = shape.rank_of(sender.stage)
             if sending_rank != pp_rank:
                 self._links.consumed(self._pp_ranks[sending_rank], step)
+        waiting_bytes = compute.waiting_gradient_bytes
         start_ns = self._clock()
         ahead, pace = self._ahead, self._pace
         with (
@@ -247,6 +248,7 @@ class Worker:
                 *run[2:-1],
                 # What the decision was made by, where that was bytes.
                 held_bytes=run.held_bytes or measured_bytes,
+                waiting_bytes=waiting_bytes,
             )
         )
         return end_ns - start_ns

@@ -111,8 +111,14 @@ def described_hold(hold: Hold | None) -> int | float | str | None:
     return float(hold) if isinstance(hold, Fraction) else str(hold)
 
 
+def byte_unit(num: float) -> tuple[str, int]:
+    """The unit in which a person reads so many bytes, and its size."""
+    units = reversed(_UNITS.items())
+    return next(((name, size) for name, size in units if abs(num) >= size), ("B", 1))
+
+
 def told_bytes(num: float) -> str:
     """A number of bytes as a person reads it, such as 1.25 GiB."""
-    name = next((name for name, size in reversed(_UNITS.items()) if abs(num) >= size), "B")
-    value = num / _UNITS[name]
+    name, size = byte_unit(num)
+    value = num / size
     return f"{value:.0f} {name}" if name == "B" or value >= 100 else f"{value:.3g} {name}"

@@ -37,6 +37,8 @@ class TaskRecord(NamedTuple):
     ready_backwards: int
     held_bytes: int = 0
     """Bytes of the activations kept, this task included; 0 where sizes are not known."""
+    waiting_bytes: int = 0
+    """Bytes of gradients that waited for those of earlier microbatches when the task began."""
 
 
 class WaitRecord(NamedTuple):
@@ -128,6 +130,8 @@ class PhaseRecord(NamedTuple):
     budget_bytes: int = 0
     """Of a `SCHEDULE` phase: the most bytes of activations that the rank could keep in the step; 0
     where no bound in bytes was in force."""
+    unknown_sizes: int = 0
+    """Of a `SCHEDULE` phase: the sizes that were not known yet, and counted as all of the bound."""
 
 
 class CostRecord(NamedTuple):

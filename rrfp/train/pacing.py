@@ -19,6 +19,7 @@ from rrfp.replay.cost_files import resolve_costs
 from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
 from rrfp.schedule.admission import Admission
 from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.hold import Auto
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
@@ -263,4 +264,9 @@ def check_pace(settings: "TrainSettings") -> None:
     if costs is None:
         _measured(jitter, settings.shape, settings.run.seed, 0)
     else:
-        conditions(costs, jitter, admit, _shape_of(settings), settings.run.seed, 0, 0)
+        met = conditions(costs, jitter, admit, _shape_of(settings), settings.run.seed, 0, 0)
+        if settings.policy.hold is Auto.AUTO and met.costs.sizes is not None:
+            raise UsageError(
+                f"--hold auto fills this machine's memory, and the sizes of --pace "
+                f"{settings.run.pace} are those of another; give the hold as a size, such as 40GiB"
+            )

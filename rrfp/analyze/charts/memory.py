@@ -10,13 +10,12 @@ from rrfp.analyze.charts.style import INK, faceted, finished, some_places, windo
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory.peaks import budgets, kept_changes, memory
 from rrfp.analyze.units import Unit
-from rrfp.schedule.hold import told_bytes
+from rrfp.schedule.hold import byte_unit, told_bytes
 from rrfp.trace.steps import step_name
 
 _COLUMNS = 2
 _MOST_POINTS = 250
 """Of a curve; of a longer one the highest point of every few is drawn."""
-_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def memory_held(frames: Frames, step: int | None = None) -> Any:
@@ -44,8 +43,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     own = tasks.join(held_most.select("rank"), on="rank", how="semi")
     unit = Unit.of(end_ns - start_ns)
     most = max(1, *held_most["held_bytes"])
-    symbol = next(symbol for symbol, size in _UNITS.items() if most >= size)
-    size = _UNITS[symbol]
+    symbol, size = byte_unit(most)
     curves = (
         own.with_columns(index=pl.int_range(pl.len()).over("rank"), num=pl.len().over("rank"))
         .with_columns(group=pl.col("index") // (1 + pl.col("num") // _MOST_POINTS))

@@ -171,17 +171,7 @@ def memory(frames: Frames) -> Memory:
 
 def _with_sizes(frames: Frames, tasks: pl.DataFrame) -> pl.DataFrame:
     """The tasks of the steps whose sizes were known; all where none were."""
-    num_chunks = pl.col("stages").list.len()
-    guessed = (
-        tasks.filter(pl.col("kind") == Kind.F)
-        .group_by(*_IN_STEP, "microbatch")
-        .agg(pl.col("change").sum())
-        .group_by(_IN_STEP)
-        .agg(pl.col("change").min().alias("least"))
-        .join(budgets(frames), on=_IN_STEP)
-        .join(frames.run.select("rank", "stages"), on="rank")
-        .filter(pl.col("budget_bytes") > 0, pl.col("least") > pl.col("budget_bytes") - num_chunks)
-    )
+    guessed = frames.phases.filter(pl.col("unknown_sizes") > 0)
     known = tasks.join(guessed, on="step", how="anti")
     return tasks if known.is_empty() else known
 

@@ -34,6 +34,8 @@ class StepMemory:
     """What made the plan, to learn from the step."""
     measures: bool = False
     """Whether it needs to learn from the step."""
+    unknown_sizes: int = 0
+    """How many of the sizes nothing bounds yet."""
 
 
 _MEASURES_EVERY = 32
@@ -55,6 +57,8 @@ class MemoryBound:
         """In bytes; None until `auto` has found it."""
         self._features: Sequence[Features] = ()
         self._num_planned = 0
+        self._waiting_gradients = 0
+        """The most bytes of a step's gradients that waited for those of earlier microbatches."""
 
     def plan(
         self, features: Sequence[Features], groups: Sequence[Any], experts: Any = None
@@ -75,6 +79,7 @@ class MemoryBound:
         is_due = self._num_planned % _MEASURES_EVERY == 0
         self._num_planned += 1
         measures = is_spread or is_due or not (is_known and is_fitted)
+        num_unknown = sum(row.count(None) for row in bounds)
         if is_spread:
             bounds = [[_widened(bound) for bound in row] for row in bounds]
         is_first = self._hold is Auto.AUTO and self.budget is None
@@ -83,7 +88,8 @@ class MemoryBound:
         if self.budget is None:
             # Sizes of 1: whatever they are, one microbatch at a time.
             ones = [[1] * len(features) for _ in bounds]
-            return StepMemory(*_agreed(ones, ones, len(bounds), groups), self, measures=True)
+            sizes, (_, budget) = _agreed(ones, ones, (0, len(bounds)), groups)
+            return StepMemory(sizes, budget, self, True, num_unknown)
         largest = [max((bound.kept for bound in row if bound), default=0) for row in bounds]
         unknown = [None in row for row in bounds]
         if any(unknown):
@@ -98,19 +104,21 @@ class MemoryBound:
             [most if bound is None else bound.owed for bound in row]
             for row, most in zip(bounds, largest, strict=True)
         ]
-        sizes, budget = _agreed(kept, owed, self.budget, groups)
-        return StepMemory(sizes, budget, self, measures)
+        budgets = (self.budget - self._waiting_gradients, self.budget)
+        sizes, (free, budget) = _agreed(kept, owed, budgets, groups)
+        # Where only one microbatch at a time is left, waiting gradients take what they take.
+        budget = max(free, min(sizes.least_budget, budget))
+        return StepMemory(sizes, budget, self, measures, num_unknown)
+
+    def leave_room_for(self, waiting_gradient_bytes: int) -> None:
+        """Leave room in later steps for as many bytes of waiting gradients as a step has had."""
+        self._waiting_gradients = max(self._waiting_gradients, waiting_gradient_bytes)
 
     def learn(self, kept: Sequence[Sequence[KeptBytes]]) -> None:
         """Take in what the microbatches of the planned step kept, by chunk and microbatch."""
         for model, row in zip(self._models, kept, strict=True):
             for features, found in zip(self._features, row, strict=True):
                 model.take(features, found.until_b, found.until_w)
-
-    @property
-    def error(self) -> float:
-        """The largest share by which a size exceeded what had been predicted for it."""
-        return max(model.error for model in self._models)
 
 
 def _widened(bound: Bound | None) -> Bound | None:
@@ -129,19 +137,21 @@ def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
 
 
 def _agreed(
-    kept: list[list[int]], owed: list[list[int]], budget: int, groups: Sequence[Any]
-) -> tuple[Sizes, int]:
-    """The largest sizes and the smallest budget in these process groups."""
+    kept: list[list[int]], owed: list[list[int]], budgets: tuple[int, int], groups: Sequence[Any]
+) -> tuple[Sizes, tuple[int, int]]:
+    """The largest sizes and the smallest budgets in these process groups."""
     shared = [group for group in groups if group.size() > 1]
     if not shared:
-        return Sizes(kept, owed), budget
-    table = torch.tensor([[-budget] * len(kept[0]), *kept, *owed])
+        return Sizes(kept, owed), budgets
+    num_microbatches = len(kept[0])
+    table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *owed])
     for group in shared:
         on_device = table.to(_device_of(group))
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
-    first, *found = table.tolist()
-    return Sizes(found[: len(kept)], found[len(kept) :]), -first[0]
+    free, budget, *found = table.tolist()
+    sizes = Sizes(found[: len(kept)], found[len(kept) :])
+    return sizes, (-free[0], -budget[0])
 
 
 def _device_of(group: Any) -> torch.device:

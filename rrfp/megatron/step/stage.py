@@ -91,7 +91,8 @@ class RankStep:
             for chunk, model in enumerate(models)
         ]
         self.waiting_gradient_bytes = 0
-        """The most that gradients which wait for those of earlier microbatches have taken."""
+        """What gradients that wait now for those of earlier microbatches take."""
+        self.peak_waiting_gradient_bytes = 0
         self.num_tokens = torch.zeros([], dtype=torch.int, device=streams.device)
         """Tokens that the loss function counted; 0 except on the last stage."""
         self._streams.start_step(advances=is_training)
@@ -132,7 +133,8 @@ class RankStep:
             chunk.weight_gradient(microbatch)
             outputs = ()
         waiting = sum(chunk.waiting_bytes for chunk in self._chunks)
-        self.waiting_gradient_bytes = max(self.waiting_gradient_bytes, waiting)
+        self.waiting_gradient_bytes = waiting
+        self.peak_waiting_gradient_bytes = max(self.peak_waiting_gradient_bytes, waiting)
         if chunk.has_all_gradients:
             self._reduction.complete(index)
         return outputs

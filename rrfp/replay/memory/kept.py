@@ -1,13 +1,12 @@
 """What the microbatches of a recorded step kept in memory, and the bounds in force."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rrfp.errors import RrfpError
 from rrfp.replay.step_records import Members, RankStep
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Rows, Sizes
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.budgets import by_rank
 from rrfp.trace.kept_bytes import are_known, kept_changes, wrong_changes
 from rrfp.trace.steps import step_name
 
@@ -38,12 +37,12 @@ def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
 def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> Sizes | None:
     """The sizes of a replica's stages in a step, the largest where several ranks run a stage; None
     where they are not known. Raises RrfpError for bytes that do not add up."""
-    if not any(are_known(rank.tasks) for members in replica for rank in members):
+    if not are_any_known(rank for members in replica for rank in members):
         return None
-    by_rank = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
+    of_ranks = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
     places = [(shape.rank_of(stage), shape.chunk_of(stage)) for stage in range(shape.num_stages)]
-    kept = [by_rank[rank].kept[chunk] for rank, chunk in places]
-    owed = [(by_rank[rank].owed or by_rank[rank].kept)[chunk] for rank, chunk in places]
+    kept = [of_ranks[rank].kept[chunk] for rank, chunk in places]
+    owed = [(of_ranks[rank].owed or of_ranks[rank].kept)[chunk] for rank, chunk in places]
     return Sizes(kept, owed if shape.splits_backward else None)
 
 
@@ -54,19 +53,16 @@ def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
     return found if all(found) else ()
 
 
-def tells_sizes(shape: Shape, replica: Sequence[Members]) -> bool:
-    """Whether a step's sizes are those of its microbatches.
+def knows_sizes(replica: Sequence[Members]) -> bool:
+    """Whether a step's sizes are those of its microbatches. Under a bound in bytes, one of a kind
+    that was never measured is given all of the bound."""
+    ranks = [rank for members in replica for rank in members]
+    return are_any_known(ranks) and not any(rank.unknown_sizes for rank in ranks)
 
-    Under a bound in bytes each one of a kind that was never measured is given all of the bound, and
-    in the first steps of a run all of them are.
-    """
-    sizes, budgets = sizes_of_replica(shape, replica), budgets_of(replica)
-    if sizes is None:
-        return False
-    whole = by_rank(sizes, shape).kept
-    return not any(
-        min(row) > budget - shape.num_chunks for row, budget in zip(whole, budgets, strict=False)
-    )
+
+def are_any_known(ranks: Iterable[RankStep]) -> bool:
+    """Whether any of these ranks tells the bytes that its tasks kept."""
+    return any(are_known(rank.tasks) for rank in ranks)
 
 
 def _largest(found: Sequence[Sizes]) -> Sizes:

@@ -5,10 +5,13 @@ each link has its own track below `send` and `receive`. Slices that would still 
 another lane: a sibling of the same name, which the viewer shows as a further row of the track.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import accumulate
 
+from rrfp.schedule.tasks import Kind
 from rrfp.trace.kept_bytes import are_known, held_for_w
 from rrfp.trace.perfetto.format import HINT, RANK
 from rrfp.trace.records import Phase, RankInfo, RankRecords
@@ -43,23 +46,52 @@ _COUNTED_FIELDS = {
 }
 
 
-def counters_of(records: RankRecords) -> dict[str, list[int]]:
-    """The counter tracks of a rank, each with a value for every task: what a task's record counts,
-    and where sizes are known, the bytes held, those that wait for W, and the most there may be."""
+Points = list[tuple[int, int]]
+"""Of a counter: times in ns, and the value from each on."""
+
+
+def counters_of(records: RankRecords) -> dict[str, Points]:
+    """The counter tracks of a rank: what its tasks' records count, and where sizes are known, bytes
+    of memory: held, held for W alone, gradients and messages that wait, and the budget."""
     tasks = records.tasks
+    starts_ns = [task.start_ns for task in tasks]
+
+    def by_task(values: Iterable[int]) -> Points:
+        return list(zip(starts_ns, values, strict=True))
+
     counters = {
-        name: [getattr(task, field) for task in tasks] for name, field in _COUNTED_FIELDS.items()
+        name: by_task(getattr(task, field) for task in tasks)
+        for name, field in _COUNTED_FIELDS.items()
     }
     if not are_known(tasks):
         return counters
-    counters["bytes held"] = [task.held_bytes for task in tasks]
+    counters["bytes held"] = by_task(task.held_bytes for task in tasks)
     for_w = held_for_w(tasks)
     if any(for_w):
-        counters["bytes held for W"] = for_w
+        counters["bytes held for W"] = by_task(for_w)
+    if any(task.waiting_bytes for task in tasks):
+        counters["bytes of waiting gradients"] = by_task(t.waiting_bytes for t in tasks)
+    if records.sends:
+        counters["bytes in outbox"] = _outbox(records)
     budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
     if any(budgets.values()):
-        counters["budget of bytes"] = [budgets.get(task.step, 0) for task in tasks]
+        counters["budget of bytes"] = by_task(budgets.get(task.step, 0) for task in tasks)
     return counters
+
+
+def _outbox(records: RankRecords) -> Points:
+    """The bytes of messages from the end of the task that made them to their last byte sent."""
+    ends_ns = {
+        (task.step, task.kind, task.stage, task.microbatch): task.end_ns for task in records.tasks
+    }
+    changes: defaultdict[int, int] = defaultdict(int)
+    for send in records.sends:
+        made_on = send.stage + (-1 if send.kind == Kind.F else 1)
+        made_ns = ends_ns.get((send.step, send.kind, made_on, send.microbatch), send.start_ns)
+        changes[min(made_ns, send.end_ns)] += send.num_bytes
+        changes[send.end_ns] -= send.num_bytes
+    times_ns = sorted(changes)
+    return list(zip(times_ns, accumulate(changes[each] for each in times_ns), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,9 +105,12 @@ def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fiel
     """A record's fields other than times, without bytes that are not known; an evaluation's step is
     renamed."""
     names, defaults = _NAMES[category], _DEFAULTS[category]
-    if defaults and values[-1] == defaults.get(names[-1]):
-        names, values = names[:-1], values[:-1]
-    notes = zip(names, values, strict=True)
+    notes: Fields = zip(names, values, strict=True)
+    if defaults:
+        always = len(names) - len(defaults)
+        others = zip(names[always:], values[always:], strict=True)
+        told = [(name, value) for name, value in others if value != defaults[name]]
+        notes = [*zip(names[:always], values, strict=False), *told]
     if not is_evaluation(record.step):
         return notes
     return (told_step(record.step) if name == STEP else (name, value) for name, value in notes)
@@ -201,12 +204,12 @@ class _RankWriter:
     def _write_counters(self, records: RankRecords) -> None:
         if not records.tasks:
             return
-        for place, (name, values) in enumerate(counters_of(records).items()):
+        for place, (name, points) in enumerate(counters_of(records).items()):
             track = self._out.track(*self._stage_path, COUNTERS, (place, name), is_counter=True)
             last = None
-            for task, value in zip(records.tasks, values, strict=True):
+            for time_ns, value in points:
                 if value != last:
-                    self._out.count(task.start_ns, track, value)
+                    self._out.count(time_ns, track, value)
                     last = value
 
     def _write_messages(
