@@ -31,7 +31,7 @@ from tests.plain_profiles import NUM_RANKS, profile_pipelining
 from tests.planted import clean, planted
 from tests.ranks import run_ranks
 from tests.step_times import MEGATRONS, OURS, policy_of, random_times, simulated
-from tests.trained import TINY, rrfp
+from tests.trained import trained_recording
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -169,9 +169,7 @@ def test_of_runs_whose_links_and_tasks_differ_at_random(
     ],
 )
 def test_of_runs_of_our_own(flags: str, tmp_path: Path) -> None:
-    done = rrfp(tmp_path, "train", "--steps", "4", "--out", "run", *TINY, *flags.split())
-    assert done.returncode == 0, done.stderr
-    check_first_finding(read_trace(tmp_path / "run" / "trace.pftrace"), range(1, 4))
+    check_first_finding(trained_recording(tmp_path, flags), range(1, 4))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tests.effort import examples
 from tests.naive_path import naive_work, work_on_path
 from tests.simulated import simulated_case
 from tests.step_times import MEGATRONS, policy_of, random_times, simulated
-from tests.trained import TINY, rrfp
+from tests.trained import trained_recording
 
 BLOCKING = [
     ("gpipe", Shape(3, 5)),
@@ -82,9 +82,7 @@ def test_so_they_are_under_megatrons_own_schedule() -> None:
     ],
 )
 def test_so_they_are_in_recorded_runs(flags: str, tmp_path: Path) -> None:
-    done = rrfp(tmp_path, "train", "--steps", "4", "--out", "run", *TINY, *flags.split())
-    assert done.returncode == 0, done.stderr
-    recording = read_trace(tmp_path / "run" / "trace.pftrace")
+    recording = trained_recording(tmp_path, flags)
     for step in step_windows(recording):
         assert work_on_path(recording, step) == pytest.approx(naive_work(recording, step), abs=1000)
 

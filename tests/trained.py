@@ -16,6 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.records import Recording
+
 TINY = ("--layers=4", "--hidden=32", "--heads=4", "--seq-length=32", "--microbatches=4")
 ENDLESS = ("--steps", "1000000")
 
@@ -45,6 +48,13 @@ def rrfp_here(directory: Path, *arguments: str) -> subprocess.CompletedProcess[s
         code = errors.run(main.app, arguments)
         assert isinstance(code, int)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def trained_recording(directory: Path, flags: str) -> Recording:
+    """The trace of four steps of a tiny run with these flags."""
+    done = rrfp(directory, "train", "--steps", "4", "--out", "run", *TINY, *flags.split())
+    assert done.returncode == 0, done.stderr
+    return read_trace(directory / "run" / "trace.pftrace")
 
 
 class Training:
