@@ -98,6 +98,7 @@ class SendApart:
         self._links = links
         self._meter = meter
         self.consumed = links.consumed
+        self.forecast = links.forecast
         self.report = links.report
         self.decide = links.decide
 

@@ -22,7 +22,7 @@ from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Pl
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from tests.naive_dispatcher import Checked, NaiveDispatcher
-from tests.virtual_time import Decider, History, Node, Sets, World, play
+from tests.virtual_time import Decider, History, Node, Said, Sets, World, play
 
 MAX_RANKS, MAX_CHUNKS, MAX_MICROBATCHES, MAX_MEMBERS = 8, 4, 32, 4
 
@@ -159,9 +159,24 @@ class Case:
             duration,
             latency,
             ahead,
+            self._said(),
             [self.groups] * self.shape.num_ranks,
             self.collectives,
         )
+
+    def _said(self) -> Said:
+        """Announcements that are right, roughly right, or lies; or none."""
+        # Of its own, so that steps are those that they are without it.
+        rng = random.Random(self.seed + 2)
+        error = rng.choice([0.0, 0.3, 3.0])
+        patience = rng.choice([None, 5, 20, 60])
+
+        def said(_node: Node, _task: Task, duration: int) -> tuple[int, int] | None:
+            if patience is None or rng.random() < 0.1:
+                return None
+            return int(duration * rng.lognormvariate(0.0, error)), rng.randint(0, patience)
+
+        return said
 
 
 def validated(

@@ -18,7 +18,14 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
+from rrfp.schedule.stimuli import (
+    Announced,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Stimulus,
+    TaskAgreed,
+)
 from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import Decider
 
@@ -63,6 +70,7 @@ class NaiveDispatcher:
         self.arrived: list[set[Task]] = [
             set() for _ in range(self.group.num_members if self.group.leads else 1)
         ]
+        self.announced: dict[Task, Announced] = {}
         self.round_is_half_done = False
         self.waiting: Waited | None = None
         mine = set(self.unfinished)
@@ -81,18 +89,27 @@ class NaiveDispatcher:
             case InputArrived(task, member):
                 self.arrived[member].add(task)
                 return ()
+            case Announced(task):
+                self.announced.setdefault(task, stimulus)
+                return ()
             case TaskAgreed(task):
                 return (*self.end_wait(now_ns), self.run(task))
             case DecideAhead():
                 choice = self.choice() if self.unfinished else None
-                return () if choice is None else (self.run(choice),)
+                is_open = choice is None or self.awaited(now_ns, choice) is not None
+                return () if choice is None or is_open else (self.run(choice),)
             case ComputeIdle():
                 if not self.unfinished:
                     return (StepDone(),)
                 choice = self.choice()
-                if choice is not None:
+                if choice is None:
+                    self.round_is_half_done = False
+                    return self.wait(now_ns, Wait(self.cause()))
+                awaited = self.awaited(now_ns, choice)
+                if awaited is None:
                     return (*self.end_wait(now_ns), self.run(choice))
-                return self.wait(now_ns)
+                cause = Cause.PATIENCE if self.done else Cause.WARMUP
+                return self.wait(now_ns, Wait(cause, self.window(awaited)[1]))
 
     # What is ready, and what may run.
 
@@ -203,6 +220,38 @@ class NaiveDispatcher:
             return None
         return min(candidates, key=self.place, default=None)
 
+    # What was announced.
+
+    def awaited(self, now_ns: int, choice: Task) -> Task | None:
+        """The announced task to wait for instead: the best of those that would be chosen now if
+        their input were here. Each rank has it in its own time; a follower's leader decides."""
+        if self.is_fixed or self.fills_idle_time(choice):
+            return None
+        arrived = self.arrived_by_rule()
+        soon = set()
+        for task in self.announced:
+            from_ns, until_ns = self.window(task)
+            is_due = from_ns <= now_ns < until_ns and task not in arrived
+            if is_due and self.first_pick(arrived | {task}) == task:
+                soon.add(task)
+        return self.first_pick(arrived | soon) if soon else None
+
+    def fills_idle_time(self, task: Task) -> bool:
+        """Whether it runs only because nothing else may."""
+        is_ranked = self.w is WeightGradients.RANKED and not self.drains()
+        return task.kind is W and not is_ranked
+
+    def arrived_by_rule(self) -> set[Task]:
+        """What counts as here for a pick: what is here at all members, or at the leader."""
+        if self.rule is AgreementRule.INTERSECTION:
+            return set.intersection(*self.arrived)
+        return self.arrived[0]
+
+    def window(self, task: Task) -> tuple[int, int]:
+        """From when, and until when, to wait for it."""
+        _, expected_ns, patience_ns = self.announced[task]
+        return expected_ns - patience_ns, expected_ns + patience_ns
+
     def kinds_in_sequence(self, hint: Alternation) -> Iterable[Kind]:
         first, second = (F, B) if hint.first is F else (B, F)
         return (second, first, W) if self.round_is_half_done else (first, second, W)
@@ -249,14 +298,12 @@ class NaiveDispatcher:
 
     # Waits.
 
-    def wait(self, now_ns: int) -> tuple[Instruction, ...]:
-        self.round_is_half_done = False
-        cause = self.cause()
-        if self.waiting is not None and self.waiting.cause is cause:
-            return (Wait(cause),)
+    def wait(self, now_ns: int, wait: Wait) -> tuple[Instruction, ...]:
+        if self.waiting is not None and self.waiting.cause is wait.cause:
+            return (wait,)
         ended = self.end_wait(now_ns)
-        self.waiting = Waited(cause, now_ns, now_ns)
-        return (*ended, Wait(cause))
+        self.waiting = Waited(wait.cause, now_ns, now_ns)
+        return (*ended, wait)
 
     def end_wait(self, now_ns: int) -> tuple[Instruction, ...]:
         ended = () if self.waiting is None else (self.waiting._replace(end_ns=now_ns),)

@@ -9,7 +9,7 @@ import torch
 
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.shape import Shape
-from rrfp.train.data.batches import Batch
+from rrfp.train.data.batches import Batch, Batches
 from rrfp.train.settings import TrainSettings
 from tests.training import SMALL
 
@@ -99,10 +99,14 @@ class Rig:
 
     def data(self, num_microbatches: int) -> Iterator[Batch]:
         """Batches of which each masks a few more labels than the one before."""
-        for index in range(num_microbatches):
-            batch = self.batches.batch(0, index)
-            batch["loss_mask"][:, : 3 * (index % 8)] = 0
-            yield batch
+        return masked(self.batches, num_microbatches)
+
+
+def masked(batches: Batches, num_microbatches: int) -> Iterator[Batch]:
+    for index in range(num_microbatches):
+        batch = batches.batch(0, index)
+        batch["loss_mask"][:, : 3 * (index % 8)] = 0
+        yield batch
 
 
 def on_rigs(work: Callable[..., Any], settings: dict[str, Any], *args: object) -> Any:

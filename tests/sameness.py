@@ -2,6 +2,7 @@
 ours, on the same modules and data, and gives what each came to."""
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,15 +14,17 @@ import pytest
 import torch
 
 from rrfp.schedule.admission import pyramid
+from rrfp.schedule.dealing import deal, even_times, format_dealing
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.data.batches import Batch
+from rrfp.train.data.open import open_data
 from rrfp.train.settings import TrainSettings
 from tests import loops, multimodal
 from tests.balance_losses import balance_losses, forget_balance_losses
 from tests.loops import FirstRankKnows, megatron_lm_step, run_on_items
-from tests.rigs import Outcome, Rig, backwards_in_reverse, native, ours, three_value_step
+from tests.rigs import Outcome, Rig, backwards_in_reverse, masked, native, ours, three_value_step
 from tests.training import train_variant
 
 Settings = dict[str, Any]
@@ -346,4 +349,43 @@ def admitted(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> 
                 looked = run_on_items(rig, schedule, items, step, forward_only=True)
             found[-1].append(looked.losses)
         schedule.close()
+    return found
+
+
+def dealt(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
+    """A step, twice, of items that ours deal to the replicas; Megatron's schedule is given what
+    each of them gets."""
+    rig = Rig(settings, layout)
+    data = open_data(TrainSettings(**settings))
+    given = [[*masked(data.batches(replica), loops.NUM)] for replica in range(layout.dp)]
+    items = [item for of_replica in given for item in of_replica]
+    weights = [float(item["tokens"].numel()) for item in items]
+    hands = [
+        [hand[index] for index in pyramid([weights[number] for number in hand])]
+        for hand in deal(even_times(weights, layout.pp), layout.dp)
+    ]
+    own = hands[layout.dp_rank]
+    assert {number // loops.NUM for number in own} == {*range(layout.dp)}
+    undealt = run_on_items(rig, native(), given[layout.dp_rank])
+    expected = run_on_items(rig, native(), [items[number] for number in own])
+    assert undealt.gradients_sha256 != expected.gradients_sha256
+    found: list[Any] = [[expected, expected, undealt.losses] * 2]
+    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        file.write(format_dealing(hands))
+        file.flush()
+        for chosen in schedules:
+            listed = {"admit_across": file.name}
+            by_cost = {"admit_across": "replicas", "admit": "pyramid"}
+            schedule = ours(**(listed if "hint" not in chosen else by_cost), **chosen)
+            found.append([])
+            for step in (three_value_step, megatron_lm_step):
+                found[-1] += [
+                    run_on_items(rig, schedule, given[layout.dp_rank], step) for _ in range(2)
+                ]
+                with torch.no_grad():
+                    looked = run_on_items(
+                        rig, schedule, given[layout.dp_rank], step, forward_only=True
+                    )
+                found[-1].append(looked.losses)
+            schedule.close()
     return found

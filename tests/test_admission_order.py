@@ -117,7 +117,7 @@ def test_files_are_found_by_ending_or_because_they_are_there(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "'' is not an admission order; choose given, pyramid, or a file with a line of"),
+        ("", "'' is not an admission order; choose given, pyramid, plan, or a file with a line of"),
         ("heavy", "'heavy' is not an admission order"),
         ("no\0path", "is not an admission order"),
         ("x" * 5000, "is not an admission order"),

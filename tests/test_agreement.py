@@ -45,6 +45,9 @@ class Links:
     def consumed(self, peer: int, step: int) -> None:
         raise AssertionError("an agreement consumes no message")
 
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        raise AssertionError("an agreement forecasts no message")
+
 
 def agreement(
     rank: int, members: list[int], record: Callable[[Record], None] = lambda _: None

@@ -40,7 +40,10 @@ ROOMS = {
     "rrfp.runtime": room("schedule trace", "torch"),
     "rrfp.simulate": room("schedule trace", "numpy"),
     "rrfp.replay": room("schedule trace simulate"),
-    "rrfp.megatron": room("schedule inputs trace interchange runtime", "torch numpy megatron"),
+    "rrfp.tune": room("schedule inputs trace simulate replay", "numpy"),
+    "rrfp.megatron": room(
+        "schedule inputs trace interchange runtime simulate", "torch numpy megatron"
+    ),
     "rrfp.train": room(
         "schedule inputs trace runtime simulate replay megatron",
         "torch numpy megatron PIL polars tokenizers",
@@ -54,7 +57,7 @@ ROOMS = {
     ),
     "rrfp.cli": room(
         "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
-        "race watch",
+        "race tune watch",
         "typer rich polars torch",
     ),
 }

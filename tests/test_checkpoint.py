@@ -656,7 +656,7 @@ def test_the_pace_is_that_of_this_session(
     overs = [{"tasks": 9, "of": 10, "worst_s": 1.0}, {"tasks": 0, "of": 10, "worst_s": 0.0}, None]
     lines = [{"step": step, "over_pace": over} for step, over in enumerate(overs)]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    cli_train._tell_pace(run, 1)
+    cli_train.tell_pace(run, 1)
     assert capsys.readouterr().err == (
         "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
     )
@@ -703,7 +703,8 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
         "trace-2.pftrace",
         "trace-joined.pftrace",
     }
-    assert load_frames(resolve_trace(run)).steps == [*range(num_steps + 2)]
+    frames = load_frames(resolve_trace(run), with_warm_up=True)
+    assert frames.steps == [*range(num_steps + 2)]
     assert load_frames(run / "trace-2.pftrace").steps == [num_steps, num_steps + 1]
     # Nothing is left to train.
     done = rrfp_here(tmp_path, "train", f"--out={run}", *TINY, *flags, *again)

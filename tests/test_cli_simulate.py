@@ -87,9 +87,12 @@ def test_the_defaults(run: Run) -> None:
         "hold": None,
         "w": "idle",
         "agreement": "intersection",
+        "patience": "0",
         "admit": "given",
+        "admit_across": "none",
         "costs": "uniform",
         "jitter": "none",
+        "chosen": None,
     }
     assert {name: row.pop(name) for name in said} == said
     # 20 ms each of F, B and W: BF of equal times is as long as 1F1B.
@@ -155,6 +158,7 @@ def test_every_setting_can_be_swept(run: Run) -> None:
         ("limit=none,2", "limit", [None, 2]),
         ("hold=none,2", "hold", [None, 2]),
         ("agreement=unanimous,intersection", "agreement", ["unanimous", "intersection"]),
+        ("patience=auto,5ms,0", "patience", ["auto", "5ms", "0"]),
         ("admit=pyramid,given", "admit", ["pyramid", "given"]),
         ("costs=language,multimodal", "costs", ["language", "multimodal"]),
         ("jitter=J1,J3", "jitter", ["J1", "J3"]),

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from rrfp.analyze.bubbles import CAUSES
 from rrfp.cli import main as cli
 from rrfp.schedule.causes import Cause
 from rrfp.trace.perfetto.writer import write_trace
@@ -77,7 +78,7 @@ def test_all_causes_fit_also_where_a_rank_has_many_stages(
     rows = [line.split() for line in out.splitlines()]
     upper, lower = (row[1:] for row in rows if row[:1] == ["all"])
     _, bubble, *causes = map(float, [*upper, *lower])
-    assert len(causes) == 11
+    assert len(causes) == len(CAUSES)
     assert sum(causes) == pytest.approx(bubble, abs=0.6)
     for words in ("0 2 4", "1 3 5", "stage"):
         assert words in out

@@ -27,6 +27,7 @@ def test_names_are_taken_as_text() -> None:
         "hint": "zb-v",
         "w": "ranked",
         "agreement": "unanimous",
+        "patience": "5ms",
         "grad_order": "arrival",
         "placement": "v",
     }
@@ -34,6 +35,7 @@ def test_names_are_taken_as_text() -> None:
         hint="zb-v",
         w=WeightGradients.RANKED,
         agreement=AgreementRule.UNANIMOUS,
+        patience=5_000_000,
         grad_order=GradOrder.ARRIVAL,
         placement=Placement.V,
     )
@@ -52,6 +54,8 @@ def test_names_are_taken_as_text() -> None:
         ({"limit": "3"}, "the limit is '3'; it must be a whole number, at least 1"),
         ({"stall_s": 0.0}, "stall_s is 0.0; it must be a number of seconds above 0"),
         ({"hold": -1}, "the hold is -1; it must be a whole number, at least 1"),
+        ({"patience": "5"}, "the patience is '5'; write auto, 0"),
+        ({"patience": "auto", "dispatch": "fixed"}, "leave --patience out"),
         ({"limit": 3, "hold": 2}, "a limit of 3 and a hold of 2 exclude each other"),
     ],
 )

@@ -34,9 +34,11 @@ ALLOWED = {
     ("rrfp/interchange/flight/dumps.py", "_Unpickler"),
     ("rrfp/interchange/flight/dumps.py", "UnpicklingError"),
     ("rrfp/megatron/memory/storages.py", "torch.multiprocessing.reductions.StorageWeakRef"),
+    ("rrfp/simulate/plan/process.py", "pickle"),
 }
-"""Where torch's own are shut, where dumps of torch's are read that may ask for no class, and a weak
-reference that stands beside torch's pickling."""
+"""Where torch's own are shut, where dumps of torch's are read that may ask for no class, a weak
+reference that stands beside torch's pickling, and the pipe from a process to the planner that it
+started, which nobody else can write to."""
 
 OURS = {"append_object"}
 """It writes a line of JSON to a file."""

@@ -21,6 +21,7 @@ from tests.sameness import (
     Settings,
     admitted,
     called,
+    dealt,
     from_data,
     learn,
     logged,
@@ -223,6 +224,29 @@ GIVEN_AND_ADMITTED = {
     for layout in ("pp2", "pp2-tp2", "pp2-dp2")
 }
 
+DEALT: list[Settings] = [
+    *hints("bf", "bfw", "f-first"),
+    {"hint": "1f1b", "dispatch": "fixed"},
+]
+
+
+LENGTHS_DEALT = Row(
+    "pp2-dp2",
+    "lengths dealt",
+    trained,
+    DEALT,
+    {**VARIED, "microbatches": NUM, "admit": "pyramid", "admit_across": "replicas"},
+)
+
+
+def rows_of_dealing() -> Iterator[Row]:
+    items: Settings = {"microbatches": NUM, "variable_lengths": True, "seq_length": 48}
+    yield Row("pp2-dp2", "items dealt", dealt, [*DEALT, {}], items)
+    yield LENGTHS_DEALT
+    by_ours, settings = hints("bf-deep", "bfw"), LENGTHS_DEALT.settings
+    yield Row("pp2-c2-dp2", "lengths dealt", trained_by_ours, by_ours, settings, is_slow=True)
+
+
 ROWS = [
     *rows_of_models(),
     *rows_of_dispatches(),
@@ -230,6 +254,7 @@ ROWS = [
     *rows_of_images(),
     *rows_of_data(),
     *rows_of_admission(),
+    *rows_of_dealing(),
 ]
 
 Learned = Callable[[Row], list[list[Any]]]
@@ -320,7 +345,7 @@ def test_inputs_meet_the_labels_of_their_own_samples(rows: tuple[Row], learned: 
     assert first == last
 
 
-@each_of(*GIVEN_AND_ADMITTED.values())
+@each_of(*GIVEN_AND_ADMITTED.values(), (lengths("pp2-dp2", "given"), LENGTHS_DEALT))
 def test_admission_changes_only_the_sequence_of_the_sum(
     rows: tuple[Row, Row], learned: Learned
 ) -> None:

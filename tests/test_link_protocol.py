@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from rrfp.runtime.protocols import Arrived, Decided, Failed, Left, Message, Reported
+from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
 from rrfp.runtime.transport.destination_link import DestinationLink
 from rrfp.runtime.transport.link import NEXT_STATES, Link, LinkOptions, Output, State
 from rrfp.runtime.transport.source_link import SourceLink
@@ -30,7 +30,7 @@ OPTIONS = LinkOptions(HEARTBEAT_NS, SILENCE_NS, 2**20, keeps_records=True)
 PIPE_BYTES = 300
 """About two messages."""
 
-TASK_PURPOSES = (Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION)
+TASK_PURPOSES = (Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST)
 TENSORS = tuple(torch.arange(size, dtype=torch.uint8) for size in (0, 1, 5))
 
 
@@ -201,7 +201,7 @@ class World:
         if self.source.is_stopped:
             return
         task = Task(1, Kind.B, len(self.announcements))
-        purpose = Purpose.REPORT if number % 2 else Purpose.DECISION
+        purpose = TASK_PURPOSES[1 + number % 3]
         self.announcements.append(task)
         self.source.outputs += self.source_link.announce(purpose, 0, task, number)
 
@@ -349,7 +349,7 @@ class World:
                 assert tensor is not None
                 assert tensor.equal(TENSORS[size])
                 self.num_arrived += 1
-            case Reported() | Decided():
+            case Reported() | Decided() | Forecast():
                 assert output.task == self.announcements[self.num_told]
                 self.num_told += 1
 

@@ -1,5 +1,6 @@
 """Real ranks at a pace: tasks take what the simulator drew for them, and training is unchanged."""
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -10,7 +11,7 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.conditions import Conditions, conditions
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.trace.records import TaskRecord
+from rrfp.trace.records import SendRecord, StimulusRecord, TaskRecord, WaitRecord
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL, RankRun, train_natively, train_variants
@@ -74,3 +75,32 @@ def test_a_pace_does_not_change_what_is_learned() -> None:
         assert run.losses == native.losses
         assert run.grad_norms == native.grad_norms
         assert run.parameters_sha256 == native.parameters_sha256
+
+
+HOPS = """\
+seconds = { F = 0.01, B = 0.01, W = 0.01 }
+links = { latency_s = 3e-3 }
+"""
+
+
+def test_patience_does_not_change_what_is_learned(tmp_path: Path) -> None:
+    costs = tmp_path / "hops.toml"
+    costs.write_text(HOPS)
+    settings = {**SMALL, "pp": 4, "layers": 8, "microbatches": 8, "chunks": 2, "placement": "v"}
+    settings |= {"hint": "zb-v", "w": "ranked", "hold": 4, "pace": str(costs), "steps": 4}
+    variants = [{"patience": patience} for patience in ("0", "auto", "4ms")]
+    by_rank = run_ranks(4, train_variants, settings, variants, timeout_s=300)
+    num_waits = [0] * 3
+    for runs in by_rank:
+        assert {tuple(run.losses) for run in runs} == {tuple(runs[0].losses)}
+        assert {tuple(run.grad_norms) for run in runs} == {tuple(runs[0].grad_norms)}
+        assert len({run.parameters_sha256 for run in runs}) == 1
+        for number, run in enumerate(runs):
+            waits = [r for r in run.records if isinstance(r, WaitRecord) and r.cause == "patience"]
+            num_waits[number] += len(waits)
+            names = [r.name for r in run.records if isinstance(r, StimulusRecord)]
+            assert ("Announced" in names) is (number > 0)
+            # Announcements are no messages.
+            assert sum(isinstance(r, SendRecord) for r in run.records) < len(run.tasks())
+    assert num_waits[0] == 0
+    assert num_waits[2] > 0

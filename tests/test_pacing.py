@@ -216,6 +216,9 @@ class _Latencies:
     def task(self, task: Task) -> Any:
         raise NotImplementedError
 
+    def expected_ns(self, task: Task) -> int | None:
+        raise NotImplementedError
+
     def message_ns(self, task: Task) -> int:
         self.asked.append(task)
         return 0

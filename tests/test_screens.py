@@ -55,10 +55,14 @@ SCREENS = {
         *("simulate", "--pp", "4", "--microbatches", "8", "--jitter", "lognormal:0.5"),
         *("--seeds", "4", "--sweep", "hint=bf,bfw", "--sweep", "dispatch=fixed,ready"),
     ),
+    "tune": (
+        *("tune", "multimodal", "--pp", "4", "--microbatches", "8", "--layers", "16"),
+        *("--simulations", "200", "--seeds", "4", "--best", "2"),
+    ),
     "hint-show": ("hint", "show", "1f1b", "--pp", "4", "--microbatches", "4"),
     "hint-check": ("hint", "check", "1f1b", "--pp", "4", "--microbatches", "4"),
 }
-SCROLLING = {"compare"}
+SCROLLING = {"compare", "tune"}
 """Screens of more than 24 lines."""
 WRITING = {
     "report": ("analyze", "report", "run.pftrace", "-o", "report.html"),

@@ -132,6 +132,9 @@ class Dropping:
         if task != self._lost:
             self._links.report(peer, step, task)
 
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        self._links.forecast(peer, step, task, left_ns)
+
 
 def stall(
     seed: int,

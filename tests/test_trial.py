@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.alternation import ALTERNATIONS
 from rrfp.schedule.hints.hint import Hint, kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
@@ -199,8 +199,8 @@ def test_what_a_row_says() -> None:
     s = 1_000_000_000
     row = Row(
         (
-            Trial(3 * s, 2 * s, s, 4 * s, 0.25, (4, 3), (40, 30)),
-            Trial(5 * s, 3 * s, 2 * s, 6 * s, 0.75, (3, 6), (50, 20)),
+            Trial(3 * s, 2 * s, s, 4 * s, 0.25, (4, 3), (40, 30), Policy(HINTS["bf"])),
+            Trial(5 * s, 3 * s, 2 * s, 6 * s, 0.75, (3, 6), (50, 20), Policy(HINTS["bf"])),
         ),
         num_chunks=2,
     )
@@ -210,7 +210,7 @@ def test_what_a_row_says() -> None:
     assert (row.bubble_fraction, row.peak_held) == (0.5, (2, 3))
     assert row.peak_held_bytes == (50, 30)
     assert row.bound_s == 5
-    other = Row((Trial(2 * s, s, s, None, 0, (1, 1), None),), 1)
+    other = Row((Trial(2 * s, s, s, None, 0, (1, 1), None, Policy(HINTS["bf"])),), 1)
     assert row.ratio_to(other) == 2
     assert other.bound_s is None
     assert other.peak_held_bytes is None

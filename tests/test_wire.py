@@ -14,6 +14,7 @@ from rrfp.errors import UsageError
 from rrfp.runtime.protocols import Message, monotonic
 from rrfp.runtime.transport.wire import (
     DTYPES,
+    MAX_FORECAST_NS,
     Frame,
     FrameError,
     FrameReader,
@@ -113,6 +114,7 @@ def test_frames_follow_each_other_and_an_end_is_told() -> None:
         Header(Purpose.HEARTBEAT),
         Header(Purpose.REPORT, 2, TASK),
         Header(Purpose.DECISION, 2, TASK, number=9),
+        Header(Purpose.FORECAST, 2, TASK, number=MAX_FORECAST_NS),
         *(Header(Purpose.MESSAGE, evaluation_step(number), TASK) for number in (0, 1 << 40)),
         Header(Purpose.REPORT, evaluation_step(0), TASK),
         Header(Purpose.DECISION, evaluation_step(0), TASK, number=9),
@@ -162,6 +164,12 @@ def test_a_report_with_tensors_and_an_empty_credit_are_refused() -> None:
         decode_prefix(data)
     with pytest.raises(FrameError, match="gives no credit"):
         decode_prefix(encode_header(Header(Purpose.CREDIT)))
+
+
+def test_a_forecast_beyond_all_patience_is_refused() -> None:
+    header = Header(Purpose.FORECAST, 1, TASK, number=MAX_FORECAST_NS + 1)
+    with pytest.raises(FrameError, match="a forecast is of"):
+        decode_prefix(encode_header(header))
 
 
 def descriptor(code: int, num_dimensions: int, *dimensions: int) -> bytes:

@@ -12,7 +12,7 @@ from rrfp.schedule.dispatcher import Dispatcher, Group
 from rrfp.schedule.hints.alternation import Alternation
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import HINTS, hint_named
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Waited
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
@@ -131,11 +131,59 @@ class WithholdsWeightGradients(NaiveDispatcher):
 
 
 class RoundOutlivesWait(NaiveDispatcher):
-    def wait(self, now_ns: int) -> tuple[Instruction, ...]:
+    def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         half_done = self.round_is_half_done
-        answer = super().wait(now_ns)
-        self.round_is_half_done = half_done
+        answer = super().handle(now_ns, stimulus)
+        if answer and isinstance(answer[-1], Wait):
+            self.round_is_half_done = half_done
         return answer
+
+
+class RoundEndsWithPatience(NaiveDispatcher):
+    def wait(self, now_ns: int, wait: Wait) -> tuple[Instruction, ...]:
+        self.round_is_half_done = False
+        return super().wait(now_ns, wait)
+
+
+class NoPatience(NaiveDispatcher):
+    def awaited(self, now_ns: int, choice: Task) -> Task | None:
+        return None
+
+
+class BlindPatience(NaiveDispatcher):
+    """Waits for whatever was announced, be it worse than what could run."""
+
+    def awaited(self, now_ns: int, choice: Task) -> Task | None:
+        windows = {task: self.window(task) for task in self.announced}
+        soon = [
+            task for task, (from_ns, until_ns) in windows.items() if from_ns <= now_ns < until_ns
+        ]
+        return next((task for task in soon if task not in self.done | self.arrived[0]), None)
+
+
+class EarlyPatience(NaiveDispatcher):
+    """Waits for what is farther off than its patience."""
+
+    def window(self, task: Task) -> tuple[int, int]:
+        return 0, super().window(task)[1]
+
+
+class EndlessPatience(NaiveDispatcher):
+    """Waits for what was announced until it comes."""
+
+    def window(self, task: Task) -> tuple[int, int]:
+        return super().window(task)[0], 10**18
+
+
+class PatienceBeyondBounds(NaiveDispatcher):
+    """Waits for what the bound would withhold."""
+
+    def awaited(self, now_ns: int, choice: Task) -> Task | None:
+        permitted, self.permitted = self.permitted, self.here  # type: ignore[method-assign]
+        try:
+            return super().awaited(now_ns, choice)
+        finally:
+            self.permitted = permitted  # type: ignore[method-assign]
 
 
 class HoldOffByOne(NaiveDispatcher):
@@ -170,6 +218,12 @@ class IgnoresFirstPicks(NaiveDispatcher):
         EagerWeightGradients,
         WithholdsWeightGradients,
         RoundOutlivesWait,
+        RoundEndsWithPatience,
+        NoPatience,
+        BlindPatience,
+        EarlyPatience,
+        EndlessPatience,
+        PatienceBeyondBounds,
         HoldOffByOne,
         OwnPick,
         IgnoresFirstPicks,

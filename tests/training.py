@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.worker import StepSummary
 from rrfp.trace.records import Record, TaskRecord
 from rrfp.train.checks import check_settings
@@ -34,6 +35,12 @@ class RankRun:
     tokens: list[int] = field(default_factory=list)
     summaries: list[StepSummary | None] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
+    orders: list[list[int]] = field(default_factory=list)
+    """Of a planned run: the order of entry of each step."""
+    plans: list[dict[str, object] | None] = field(default_factory=list)
+    """Likewise: how each order was chosen."""
+    policies: list[StepPolicy] = field(default_factory=list)
+    """What steered each step."""
     parameters_sha256: str = ""
     """Of this rank's parameters at the end."""
 
@@ -61,7 +68,9 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
 
 def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     """Train on this rank, from the start, in groups that it has joined."""
+    from rrfp.train.admission import run_planner
     from rrfp.train.data.open import open_data
+    from rrfp.train.dealing import run_dealing
     from rrfp.train.models.model import build_model
     from rrfp.train.pacing import pace_of
     from rrfp.train.rank import evaluation_of, schedule_of
@@ -75,18 +84,32 @@ def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     batches = data.batches(layout.dp_rank)
     gpt = build_model(settings, layout, data)
     pace = pace_of(settings, layout)
-    schedule = schedule_of(settings, layout.pp_rank, run.records.append, pace=pace)
-    trainer = Trainer(settings, layout, gpt, batches, schedule, run.records.append)
+    # By a number of simulations, so that steps of some milliseconds are planned as well.
+    planner = run_planner(settings, run.records.append, pace, num_simulations=24)
+    record = run.records.append if planner is None else planner.record
+    schedule = schedule_of(settings, layout.pp_rank, record, pace=pace)
+    trainer = Trainer(
+        *(settings, layout, gpt, batches, schedule, run.records.append),
+        planner=planner,
+        dealing=run_dealing(settings, layout, data, pace),
+    )
     evaluation = evaluation_of(settings, layout, gpt, data.heldout)
     for step in range(settings.num_steps):
         result = trainer.train_step(step)
         if evaluation is not None and evaluation.is_due(step):
             run.heldout_losses.append(evaluation.loss())
+        if planner is not None:
+            run.orders.append(list(planner.order_of_step))
+            run.plans.append(planner.described())
+        if (steering := getattr(schedule, "last_steering", None)) is not None:
+            run.policies.append(steering)
         run.losses.append(result.loss)
         run.grad_norms.append(result.grad_norm)
         run.tokens.append(result.tokens)
         run.summaries.append(schedule.last_step)
     schedule.close()
+    if planner is not None:
+        planner.close()
     if evaluation is not None:
         evaluation.close()
     digest = hashlib.sha256()

@@ -11,9 +11,16 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Waited
+from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
+from rrfp.schedule.stimuli import (
+    Announced,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Stimulus,
+    TaskAgreed,
+)
 from rrfp.schedule.tasks import Task
 
 Sets = Sequence[Sequence[int]]
@@ -79,6 +86,11 @@ Ahead = Callable[[Node], int | None]
 once the task has ended."""
 
 
+Said = Callable[[Node, Task, int], tuple[int, int] | None]
+"""What the member that takes this task's output is told as it begins, given the nanoseconds that it
+will take: in how long to expect it, and how long to wait for it. None: nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """Everything about a step that no dispatcher decides."""
@@ -86,6 +98,7 @@ class World:
     duration: Duration
     latency: Latency = lambda _sender, _receiver: 0
     ahead: Ahead = lambda _node: None
+    said: Said = lambda _node, _task, _duration: None
     groups: Sequence[Sets] | None = None
     """By rank, the members that run one order; the first of a group leads. Without it all do."""
     collectives: Sequence[Sets] | None = None
@@ -170,9 +183,13 @@ class _Step:
             report = InputArrived(task, 1 + followers.index(node))
             self._send(now, node, leader, partial(self._take_in, leader, report))
 
-    def _take_in(self, node: Node, arrival: InputArrived, now: int) -> None:
+    def _take_in(self, node: Node, arrival: InputArrived | Announced, now: int) -> None:
         assert self._deciders[node].handle(now, arrival) == ()
         self._ask_at(now, node)
+
+    def _announcement(self, node: Node, task: Task, said: tuple[int, int], now: int) -> None:
+        left, patience = said
+        self._take_in(node, Announced(task, now + left, patience), now)
 
     def _decision(self, node: Node, task: Task, now: int) -> None:
         self._decisions[node].append(task)
@@ -194,8 +211,14 @@ class _Step:
                     self._start(now, node, instruction)
                 case Waited():
                     self._history.nodes[node].waits.append(instruction)
+                case Wait(_, deadline) if deadline is not None:
+                    assert deadline > now, "a wait whose deadline is over"
+                    self._at(deadline, 0, partial(self._lose_patience, node))
                 case StepDone():
                     self._history.nodes[node].is_done = True
+
+    def _lose_patience(self, node: Node, now: int) -> None:
+        self._ask_at(now, node)
 
     def _ask_ahead(self, node: Node, running: RunTask, now: int) -> None:
         if self._running.get(node) is not running:
@@ -227,7 +250,19 @@ class _Step:
             end = max(start + duration(each, run.task) for each, start, _ in begun)
             for each, start, its_run in begun:
                 self._history.nodes[each].ran.append(Ran(start, end, its_run))
+                self._announce(now, each, run.task, end - now)
                 self._at(end, 0, partial(self._finish, each, run.task))
+
+    def _announce(self, now: int, node: Node, task: Task, duration: int) -> None:
+        consumer = self._shape.receiver(task)
+        said = self._world.said(node, task, duration)
+        if consumer is None or said is None:
+            return
+        receiver = Node(self._shape.rank_of(consumer.stage), node.member)
+        if receiver.rank != node.rank:
+            # Not in sequence with messages, and so perhaps after the one that it announces.
+            latency = self._world.latency(node, receiver)
+            self._at(now + latency, 0, partial(self._announcement, receiver, consumer, said))
 
     def _finish(self, node: Node, task: Task, now: int) -> None:
         del self._running[node]

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAYOUT = 4
+_LAYOUT = 5
 """Part of the folder's name; a new number makes every table anew."""
-_NOTES = 5
+_NOTES = 6
 """Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
 

@@ -13,9 +13,12 @@ from typer.completion import shell_complete
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import AdmitAcross
+from rrfp.schedule.hints.auto import AUTO
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import IN_WORDS
 from rrfp.schedule.hold import Hold
+from rrfp.schedule.patience.setting import AutoPatience, Patience
 from rrfp.trace.rundir import runs_in
 from rrfp.train.declared import Declared
 
@@ -51,6 +54,12 @@ def hint_names(incomplete: str) -> list[Offer]:
     return [each for each in IN_WORDS.items() if each[0].startswith(incomplete)]
 
 
+def hint_names_or_auto(incomplete: str) -> list[Offer]:
+    """The hints, and the wish for a choice while a run goes on."""
+    auto: list[Offer] = [(AUTO.name, "chosen while the run goes on")]
+    return [each for each in auto if each[0].startswith(incomplete)] + hint_names(incomplete)
+
+
 def run_names(incomplete: str) -> list[Offer]:
     """The runs in `runs`, the newest first, by name, or counted if an `@` was written."""
     with suppress(OSError, RrfpError):
@@ -81,13 +90,19 @@ def one_of(*words: str) -> Completer:
     return offer
 
 
+_NAMES_OR_FILES = {"admit": Admit, "admit_across": AdmitAcross}
+"""By flag: the names, where a file may stand as well."""
+
+
 def completer_of(declared: Declared) -> Completer | None:
     """What may be offered for a setting of a training run."""
     if declared.kind is Hint:
-        return hint_names
+        return hint_names_or_auto
     if declared.flag == "pace":
         return cost_names
     if declared.kind == Hold:
         return None
-    choices = Admit if declared.flag == "admit" else declared.kind
+    if declared.kind == Patience:
+        return one_of(AutoPatience.AUTO)
+    choices = _NAMES_OR_FILES.get(declared.flag, declared.kind)
     return one_of(*choices) if issubclass(choices, StrEnum) else None

@@ -10,6 +10,7 @@ from rrfp.cli.completion import completer_of
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import IN_WORDS
 from rrfp.schedule.hold import Hold
+from rrfp.schedule.patience.setting import Patience
 from rrfp.train.declared import Declared
 
 SCHEDULE, MEMORY, LAYOUT, MODEL, DATA = "Schedule", "Memory", "Layout", "Model", "Data"
@@ -35,7 +36,7 @@ _OF_SETTINGS = {
 def option_of(declared: Declared) -> inspect.Parameter:
     """The option of a setting, in its panel of the help; without it the settings' own default
     holds, or a TOML file's."""
-    is_text = declared.kind in (Hint, Hold) or issubclass(declared.kind, StrEnum)
+    is_text = declared.kind in (Hint, Hold, Patience) or issubclass(declared.kind, StrEnum)
     kind = str if is_text else declared.kind
     told = hint_help(declared.help_text) if declared.kind is Hint else declared.help_text
     option = typer.Option(

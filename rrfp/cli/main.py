@@ -16,6 +16,7 @@ from rrfp.cli.run import run
 from rrfp.cli.runs import runs
 from rrfp.cli.simulate import simulate
 from rrfp.cli.train import train
+from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
 
@@ -34,6 +35,7 @@ app.command()(train)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(verify)
 app.command()(simulate)
+app.command()(tune)
 app.command()(bench)
 app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
 app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)

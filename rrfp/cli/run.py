@@ -28,7 +28,8 @@ _ASKER = "rrfp run"
 
 _STEERING = (
     *("hint", "limit", "hold", "hold_features", "measure_memory"),
-    *("w", "agreement", "grad_order", "admit", "admit_cost"),
+    *("w", "agreement", "patience", "grad_order"),
+    *("admit", "admit_cost", "plan_ms", "admit_across"),
 )
 """Settings of a training run that a job takes as they are."""
 

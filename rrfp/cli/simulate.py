@@ -1,18 +1,16 @@
 """`rrfp simulate`: what a pipeline would take under one setting, or under many."""
 
-import csv
 import json
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.completion import Completer, cost_names, hint_names, one_of
+from rrfp.cli.completion import Completer, cost_names, hint_names_or_auto, one_of
 from rrfp.cli.declared_options import (
     DATA,
     LAYOUT,
@@ -26,10 +24,11 @@ from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, print_sheets, tell_left_out
 from rrfp.cli.progress import progress
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
-from rrfp.trace.run_policy import POLICY
+from rrfp.trace.run_policy import POLICY, policies_by_step
 
 if TYPE_CHECKING:
     from rrfp.cli.sweep import Asked
@@ -66,8 +65,11 @@ def simulate(
         str | None,
         _setting(
             SCHEDULE,
-            hint_help("What goes first of the ready tasks: a hint, or an order file (.csv) [bf]."),
-            offers=hint_names,
+            hint_help(
+                "What goes first of the ready tasks: a hint, an order file (.csv), or auto (chosen "
+                "by simulating other steps) [bf]."
+            ),
+            offers=hint_names_or_auto,
         ),
     ] = None,
     dispatch: Annotated[
@@ -134,13 +136,32 @@ def simulate(
             offers=one_of(*AgreementRule),
         ),
     ] = None,
+    patience: Annotated[
+        str | None,
+        _setting(
+            SCHEDULE,
+            "How long a free rank waits for a better task that another rank has announced: 0 "
+            "(default: never), auto (by how punctual announcements are) or a time such as 5ms.",
+            "TIME",
+        ),
+    ] = None,
     admit: Annotated[
         str | None,
         _setting(
             SCHEDULE,
-            "The order in which microbatches enter: given (default), pyramid (light, heavy, light) "
-            "or a file with a line a step.",
+            "The order in which microbatches enter: given (default), pyramid (light, heavy, "
+            "light), plan (searched by simulation, from what is known before the step) or a file "
+            "with a line a step.",
             offers=one_of(*Admit),
+        ),
+    ] = None,
+    admit_across: Annotated[
+        str | None,
+        _setting(
+            SCHEDULE,
+            "Whether each step's microbatches are dealt to the --dp replicas by cost before they "
+            "enter: none (default) or replicas.",
+            offers=one_of(*AdmitAcross),
         ),
     ] = None,
     costs: Annotated[
@@ -194,6 +215,16 @@ def simulate(
             rich_help_panel=_ROWS,
         ),
     ] = 1,
+    plan_sims: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**6,
+            metavar="N",
+            help=escaped("Simulations by which each step of --admit plan is planned [400]."),
+            rich_help_panel=_ROWS,
+        ),
+    ] = None,
     output_format: Annotated[
         RowFormat,
         typer.Option("--format", help="How to print the rows.", rich_help_panel=OUTPUT),
@@ -221,17 +252,22 @@ def simulate(
     """
     given = locals()
 
-    from rrfp.cli.sweep import SETTINGS, asked_rows, settings_of
+    from rrfp.cli.sweep import SETTINGS, asked_rows, field_of, settings_of
+    from rrfp.cli.tables.simulated import as_json, labels, print_csv, title
 
-    flags = {name: given[name] for name in SETTINGS if given[name] is not None}
+    texts = {name: given[field_of(name)] for name in SETTINGS}
+    flags = {name: text for name, text in texts.items() if text is not None}
     asked = asked_rows(flags, row or [], sweep or [])
     settings = settings_of(asked, recorded=out is not None)
+    if plan_sims is not None:
+        settings = [replace(setting, num_plan_simulations=plan_sims) for setting in settings]
     _tell_left_out(settings)
     chosen = range(seed, seed + seeds)
     if out is None:
-        from rrfp.simulate.trial import run_settings
+        from rrfp.simulate.trial import num_plans, run_settings
 
-        with progress("Simulating", len(settings) * seeds) as advance:
+        num = len(settings) * seeds + num_plans(settings, chosen)
+        with progress("Simulating", num) as advance:
             rows = run_settings(settings, chosen, finished=lambda: advance(1))
     else:
         rows = _record(asked, settings, chosen, out, force)
@@ -239,20 +275,21 @@ def simulate(
         case RowFormat.TABLE | RowFormat.MD:
             from rrfp.cli.tables.replays import trial_sheet
 
-            labels = [each.label for each in asked]
-            sheet = trial_sheet(_title(asked, chosen), labels, rows)
+            sheet = trial_sheet(title(asked, chosen, rows), labels(asked, rows), rows)
             print_sheets([sheet], markdown=output_format is RowFormat.MD)
         case RowFormat.JSON:
-            print(json.dumps({"rows": _as_json(asked, rows)}))
+            print(json.dumps({"rows": as_json(asked, rows)}))
         case RowFormat.CSV:
-            _print_csv(asked, rows)
+            print_csv(asked, rows)
 
 
 def _tell_left_out(settings: "Sequence[Setting]") -> None:
     """Name the steps of recorded runs that are no costs."""
     from rrfp.replay.recorded_costs import RecordedCosts
+    from rrfp.simulate.dealing import as_given
 
-    runs = [setting.costs for setting in settings if isinstance(setting.costs, RecordedCosts)]
+    given = [as_given(setting.costs) for setting in settings]
+    runs = [costs for costs in given if isinstance(costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
         tell_left_out(costs.left_out, NOT_WHOLE)
         tell_left_out(costs.without_sizes, WITHOUT_SIZES)
@@ -267,21 +304,26 @@ def _record(
 ) -> "list[Row]":
     """Simulate, one row after the other, and write the run of each."""
     from rrfp.simulate.recording import new_recording
-    from rrfp.simulate.trial import run_settings, with_budget
+    from rrfp.simulate.trial import num_plans, run_settings, with_budget, with_choice
     from rrfp.trace.run_files import write_run_files
 
     rows = []
     runs = _make_run_dirs(asked, out, force)
-    with progress("Simulating", len(settings) * len(seeds)) as advance:
+    num = len(settings) * len(seeds) + num_plans(settings, seeds)
+    with progress("Simulating", num) as advance:
         for each, asked_setting, run in zip(asked, settings, runs, strict=True):
             setting = with_budget(asked_setting, seeds)
+            setting = with_choice(setting, seeds, counts_places=True)
             described = _described(each, setting, seeds)
             recording = new_recording(
                 setting.shape, setting.num_members, setting.num_replicas, described
             )
-            rows += run_settings(
+            (row,) = run_settings(
                 [setting], seeds, recordings=[recording], finished=lambda: advance(1)
             )
+            policies = [trial.policy.described() for trial in row.trials]
+            recording.settings = {**recording.settings, **policies_by_step(policies)}
+            rows.append(row)
             write_run_files(run, recording)
     where = f"trace is {runs[0].trace}" if len(runs) == 1 else f"traces are below {out}"
     typer.echo(f"The {where}", err=True)
@@ -319,60 +361,3 @@ def _described(asked: "Asked", setting: "Setting", seeds: range) -> dict[str, ob
         "versions": {"rrfp": __version__},
         "world": asked.num_processes,
     }
-
-
-def _as_json(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> list[dict[str, object]]:
-    return [
-        {
-            **each.described(),
-            "makespan_s": {"mean": row.mean_s, "min": row.min_s, "max": row.max_s},
-            "spread": row.spread,
-            "ratio_to_first": row.ratio_to(rows[0]),
-            "floor_s": row.floor_s,
-            "ratio_to_floor": row.ratio_to_floor,
-            "load_s": row.load_s,
-            "ratio_to_load": row.ratio_to_load,
-            "bound_s": row.bound_s,
-            "peak_held": row.peak_held,
-            "peak_held_bytes": row.peak_held_bytes,
-            "bubble_fraction": row.bubble_fraction,
-        }
-        for each, row in zip(asked, rows, strict=True)
-    ]
-
-
-def _print_csv(asked: "Sequence[Asked]", rows: "Sequence[Row]") -> None:
-    """A line a row: the keys of the JSON, the times in a column each, ranks by spaces."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    for number, found in enumerate(_as_json(asked, rows)):
-        row = rows[number]
-        times = {"mean_s": row.mean_s, "min_s": row.min_s, "max_s": row.max_s}
-        found["peak_held"] = " ".join(map(str, row.peak_held))
-        found["peak_held_bytes"] = " ".join(map(str, row.peak_held_bytes or ()))
-        flat: dict[str, object] = {}
-        for name, value in found.items():
-            flat |= times if name == "makespan_s" else {name: value}
-        if number == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
-
-
-_ALWAYS_TOLD = ("hint", "dispatch", "links", "costs", "jitter")
-
-
-def _title(asked: "Sequence[Asked]", seeds: range) -> str:
-    """What all rows share; of what is as it is by default, the chief settings."""
-    defaults = {field.name: field.default for field in fields(asked[0])}
-    own = {name for each in asked for name in each.own}
-    shared = [
-        (name, value)
-        for name, value in asked[0].described().items()
-        if name not in own and all(getattr(each, name) == value for each in asked)
-    ]
-    told = [
-        f"{name} {value}"
-        for name, value in shared
-        if name in _ALWAYS_TOLD or value != defaults[name]
-    ]
-    last = f" to {seeds[-1]}" if len(seeds) > 1 else ""
-    return f"{', '.join(told)}; seed {seeds[0]}{last}"

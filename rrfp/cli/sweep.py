@@ -10,23 +10,28 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import prod
 from typing import TypeVar
 
 from rrfp.errors import RrfpError, UsageError, did_you_mean
-from rrfp.inputs.admission_files import resolve_admission
+from rrfp.inputs.admission_files import admission_file, resolve_admission
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.replay.cost_files import resolve_costs
-from rrfp.schedule.admission import Admission, Admit
+from rrfp.schedule.admission import Admission, Admit, check_replicas
+from rrfp.schedule.dealing import AdmitAcross
+from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hold import Hold, described_hold, parse_hold
+from rrfp.schedule.patience.setting import IMPATIENT, Patience, described_patience, parse_patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.blocking import check_meets
 from rrfp.simulate.costs.flops import check_divided
+from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.dealing import DealtCosts
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.trial import Setting, check_fits
 
@@ -67,8 +72,10 @@ class Asked:
     """Most activations kept on a rank, in microbatches of the whole rank or in bytes."""
     w: WeightGradients = WeightGradients.IDLE
     agreement: AgreementRule = AgreementRule.INTERSECTION
+    patience: Patience = IMPATIENT
     admit: str = Admit.GIVEN
     """A name, or an admission file."""
+    admit_across: AdmitAcross = AdmitAcross.NONE
     costs: str = "uniform"
     jitter: str = "none"
     own: Mapping[str, str] = field(default_factory=dict)
@@ -89,8 +96,9 @@ class Asked:
 
     def described(self) -> dict[str, object]:
         """Every setting by its name, as JSON has it."""
-        return {name: getattr(self, name) for name in SETTINGS} | {
-            "hold": described_hold(self.hold)
+        return {field_of(name): getattr(self, field_of(name)) for name in SETTINGS} | {
+            "hold": described_hold(self.hold),
+            "patience": described_patience(self.patience),
         }
 
 
@@ -134,7 +142,7 @@ def settings_of(rows: Sequence[Asked], *, recorded: bool) -> list[Setting]:
             setting = _setting(row, sources, needs_order=recorded)
             # Where nothing comes before it, the step itself finds out, without drawing twice.
             if recorded or len(rows) > 1:
-                sources.check_fits(row.costs, row.jitter, setting)
+                sources.check_fits(row, setting)
             settings.append(setting)
         except RrfpError as error:
             if not row.own:
@@ -148,21 +156,40 @@ class _Sources:
     """Reads every hint, costs and jitter once, so that rows which name the same share it."""
 
     def __init__(self) -> None:
-        self._fitting: set[tuple[str, str, Admission, Shape]] = set()
-        self.hint = cache(resolve_hint)
+        self._fitting: set[tuple[str, str, AdmitAcross, int, Admission, Shape]] = set()
+        self.hint = cache(partial(resolve_hint, auto=True))
         self.fitted = cache(fitted)
         self.costs = cache(resolve_costs)
         self.admission = cache(resolve_admission)
+        self.dealt = cache(lambda text, num_replicas: DealtCosts(self.costs(text), num_replicas))
         self.jitter = cache(parse_jitter)
         self.check_meets = cache(check_meets)
 
     def policy(self, row: Asked) -> Policy:
         return Policy(
-            self.hint(row.hint), None, row.dispatch, row.limit, row.hold, row.w, row.agreement
+            *(self.hint(row.hint), None, row.dispatch, row.limit, row.hold, row.w, row.agreement),
+            patience=row.patience,
         )
 
-    def check_fits(self, costs: str, jitter: str, setting: Setting) -> None:
-        key = costs, jitter, setting.admit, setting.shape
+    def costs_of(self, row: Asked) -> Costs:
+        """Dealt to the replicas if the row asks for it."""
+        costs = self.costs(row.costs)
+        check_divided(costs, row.costs, row.tp)
+        if row.admit_across is AdmitAcross.NONE:
+            return costs
+        if row.dp == 1:
+            raise UsageError(
+                "--admit-across replicas deals to data-parallel replicas and there is 1; add --dp"
+            )
+        if admission_file(row.admit) is not None:
+            raise UsageError(
+                f"--admit {row.admit} lists microbatches as the data give them, and --admit-across "
+                "replicas deals others to a replica; leave one of them out"
+            )
+        return self.dealt(row.costs, row.dp)
+
+    def check_fits(self, row: Asked, setting: Setting) -> None:
+        key = row.costs, row.jitter, row.admit_across, row.dp, setting.admit, setting.shape
         if key not in self._fitting:
             check_fits(setting)
             self._fitting.add(key)
@@ -182,18 +209,22 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
             f"{row.microbatches} run {num_forwards} forwards, more than the {_MAX_FORWARDS} that "
             "are simulated; choose smaller ones"
         )
-    policy, shape = sources.fitted(sources.policy(row), shape, counts_places=needs_order)
+    asked = sources.policy(row)
+    policy, shape = sources.fitted(asked, shape, counts_places=needs_order)
+    if isinstance(asked.hint, AutoHint):
+        # The choice is made when its steps are simulated.
+        policy = asked
     if row.links is LinkMode.BLOCKING:
         assert policy.order is not None
         sources.check_meets(policy.order)
-    costs = sources.costs(row.costs)
-    check_divided(costs, row.costs, row.tp)
+    admission = sources.admission(row.admit, row.microbatches)
+    check_replicas(admission, row.dp)
     return Setting(
         shape=shape,
         policy=policy,
-        costs=costs,
+        costs=sources.costs_of(row),
         jitter=sources.jitter(row.jitter),
-        admit=sources.admission(row.admit, row.microbatches),
+        admit=admission,
         blocking=row.links is LinkMode.BLOCKING,
         num_members=row.tp,
         num_replicas=row.dp,
@@ -205,7 +236,7 @@ def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
     for name, what in (("pp", "pipeline ranks"), ("microbatches", "microbatches per step")):
         if name not in texts:
             raise UsageError(f"--{name} is missing; say how many {what}, as in --{name} 8")
-    values = {name: SETTINGS[name](name, text) for name, text in texts.items()}
+    values = {field_of(name): SETTINGS[name](name, text) for name, text in texts.items()}
     if "limit" not in values:
         is_bound = values.get("dispatch", Dispatch.READY) is Dispatch.READY
         values["limit"] = DEFAULT_LIMIT if is_bound and values.get("hold") is None else None
@@ -267,6 +298,10 @@ def hold_or_none(name: str, text: str) -> Hold | None:
     return None if text == "none" else parse_hold(text, f"--{name}", auto=False)
 
 
+def _patience(name: str, text: str) -> Patience:
+    return parse_patience(text, f"--{name}")
+
+
 def _choice(*choices: _Choice) -> Callable[[str, str], _Choice]:
     def read(name: str, text: str) -> _Choice:
         if text not in choices:
@@ -297,11 +332,19 @@ SETTINGS: dict[str, Callable[[str, str], object]] = {
     "hold": hold_or_none,
     "w": _choice(*WeightGradients),
     "agreement": _choice(*AgreementRule),
+    "patience": _patience,
     "admit": _text,
+    "admit-across": _choice(*AdmitAcross),
     "costs": _text,
     "jitter": _text,
 }
 """The settings of a row, and how each is read."""
+
+
+def field_of(name: str) -> str:
+    """The field of `Asked` that has a setting."""
+    return name.replace("-", "_")
+
 
 _TELLING = ("hint", "dispatch", "links", "placement", "w", "agreement", "admit", "costs", "jitter")
 """Settings whose texts need no name to be understood, but for `none`."""

@@ -114,8 +114,10 @@ def _check_policy(settings: TrainSettings) -> None:
 def _check_admission(settings: TrainSettings) -> None:
     from rrfp.inputs.admission_files import resolve_admission
     from rrfp.megatron.item_costs import resolve_cost
+    from rrfp.schedule.admission import check_replicas
 
-    resolve_admission(settings.policy.admit, settings.data.microbatches)
+    admission = resolve_admission(settings.policy.admit, settings.data.microbatches)
+    check_replicas(admission, settings.layout.num_replicas)
     resolve_cost(settings.policy.admit_cost)
 
 
@@ -188,7 +190,7 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
 def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
     """What a run that came to its end has to show, and where to look next."""
     num_finished = _num_finished(run)
-    _tell_pace(run, first_step)
+    tell_pace(run, first_step)
     _tell_heldout(run)
     if num_finished < settings.num_steps:
         _tell(
@@ -218,7 +220,7 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
     typer.echo(f"      {rrfp} analyze{where}", err=True)
 
 
-def _tell_pace(run: "RunDir", first_step: int) -> None:
+def tell_pace(run: "RunDir", first_step: int) -> None:
     """Say how many tasks of a paced session, which began with this step, took longer than their
     model. An earlier session may have had another model."""
     lines = map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rrfp.errors import UsageError
 from rrfp.inputs.text_files import means_a_file, read_text
+from rrfp.schedule.hints.auto import AUTO
 from rrfp.schedule.hints.hint import Hint, Rounds, WeightGradients
 from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.order import Order, order_rounds, parse_order, splits
@@ -37,11 +39,19 @@ class OrderFile:
         return order_rounds(w)
 
 
-def resolve_hint(text: str) -> Hint:
-    """The hint named `text`, or the order in the file at that path.
+def resolve_hint(text: str, *, auto: bool = False) -> Hint:
+    """The hint named `text`, or the order in the file at that path; with `auto`, that name is the
+    wish for a choice while the run goes on.
 
     Raises UsageError for an unknown hint, listing the known ones, and for an unreadable file.
     """
+    if text == AUTO.name:
+        if auto:
+            return AUTO
+        raise UsageError(
+            f"hint auto is chosen while a run goes on, and nothing runs here; name one of "
+            f"{', '.join(HINTS)}"
+        )
     return (
         hint_named(text)
         if order_file(text) is None
@@ -51,4 +61,4 @@ def resolve_hint(text: str) -> Hint:
 
 def order_file(text: str) -> Path | None:
     """The path of an order file, or None where `text` is a name."""
-    return None if text in HINTS or not means_a_file(text, ".csv") else Path(text)
+    return None if text in (AUTO.name, *HINTS) or not means_a_file(text, ".csv") else Path(text)

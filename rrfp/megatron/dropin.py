@@ -38,10 +38,10 @@ from rrfp.megatron.memory.bound import StepMemory
 from rrfp.megatron.pipeline import Pipeline, tell_of_failure
 from rrfp.megatron.refusals import refuse, refuse_data
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import MismatchedDataError, StepData
+from rrfp.megatron.step.microbatch_data import StepData, data_of
 from rrfp.megatron.step.random_streams import RandomStreams
 from rrfp.megatron.step.stage import RankStep, StepArguments
-from rrfp.megatron.step_policy import StepPolicy, step_policy
+from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
@@ -110,7 +110,7 @@ class ForwardBackward:
         self._record = record
         self._delays = delays
         self._pace = pace
-        self._look_ahead = LookAhead(settings)
+        self.look_ahead = LookAhead(settings)
         self._holds_bytes = not counts_microbatches(settings.policy.hold)
         # Equal on every rank, because all ranks make their functions in the same order.
         self._name = next(_names)
@@ -120,12 +120,16 @@ class ForwardBackward:
         differ in both."""
         self._recorded: LayoutLinks | None = None
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
-        self._step_policies: dict[tuple[Shape, bool], StepPolicy] = {}
+        self._step_policies = StepPolicies(settings.policy)
         at_end.call(self.close)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.last_step: StepSummary | None = None
         """The figures of the last step on this rank."""
+        self.last_steering: StepPolicy | None = None
+        """That of the last training step."""
+        self.last_order: Sequence[int] | None = None
+        """The order of entry of the last step that was planned."""
 
     def start_at(self, step: int) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it
@@ -170,28 +174,39 @@ class ForwardBackward:
         links = self._links[place, len(models)]
         step = links.count_step(forward_only=forward_only)
         opening = None if links.pipeline is not None else self._next_opening(place, len(models))
-        look_ahead = self._look_ahead
+        look_ahead = self.look_ahead
         admits_given = forward_only or look_ahead.admits_given
         try:
-            given = _data_of(data_iterator, len(models))
-            steering = self._steering(place, num_microbatches, len(models), forward_only)
+            given = data_of(data_iterator, len(models))
+            device = device_of(models, groups)
+            shape = Shape(
+                len(place.pipeline), num_microbatches, len(models), self._settings.placement
+            )
+            chooser = links.chooser_of(self._settings.policy)
+            if chooser is None or forward_only:
+                steering = self._step_policies.of(shape, forward_only=forward_only)
+            else:
+                steering = chooser.steering(step, shape, config, groups, device, has_experts)
+            if not forward_only:
+                self.last_steering = steering
             sizes = self._modelled_sizes(step, steering.shape, forward_only=forward_only)
             measures = self._holds_bytes and sizes is None and not forward_only
             looks_ahead = measures or not admits_given
             keeps_order = steering.keeps_microbatch_order and not looks_ahead
             refuse_data(given, steering, look_ahead.reason, keeps_order=keeps_order)
             refuse(config, models, steering, place.pp_rank)
+            plans = look_ahead.plans and not forward_only
             data = StepData(
-                given,
+                links.ahead.put_in(given) if plans else given,
                 num_microbatches,
                 links.habits[forward_only, tuple(map(id, models))],
                 keeps_order=keeps_order,
                 group_size=getattr(config, "microbatch_group_size_per_vp_stage", None)
                 or len(place.pipeline),
             )
-            streams = RandomStreams(device_of(models, groups))
+            streams = RandomStreams(device)
             pipeline = self._connected(
-                links, opening, place, steering.shape, streams.device, forward_only=forward_only
+                links, opening, place, steering, device, forward_only=forward_only
             )
         except BaseException as error:
             if opening is not None:
@@ -203,7 +218,12 @@ class ForwardBackward:
         order: Sequence[int] = range(num_microbatches)
         looks_from_ns = monotonic()
         # If looking ahead fails, all ranks of the replica learn of it, and their links stay open.
-        if not admits_given:
+        if links.planner is not None and plans:
+            order = look_ahead.planned_order(
+                links.planner, step, steering, data, groups, streams.device
+            )
+            self.last_order = order
+        elif not admits_given:
             order = look_ahead.order(step, data, num_microbatches, groups, streams.device)
         if measures:
             features = look_ahead.features(data, order, groups, streams.device)
@@ -324,37 +344,30 @@ class ForwardBackward:
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 
-    def _steering(
-        self, place: Place, num_microbatches: int, num_chunks: int, forward_only: bool
-    ) -> StepPolicy:
-        """The policy of a step, computed once per shape."""
-        placement = self._settings.placement
-        shape = Shape(len(place.pipeline), num_microbatches, num_chunks, placement)
-        key = (shape, forward_only)
-        if key not in self._step_policies:
-            self._step_policies[key] = step_policy(
-                self._settings.policy, shape, forward_only=forward_only
-            )
-        return self._step_policies[key]
-
     def _connected(
         self,
         links: LayoutLinks,
         opening: str | None,
         place: Place,
-        shape: Shape,
+        steering: StepPolicy,
         device: torch.device,
         *,
         forward_only: bool,
     ) -> Pipeline:
         """The pipeline of these links, with enough credit for this step; `opening` is its name if
         it must be opened first."""
-        num_credits = self._settings.policy.num_in_flight(
+        shape = steering.shape
+        num_credits = steering.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=forward_only
         )
         if links.pipeline is None:
             assert opening is not None
             record = self._record if self._recorded is None else links.record
+            if links.planner is None and self.look_ahead.plans:
+                links.planner = self.look_ahead.planner(record)
+                record = links.record = links.planner.record
+            if links.chooser is not None:
+                record = links.record = links.chooser.watched(record)
             links.pipeline = Pipeline(
                 self._settings,
                 place,
@@ -384,16 +397,3 @@ class ForwardBackward:
         ranks; the next step opens them again. Also done at exit."""
         for links in self._links.values():
             links.close()
-
-
-def _data_of(given: Any, num_chunks: int) -> list[Any]:
-    """The data object of each chunk; Megatron passes it bare, in a list, or not at all."""
-    if given is None:
-        return [None] * num_chunks
-    objects = given if isinstance(given, list) else [given]
-    if len(objects) != num_chunks:
-        raise MismatchedDataError(
-            f"{len(objects)} data iterators came with {num_chunks} model chunks; "
-            "pass a list of one per chunk"
-        )
-    return objects

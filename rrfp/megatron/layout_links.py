@@ -9,8 +9,13 @@ import torch
 
 from rrfp.megatron.memory.bound import MemoryBound
 from rrfp.megatron.pipeline import Pipeline
+from rrfp.megatron.planning.chooser import HintChooser
+from rrfp.megatron.planning.next_items import AheadIterators
+from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.step.microbatch_data import DataHabits
+from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hold import Auto, Bytes
+from rrfp.schedule.policy import Policy
 from rrfp.trace.records import Record
 from rrfp.trace.steps import evaluation_step
 
@@ -34,8 +39,22 @@ class LayoutLinks:
     """By whether a step is an evaluation, and by the ids of the models: several models may have the
     same groups."""
 
+    chooser: HintChooser | None = None
+    """What chooses the hint, with `auto`."""
+    planner: EntryPlanner | None = None
+    """What plans the order of entry, with `admit plan`."""
+    ahead: AheadIterators = field(default_factory=AheadIterators)
+    """The iterators whose next items it looks at."""
+
     bounds: dict[tuple[int, ...], MemoryBound] = field(default_factory=dict)
     """By the ids of the models."""
+
+    def chooser_of(self, policy: Policy) -> HintChooser | None:
+        """What chooses the policies of training steps; None if they have the one that they were
+        given."""
+        if self.chooser is None and isinstance(policy.hint, AutoHint):
+            self.chooser = HintChooser(policy)
+        return self.chooser
 
     def bound_of(self, models: Sequence[Any], hold: object, device: torch.device) -> MemoryBound:
         """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
@@ -57,6 +76,8 @@ class LayoutLinks:
     def close(self, *, farewell: bool = True) -> None:
         """Close the links. Without a farewell, for a rank that fails, the neighbours consider this
         rank lost."""
+        if self.chooser is not None:
+            self.chooser.close()
         if self.pipeline is not None:
             self.pipeline.close(farewell=farewell)
             self.pipeline = None

@@ -13,13 +13,22 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import resolve_admission
+from rrfp.inputs.dealing_files import resolve_dealing
+from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.admission import agreed_order, told_by_first
+from rrfp.megatron.dealing.dealer import Dealer
 from rrfp.megatron.item_costs import resolve_cost, resolve_features
 from rrfp.megatron.memory.features import Features, features_of
+from rrfp.megatron.planning.measured import MeasuredTasks
+from rrfp.megatron.planning.next_items import AheadIterator
+from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step.microbatch_data import StepData
-from rrfp.schedule.admission import Admit, admission_order
+from rrfp.megatron.step_policy import StepPolicy
+from rrfp.schedule.admission import Admit, ListedOrders, admission_order, check_replicas
+from rrfp.schedule.dealing import AdmitAcross, Hands
 from rrfp.schedule.hold import described_hold
+from rrfp.trace.records import Record
 
 _MOST_FEATURES = 32
 
@@ -34,30 +43,83 @@ class LookAhead:
         self._admission = resolve_admission(settings.admit)
         self._cost = resolve_cost(settings.admit_cost)
         self._features = resolve_features(settings.hold_features)
+        dealing = resolve_dealing(settings.admit_across)
+        self._dealer = None if dealing is AdmitAcross.NONE else Dealer(dealing, self._admission)
+
+    @property
+    def plans(self) -> bool:
+        """Whether orders are planned."""
+        return self._admission is Admit.PLAN
 
     @property
     def admits_given(self) -> bool:
-        return self._admission is Admit.GIVEN
+        return self._admission is Admit.GIVEN and self._dealer is None
+
+    @property
+    def hands(self) -> Hands | None:
+        """What each replica was dealt in the step that began last; None if nothing is dealt."""
+        return None if self._dealer is None else self._dealer.hands
 
     @property
     def reason(self) -> str:
         """The setting for which items are drawn before they are used."""
         if self.admits_given:
             return f"hold {described_hold(self._settings.policy.hold)}"
+        if self._dealer is not None:
+            return f"admit_across '{self._settings.admit_across}'"
         return f"admit '{self._settings.admit}'"
+
+    def planner(self, record: Callable[[Record], None]) -> EntryPlanner:
+        """A planner of one layout's steps, whose records it sees before `record` does."""
+        settings = self._settings
+        measured = MeasuredTasks(record)
+        cost = None if settings.admit_cost is None else self._cost
+        return EntryPlanner(
+            measured, record, cost, plan_ms=settings.plan_ms, features=self._features
+        )
 
     def order(
         self, step: int, data: StepData, num_microbatches: int, groups: Any, device: torch.device
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """The order in which the items become the step's microbatches."""
 
+        def items() -> Callable[[], Sequence[Any]]:
+            return self._items(data, num_microbatches, f"{self.reason} looks at")
+
+        def weigh() -> Sequence[float]:
+            return self._cost.weigh(items()())
+
+        if self._dealer is not None:
+            return self._dealer.order(step, data, weigh, num_microbatches, groups, device)
+
         def decide() -> Sequence[int]:
-            items = self._items(data, num_microbatches, f"admit '{self._settings.admit}' orders")
-            return admission_order(
-                self._admission, step, num_microbatches, lambda: self._cost.weigh(items())
-            )
+            items()  # What is missing is said before all else.
+            replica = 0
+            if isinstance(self._admission, ListedOrders) and self._admission.num_replicas > 1:
+                replicas = replicas_of(groups)
+                check_replicas(self._admission, replicas.size())
+                replica = replicas.rank()
+            return admission_order(self._admission, step, num_microbatches, weigh, replica)
 
         return agreed_order(decide, num_microbatches, groups, device)
+
+    def planned_order(
+        self,
+        planner: EntryPlanner,
+        step: int,
+        steering: StepPolicy,
+        data: StepData,
+        groups: Any,
+        device: torch.device,
+    ) -> list[int]:
+        """Likewise, as it was planned."""
+        items = _DataItems(self, data, steering.shape.num_microbatches)
+        return planner.order(step, steering.shape, steering.policy, items, groups, device)
+
+    def items_to_order(self, data: StepData, num_microbatches: int) -> Sequence[Any]:
+        """A step's items before any is used. Raises UsageError if the replica's first rank, which
+        calls it, has none."""
+        return self._items(data, num_microbatches, f"{self.reason} looks at")()
 
     def features(
         self, data: StepData, order: Sequence[int], groups: Any, device: torch.device
@@ -92,3 +154,21 @@ class LookAhead:
                 "iterator; pass one there or leave it out"
             )
         return lambda: data.first(0, num_microbatches)
+
+
+class _DataItems:
+    """A `StepItems` of a step's data."""
+
+    def __init__(self, look_ahead: LookAhead, data: StepData, num_microbatches: int) -> None:
+        self._look_ahead = look_ahead
+        self._data = data
+        self._num = num_microbatches
+
+    def items(self) -> Sequence[Any]:
+        return self._look_ahead.items_to_order(self._data, self._num)
+
+    def next_items(self) -> Sequence[Any] | None:
+        given = self._data.given(0)
+        # All of this step's are drawn by now, or they could not be in sequence.
+        self.items()
+        return given.look(self._num) if isinstance(given, AheadIterator) else None

@@ -8,10 +8,19 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import admission_file
+from rrfp.inputs.dealing_files import dealing_file
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import AdmitAcross
+from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import Hold, check_is_absolute, counts_microbatches, parse_hold
+from rrfp.schedule.patience.setting import (
+    IMPATIENT,
+    AutoPatience,
+    Patience,
+    parse_patience,
+)
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement
 
@@ -47,6 +56,9 @@ class DispatchSettings:
     """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
     """How ranks that share a collective inside a task settle on the next one."""
+    patience: Patience | str = IMPATIENT
+    """How long a free rank waits for a better task that another rank has announced: in ns, or a
+    text such as `auto` or 5ms."""
     grad_order: GradOrder = GradOrder.CANONICAL
     admit: str = Admit.GIVEN
     """The order in which the items of a training step become its microbatches: a name, or the path
@@ -54,6 +66,12 @@ class DispatchSettings:
     admit_cost: str | Callable[[Any], Any] | None = None
     """An item's weight in a pyramid: a function from an item to a number, MODULE:FUNCTION, or one
     of `CostName`; None means `CostName.WORK`."""
+    plan_ms: float | None = None
+    """With admit `plan`: how long a step is planned, in ms; None: a tenth of the last step's
+    time."""
+    admit_across: str = AdmitAcross.NONE
+    """Whether the items of a training step are dealt to the data-parallel replicas by cost before
+    they enter: `none`, `replicas`, or the path of a file of dealings."""
     placement: Placement = Placement.LOOP
     """Which stages a rank's model chunks are."""
     connect_s: float = 60.0
@@ -73,9 +91,14 @@ class DispatchSettings:
         hold = parse_hold(self.hold) if isinstance(self.hold, str) else self.hold
         object.__setattr__(self, "hold", hold)
         check_is_absolute(hold)
-        hint = resolve_hint(self.hint) if isinstance(self.hint, str) else self.hint
+        patience = self.patience
+        if isinstance(patience, str) and not isinstance(patience, AutoPatience):
+            patience = parse_patience(patience)
+        object.__setattr__(self, "patience", patience)
+        hint = resolve_hint(self.hint, auto=True) if isinstance(self.hint, str) else self.hint
         policy = Policy.with_usual_limit(
-            hint, self.dispatch, self.limit, hold, self.w, self.agreement
+            *(hint, self.dispatch, self.limit, hold, self.w, self.agreement),
+            patience=patience,
         )
         object.__setattr__(self, "policy", policy)
         for name in ("connect_s", "stall_s"):
@@ -95,16 +118,45 @@ class DispatchSettings:
                     f"{name} is {value!r:.50}; it must be a name, or a function of an item that "
                     "can be hashed"
                 )
-        if self.hold_features is not None and counts_microbatches(self.policy.hold):
+        is_measured = self.admit == Admit.PLAN or not counts_microbatches(self.policy.hold)
+        if self.hold_features is not None and not is_measured:
             raise UsageError(
                 "hold_features say what bytes grow with and there is no hold in bytes; set hold to "
                 "a size such as 40GiB, or leave hold_features out"
             )
-        cost = self.admit_cost
-        if cost is not None and self.admit != Admit.PYRAMID:
+        check_auto(hint, self.grad_order)
+        self._check_dealing()
+        cost, sorts = self.admit_cost, self.admit in (Admit.PYRAMID, Admit.PLAN)
+        if cost is not None and not sorts and self.admit_across != AdmitAcross.REPLICAS:
             raise UsageError(
                 f"an admit_cost weighs microbatches and admit '{self.admit}' does not sort them; "
                 "choose admit 'pyramid' or leave admit_cost out"
+            )
+        plan_ms: object = self.plan_ms
+        if plan_ms is not None:
+            if not isinstance(plan_ms, int | float) or not 0 < plan_ms < math.inf:
+                raise UsageError(f"plan_ms is {plan_ms!r}; it must be a number above 0")
+            if self.admit != Admit.PLAN:
+                raise UsageError(
+                    f"plan_ms says how long to plan and admit '{self.admit}' plans nothing; choose "
+                    "admit 'plan' or leave plan_ms out"
+                )
+
+    def _check_dealing(self) -> None:
+        across = self.admit_across
+        if not isinstance(across, str):
+            raise UsageError(f"admit_across is {across!r}; it must be a name or a path, as text")
+        if (file := dealing_file(across)) is not None:
+            object.__setattr__(self, "admit_across", str(file.absolute()))
+            if self.admit != Admit.GIVEN:
+                raise UsageError(
+                    f"the file of admit_across '{across}' says in which order microbatches enter; "
+                    f"leave admit '{self.admit}' out"
+                )
+        elif across == AdmitAcross.REPLICAS and self.admit not in (Admit.GIVEN, Admit.PYRAMID):
+            raise UsageError(
+                f"admit_across '{across}' deals a replica other microbatches than admit "
+                f"'{self.admit}' orders; choose admit 'pyramid'"
             )
 
 
@@ -115,3 +167,13 @@ _CHOICES: dict[str, list[StrEnum]] = {
     "grad_order": [*GradOrder],
     "placement": [*Placement],
 }
+
+
+def check_auto(hint: Hint, grad_order: GradOrder) -> None:
+    """Raise UsageError if a choice of hints would change what is trained."""
+    if isinstance(hint, AutoHint) and grad_order is not GradOrder.CANONICAL:
+        raise UsageError(
+            f"a grad_order of {grad_order} lets the sums of gradients depend on the order of "
+            "tasks, and hint auto changes it while the run goes on; choose canonical, or name a "
+            "hint"
+        )

@@ -14,6 +14,24 @@ from rrfp.schedule.shape import FORWARD_ONLY, Shape
 
 
 @dataclass(frozen=True, slots=True)
+class ChoiceFigures:
+    """How the policy of a step was chosen."""
+
+    num_candidates: int
+    predicted_s: float
+    kept_s: float
+    """What the policy before it was predicted to take."""
+
+    def described(self) -> dict[str, object]:
+        """As a line of `metrics.jsonl` has it."""
+        return {
+            "candidates": self.num_candidates,
+            "predicted_s": self.predicted_s,
+            "kept_s": self.kept_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class StepPolicy:
     """The policy of the steps of one shape."""
 
@@ -27,9 +45,27 @@ class StepPolicy:
     """Whether data-parallel replicas run the backwards of a stage in the same order, and the last
     ones from the largest chunk down: a microbatch returns through the larger chunks first."""
 
+    choice: ChoiceFigures | None = None
+    """How it was chosen, in the step in which it was."""
+
     @property
     def hint_name(self) -> str:
         return self.policy.hint.name
+
+
+class StepPolicies:
+    """The policies of a run's steps, one for each shape, fitted once."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._found: dict[tuple[Shape, bool], StepPolicy] = {}
+
+    def of(self, shape: Shape, *, forward_only: bool) -> StepPolicy:
+        """Raises as `step_policy` does."""
+        key = (shape, forward_only)
+        if key not in self._found:
+            self._found[key] = step_policy(self._policy, shape, forward_only=forward_only)
+        return self._found[key]
 
 
 def step_policy(policy: Policy, shape: Shape, *, forward_only: bool) -> StepPolicy:

@@ -111,6 +111,7 @@ class Asked:
     peers: tuple[Project, ...] = tuple(Project)
     """The projects whose schedules race; what cannot run here is left out."""
     holds: tuple[str, ...] = ()
+    admits: tuple[Admit, ...] = ()
     profiles: tuple[str, ...] = ()
     systems: tuple[System, ...] = ()
     steps: int | None = None
@@ -240,7 +241,7 @@ def _combinations(
         if not system.is_ours:
             yield system, None, None, Admit.GIVEN
             continue
-        for admit in contest.admits:
+        for admit in asked.admits or contest.admits:
             if admit is Admit.GIVEN or varies:
                 for bound in asked.holds or contest.bounds:
                     limit, hold = read_bound(bound)
@@ -368,6 +369,8 @@ def _settings(
         steps=steps,
         limit=limit,
         hold=hold,
+        w=system.w,
+        patience=system.patience,
         seed=case.seed,
         pace=pace,
         jitter=case.jitter,

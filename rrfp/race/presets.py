@@ -29,6 +29,7 @@ from rrfp.race.systems import (
     TORCH_INTERLEAVED_ZB,
     TORCH_ZBV,
     ZB_V,
+    ZB_V_PATIENT,
     System,
 )
 from rrfp.schedule.admission import Admit
@@ -87,7 +88,7 @@ class Contest:
     """Bounds of readiness-first systems: `paper`, `limit 4`, `hold 8`, or `hold 1.5x` (of the
     largest peak that 1F1B has in bytes)."""
     admits: tuple[Admit, ...] = (Admit.GIVEN,)
-    """Admission orders of readiness-first systems; the pyramid only if costs vary."""
+    """Admission orders of readiness-first systems; others than the given one only if costs vary."""
     sizes: tuple[tuple[int, int, int], ...]
     """Pipeline ranks, tensor-parallel ranks and microbatches."""
     seeds: tuple[int, ...] = ()
@@ -140,6 +141,13 @@ def preset_named(name: str, scale: Scale) -> Preset:
                         profiles=(_EVEN, _VARYING, _IMAGES),
                         bounds=(PAPERS, *_HOLDS),
                         admits=(Admit.GIVEN, Admit.PYRAMID),
+                        sizes=(size,),
+                    ),
+                    # Patience is for even tasks.
+                    Contest(
+                        systems=(MEGATRON, ZB_V_PATIENT),
+                        profiles=(_EVEN,),
+                        bounds=_HOLDS[:1],
                         sizes=(size,),
                     ),
                 ),

@@ -29,7 +29,9 @@ from rrfp.simulate.conditions import conditions
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.costs.scaled import ScaledCosts
 from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.plan.search import NUM_SIMULATIONS
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
+from rrfp.train.admission import run_planner
 from rrfp.train.data.batches import Batch, Data
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.pacing import StepPacer, make_pace
@@ -49,6 +51,9 @@ class _AtOnce:
     def task(self, task: Task) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def expected_ns(self, task: Task) -> None:
+        return None
+
     def message_ns(self, task: Task) -> int:
         return 0
 
@@ -66,6 +71,16 @@ class _RoundPace:
 
     def start_step(self, step: int, shape: Shape) -> StepPace:
         return _AtOnce() if self.round is None else self.pacer.start_step(self.round, shape)
+
+
+class _NoItems:
+    """The `StepItems` of a race, whose costs are modelled."""
+
+    def items(self) -> Sequence[Batch]:
+        return ()
+
+    def next_items(self) -> Sequence[Batch] | None:
+        return None
 
 
 class _Records:
@@ -153,14 +168,24 @@ class RacedSystem:
                 settings, layout.pp_rank, self._records.record, pace=self._pace
             )
         self._is_warm = False
+        self._planner = run_planner(settings, self._records.record, pacer, NUM_SIMULATIONS)
+        self._planned: dict[int, Sequence[int]] = {}
+        """By round: its planned order."""
 
     def prepare(self, number: int) -> None:
         """Draw the round's pace, before its step begins."""
         self._pace.pacer.prepare(number)
 
     def batches(self, number: int) -> list[Batch]:
-        """The round's microbatches, in admission order."""
-        order = self._pace.pacer.order(number)
+        """The round's microbatches, in admission order. A planned order is that of the model, and
+        the next round's is planned while this one is raced."""
+        if self._planner is None:
+            order = self._pace.pacer.order(number)
+        else:
+            if number not in self._planned:
+                self._planned = {number: self._planner.order(number, _NoItems())}
+            order = self._planned[number]
+            self._pace.pacer.admit_as(number, order)
         return [self._batches.batch(number, microbatch) for microbatch in order]
 
     def warm_up(self, number: int) -> None:

@@ -4,10 +4,12 @@ A name covers everything except the bound on memory and the admission order, whi
 separately.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rrfp.errors import UsageError, did_you_mean
 from rrfp.race.peers import PEERS
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.patience.setting import IMPATIENT, AutoPatience, Patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 
@@ -22,6 +24,8 @@ class System:
     """None: a peer decides; `hint` is then one with the same tasks."""
     chunks: int = 1
     placement: Placement = Placement.LOOP
+    w: WeightGradients = WeightGradients.IDLE
+    patience: Patience = IMPATIENT
 
     @property
     def peer(self) -> str | None:
@@ -70,6 +74,9 @@ HINT_ZB_H1 = System("zb-h1", "zb-h1")
 BF_DEEP = _v("bf-deep", "bf-deep")
 BFW_DEEP = _v("bfw-deep", "bfw-deep")
 ZB_V = _v("zb-v", "zb-v")
+ZB_V_PATIENT = replace(
+    ZB_V, name="zb-v-patient", w=WeightGradients.RANKED, patience=AutoPatience.AUTO
+)
 
 SYSTEMS = {
     system.name: system
@@ -94,6 +101,7 @@ SYSTEMS = {
         BF_DEEP,
         BFW_DEEP,
         ZB_V,
+        ZB_V_PATIENT,
     )
 }
 

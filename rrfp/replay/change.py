@@ -9,6 +9,7 @@ from rrfp.replay.recorded import RecordedRun, told_hold
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.patience.setting import IMPATIENT, Patience, described_patience
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
@@ -24,6 +25,7 @@ class Change:
     limit: int | None = None
     hold: Hold | None = None
     """In microbatches of the whole rank, in bytes, or as a share of what 1F1B would have kept."""
+    patience: Patience | None = None
     unbound: bool = False
     """Without the bound that the run was given."""
     without_jitter: bool = False
@@ -50,13 +52,18 @@ class Change:
     @property
     def has_policy(self) -> bool:
         return self.unbound or any(
-            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold)
+            x is not None for x in (self.hint, self.dispatch, self.limit, self.hold, self.patience)
         )
 
     def check(self, run: RecordedRun) -> None:
         """Raise UsageError for a stage, link, rank or replica that the run does not have, or that
         has nothing to be compared with."""
         shape, num_replicas = run.shape, len(run.steps[0].replicas)
+        if self.admit is Admit.PLAN:
+            raise UsageError(
+                "--admit plan searches on what is known before a step, and a recorded one tells "
+                "what it took; choose --admit pyramid, or rrfp simulate --costs RUN --admit plan"
+            )
         if self.median_stage is not None and not 0 <= self.median_stage < shape.num_stages:
             raise UsageError(
                 f"the run has no stage {self.median_stage}; choose one from 0 to "
@@ -100,9 +107,13 @@ class Change:
             limit, hold = run.bounds_under(dispatch)
         own = run.policy
         if dispatch is Dispatch.FIXED:
-            return fitted(Policy(hint, None, dispatch, limit, hold), run.shape)
+            # One that was asked for by itself is refused.
+            patience = self.patience or IMPATIENT
+            policy = Policy(hint, None, dispatch, limit, hold, patience=patience)
+            return fitted(policy, run.shape)
         w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
-        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement)
+        patience = own.patience if self.patience is None else self.patience
+        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement, patience)
         return fitted(policy, run.shape, counts_places=False)
 
     def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:
@@ -142,6 +153,7 @@ class Change:
             ("dispatch", self.dispatch),
             ("limit", "none" if self.unbound else self.limit),
             ("hold", self.hold),
+            ("patience", None if self.patience is None else described_patience(self.patience)),
             ("usual-rank", self.usual_rank),
             ("usual-replica", self.usual_replica),
             ("usual-link", self.usual_link and f"{self.usual_link[0]}-{self.usual_link[1]}"),
@@ -174,6 +186,8 @@ class Change:
             absolute = _absolute(self.hold, run)
             resolved = "" if absolute == self.hold else f" ({told_hold(absolute)})"
             words.append(f"hold {told_hold(self.hold)}{resolved}")
+        if self.patience is not None:
+            words.append(f"patience {described_patience(self.patience)}")
         if self.without_jitter:
             words.append("without jitter")
         if self.median_stage is not None:

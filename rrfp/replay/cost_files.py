@@ -5,6 +5,7 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
 from rrfp.errors import UsageError, did_you_mean
+from rrfp.simulate.costs.cut_files import CUT, parse_cut
 from rrfp.simulate.costs.flops import parse_flops
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.costs.rows import parse_rows
@@ -25,6 +26,11 @@ def resolve_costs(text: str) -> Costs:
     Raises UsageError for anything else and for a file that cannot be read or is wrong, and
     RrfpError for a run without a whole trace.
     """
+    return _resolved(text, is_cut=False)
+
+
+def _resolved(text: str, *, is_cut: bool) -> Costs:
+    """`is_cut`: another document cuts these costs, so that they cannot be such a document again."""
     if text in PRESETS:
         return preset(text)
     trace = _recorded_trace(text)
@@ -49,6 +55,13 @@ def resolve_costs(text: str) -> Costs:
         raise UsageError(f"{text} is not TOML ({error}); correct it") from None
     except RecursionError:
         raise UsageError(f"{text} is nested too deeply to be costs; choose another file") from None
+    if CUT in document:
+        if is_cut:
+            raise UsageError(
+                f"{text} cuts other costs and is to be cut itself; name the costs that it cuts in "
+                "its place"
+            )
+        return parse_cut(document, text, lambda costs: _resolved(costs, is_cut=True))
     return (parse_flops if _OF_A_MODEL & document.keys() else parse_table)(document, text)
 
 

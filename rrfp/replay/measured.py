@@ -110,6 +110,8 @@ def _decided(
         if stimulus.name == "InputArrived":
             latest.append(task_of(stimulus))
             continue
+        if stimulus.name == "Announced":
+            continue  # It makes nothing ready.
         if decided is None:
             waits = waits or stimulus.name == "ComputeIdle"
             earlier += latest

@@ -16,7 +16,7 @@ from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.budgets import by_rank, widest_of_1f1b
 from rrfp.trace.records import Recording
-from rrfp.trace.sessions import description_of_steps
+from rrfp.trace.sessions import description_of_steps, last_policy_begins
 from rrfp.trace.steps import is_evaluation, step_windows
 
 
@@ -102,18 +102,23 @@ def told_hold(hold: Hold) -> str:
 
 def read_run(recording: Recording, steps: range | None = None) -> RecordedRun:
     """Find out what a recording's run was. `steps` chooses among its steps that train; None takes
-    all. Evaluations are not replayed, as they have no backward.
+    all, or those under the policy that was chosen last. Evaluations are not replayed, as they have
+    no backward.
 
     Raises RrfpError when the trace does not tell, or no step is whole or has a backward, and
     UsageError when the run has none of the steps asked for.
     """
     layout = RecordedLayout(recording)
     windows = step_windows(recording)
+    chosen_in = last_policy_begins(recording.settings)
     begun = {task.step for records in recording.ranks for task in records.tasks}
     found = begun | windows.keys()
     if found and all(map(is_evaluation, found)):
         raise RrfpError("the trace has evaluations only, and only steps that train are replayed")
     begun = {step for step in begun if not is_evaluation(step)}
+    if steps is None and any(step >= chosen_in for step in windows):
+        # Under the hint `auto` the first steps have another policy.
+        found = {step for step in found if is_evaluation(step) or step >= chosen_in}
     asked = sorted(
         step for step in found if not is_evaluation(step) and (steps is None or step in steps)
     )

@@ -16,6 +16,12 @@ from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.hold import Hold, check_is_absolute, parse_hold
 from rrfp.schedule.order import Order
+from rrfp.schedule.patience.setting import (
+    IMPATIENT,
+    Patience,
+    described_patience,
+    parse_patience,
+)
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
@@ -66,7 +72,8 @@ class RecordedSettings:
         tell."""
         layers = self._values.get("layers")
         is_even = type(layers) is int and layers > 0 and layers % shape.num_stages == 0
-        return layers if is_even and not self._values.get("uneven_stages") else None
+        is_uneven = self._values.get("uneven_stages") or isinstance(self._values.get("layout"), str)
+        return layers if is_even and not is_uneven else None
 
     def _whole(self, name: str, value: object) -> int | None:
         """A whole number from 1 on, or None."""
@@ -115,6 +122,15 @@ class RecordedSettings:
             return self._bound("hold")
         raise self._strange("hold", value)
 
+    @property
+    def patience(self) -> Patience:
+        """Runs of earlier versions had none."""
+        value = self._policy.get("patience", described_patience(IMPATIENT))
+        with suppress(UsageError):
+            if isinstance(value, str):
+                return parse_patience(value)
+        raise self._strange("patience", value)
+
     @staticmethod
     def _strange(name: str, value: object) -> RrfpError:
         return RrfpError(
@@ -141,6 +157,7 @@ def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Po
         settings.hold(shape),
         settings.choice("w", WeightGradients, WeightGradients.IDLE),
         settings.choice("agreement", AgreementRule, AgreementRule.INTERSECTION),
+        settings.patience,
     )
 
 

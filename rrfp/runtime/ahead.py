@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from threading import Condition, Thread
 
 from rrfp.runtime.protocols import Clock
+from rrfp.schedule.patience.punctuality import Durations
 from rrfp.schedule.tasks import Kind
 
 _LONGEST_LEAD_NS = 1_000_000
-_WEIGHT_OF_LATEST = 0.1
 
 
 class AheadThread:
@@ -26,7 +26,7 @@ class AheadThread:
     def __init__(self, decide: Callable[[], None], clock: Clock) -> None:
         self._decide = decide
         self._clock = clock
-        self._expected_ns: dict[tuple[Kind, int], float] = {}
+        self._durations = Durations()
         # Held while `decide` runs, and by the compute thread at a task's start and end.
         self._condition = Condition()
         self._due_ns: float | None = None
@@ -42,7 +42,7 @@ class AheadThread:
     def while_running(self, kind: Kind, chunk: int) -> Iterator[None]:
         """Wrap the running of a task. Raises what `decide` raised, after the task has succeeded."""
         start_ns = self._clock()
-        expected_ns = self._expected_ns.get((kind, chunk))
+        expected_ns = self._durations.expected_ns(kind, chunk)
         if expected_ns is not None:
             lead_ns = min(_LONGEST_LEAD_NS, expected_ns / 2)
             with self._condition:
@@ -55,12 +55,7 @@ class AheadThread:
                 self._due_ns = None
         if self._failure is not None:
             raise self._failure
-        taken_ns = self._clock() - start_ns
-        if expected_ns is None:
-            expected_ns = taken_ns
-        # A decaying mean, because the first task of a kind takes longer than later ones.
-        latest = _WEIGHT_OF_LATEST
-        self._expected_ns[kind, chunk] = (1 - latest) * expected_ns + latest * taken_ns
+        self._durations.took(kind, chunk, self._clock() - start_ns)
 
     def close(self) -> None:
         """End the thread. Call it between two tasks."""

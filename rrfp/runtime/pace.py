@@ -36,6 +36,10 @@ class StepPace(Protocol):
         modelled time since entry has passed, and counts tasks that took longer."""
         ...
 
+    def expected_ns(self, task: Task) -> int | None:
+        """What the task is known to take before it runs; None where nothing is."""
+        ...
+
     def message_ns(self, task: Task) -> int:
         """How long the message for this task takes."""
         ...

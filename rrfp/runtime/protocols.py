@@ -8,7 +8,7 @@ while a task runs. All other threads communicate with its holder only by putting
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Condition
 from typing import Protocol
 
@@ -43,6 +43,21 @@ class Arrived:
 
     peer: int
     message: Message
+    arrived_ns: int = field(default=0, compare=False)
+    """When it was here, on this rank's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A neighbour has begun the task whose output this task takes."""
+
+    peer: int
+    step: int
+    task: Task
+    heard_ns: int
+    """When it said so, on this rank's clock."""
+    left_ns: int
+    """How much later it expects the output to be here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,7 @@ class Failed:
     error: RrfpError
 
 
-Event = Arrived | Reported | Decided | Left | Failed
+Event = Arrived | Forecast | Reported | Decided | Left | Failed
 
 
 class PeerLostError(RrfpError):
@@ -143,6 +158,10 @@ class Links(Protocol):
 
     def consumed(self, peer: int, step: int) -> None:
         """The compute thread took a message of the link peer -> here, freeing a place on it."""
+
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        """Tell `peer` when to expect a task's input, which is still to be sent (`Forecast`
+        there)."""
 
     def report(self, peer: int, step: int, task: Task) -> None:
         """Tell the group's leader `peer` that a task's input is here (`Reported` there)."""

@@ -32,6 +32,7 @@ from rrfp.runtime.protocols import (
     Decided,
     Event,
     Failed,
+    Forecast,
     Inbox,
     Left,
     Links,
@@ -45,9 +46,10 @@ from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, lis
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
-from rrfp.trace.records import Record, TaskRecord, WaitRecord
+from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
 
@@ -97,7 +99,9 @@ class Worker:
         self._stall_s = stall_s
         self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
-        self._early: defaultdict[int, list[Arrived | Reported | Decided]] = defaultdict(list)
+        self._early: defaultdict[int, list[Arrived | Forecast | Reported | Decided]] = defaultdict(
+            list
+        )
         self._left: set[int] = set()
         self._step: int
         self._dispatcher: Dispatcher
@@ -107,6 +111,9 @@ class Worker:
         self._peak_held_bytes = 0
         self._ahead: AheadThread | None = None
         self._decides_ahead = decides_ahead
+        self._durations = Durations()
+        self._punctuality: Punctuality | None = None
+        """Of what neighbours announce; None where this rank never waits for it."""
 
     def open(self) -> None:
         """Join this rank's group, before the first step. On the leader this starts the thread that
@@ -144,6 +151,7 @@ class Worker:
         self._step = step
         self._dispatcher = dispatcher
         self._pace = pace
+        self._start_patience()
         self._agreement.start_step()
         self._take_in(self._early.pop(step, ()))
         self._peak_held_bytes = 0
@@ -163,6 +171,8 @@ class Worker:
                     case RunTask():
                         self._agreement.dispatched(step, instruction.task)
                         busy_ns += self._run(compute, instruction)
+                    case Wait(_, int() as deadline_ns):
+                        self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
                     case StepDone():
@@ -171,6 +181,16 @@ class Worker:
                         return StepSummary(
                             step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None
                         )
+
+    def _start_patience(self) -> None:
+        """Begin to announce tasks, and to take in what is announced, if the policy asks for it; in
+        a group the leaders do, as they decide. What was learnt holds for later steps."""
+        dispatcher, group = self._dispatcher, self._agreement.group
+        fresh = punctuality_of(dispatcher.policy, dispatcher.shape.num_chunks)
+        if fresh is None or (group is not None and not group.leads):
+            self._punctuality = None
+        elif self._punctuality is None or self._punctuality.asked != fresh.asked:
+            self._punctuality = fresh
 
     def _decide_ahead(self) -> None:
         """Decide on the next task; runs on the ahead thread, which holds the state now."""
@@ -197,9 +217,14 @@ class Worker:
                 self._early[step].append(event)
                 continue
             match event:
-                case Arrived(_, message):
+                case Arrived(_, message, arrived_ns):
+                    if self._punctuality is not None:
+                        self._punctuality.arrived(message.task, arrived_ns)
                     self._inputs[message.task] = message.tensors
                     self._handle(InputArrived(message.task))
+                case Forecast(_, _, task, heard_ns, left_ns):
+                    if self._punctuality is not None:
+                        self._handle(self._punctuality.announced(task, heard_ns, left_ns))
                 case Reported():
                     self._handle(self._agreement.reported(event))
                 case Decided():
@@ -217,6 +242,8 @@ class Worker:
             if sending_rank != pp_rank:
                 self._links.consumed(self._pp_ranks[sending_rank], step)
         waiting_bytes = compute.waiting_gradient_bytes
+        if self._punctuality is not None:
+            self._announce(task, run.chunk)
         start_ns = self._clock()
         ahead, pace = self._ahead, self._pace
         with (
@@ -230,6 +257,7 @@ class Worker:
                 self._delay()
             outputs = compute.run(task, inputs)
         end_ns = self._clock()
+        self._durations.took(task.kind, run.chunk, end_ns - start_ns)
         measured_bytes = compute.held_bytes
         self._peak_held_bytes = max(self._peak_held_bytes, measured_bytes)
         receiver = shape.receiver(task)
@@ -252,6 +280,29 @@ class Worker:
             )
         )
         return end_ns - start_ns
+
+    def _announce(self, task: Task, chunk: int) -> None:
+        """Tell the rank that takes this task's output when to expect it."""
+        shape, pace = self._dispatcher.shape, self._pace
+        receiver = shape.receiver(task)
+        if receiver is None or (to_rank := shape.rank_of(receiver.stage)) == self._dispatcher.rank:
+            return
+        expected_ns = None if pace is None else pace.expected_ns(task)
+        if expected_ns is None:
+            mean_ns = self._durations.expected_ns(task.kind, chunk)
+            if mean_ns is None:
+                return
+            expected_ns = int(mean_ns)
+        if pace is not None:
+            expected_ns += pace.message_ns(receiver)
+        self._links.forecast(self._pp_ranks[to_rank], self._step, receiver, expected_ns)
+
+    def _wait_until(self, deadline_ns: int) -> None:
+        """Wait until something arrives, or for as long as the patience lasts."""
+        while (left_ns := deadline_ns - self._clock()) > 0:
+            if events := self._inbox.take(left_ns / NS_PER_S):
+                self._take_in(events)
+                return
 
     def _wait(self, cause: Cause) -> None:
         """Wait until something arrives. Adds up its time-outs instead of reading the clock, because

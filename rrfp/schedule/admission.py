@@ -18,6 +18,9 @@ class Admit(StrEnum):
     GIVEN = "given"
     PYRAMID = "pyramid"
     """Light microbatches at both ends of the step, heavy ones in the middle."""
+    PLAN = "plan"
+    """The order that simulations find before the step, at worst the pyramid
+    (`rrfp.simulate.plan`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,13 @@ class ListedOrders:
     name: str
     """The file's name."""
     orders: tuple[tuple[int, ...], ...]
+    """By step and, where replicas have their own, by replica within the step."""
+    num_replicas: int = 1
+    """Replicas with an order of their own; with 1, all take the same."""
 
-    def of_step(self, step: int) -> tuple[int, ...]:
-        return self.orders[step % len(self.orders)]
+    def of_step(self, step: int, replica: int = 0) -> tuple[int, ...]:
+        place = step * self.num_replicas + replica % self.num_replicas
+        return self.orders[place % len(self.orders)]
 
 
 Admission = Admit | ListedOrders
@@ -40,13 +47,15 @@ def admission_order(
     step: int,
     num_microbatches: int,
     weigh: Callable[[], Sequence[float]],
+    replica: int = 0,
 ) -> Sequence[int]:
-    """The order of a step; `weigh` is called for its microbatches' weights only if they matter.
+    """The order of a replica's step; `weigh` is called for its microbatches' weights only if they
+    matter. A plan is made elsewhere, and is the pyramid here.
 
     Raises UsageError when the order is listed for another number of microbatches.
     """
     if isinstance(admission, ListedOrders):
-        order = admission.of_step(step)
+        order = admission.of_step(step, replica)
         if len(order) != num_microbatches:
             raise UsageError(
                 f"the order in {admission.name} admits {len(order)} microbatches and step {step} "
@@ -65,20 +74,53 @@ def pyramid(weights: Sequence[float]) -> list[int]:
 
 def parse_admission(text: str, name: str, num_microbatches: int | None = None) -> ListedOrders:
     """Read an admission file: a line per step, its microbatches in the order in which they enter,
-    separated by commas or spaces. Empty lines are ignored.
+    separated by commas or spaces. Where data-parallel replicas differ, their orders follow one
+    another, separated by semicolons. Empty lines are ignored.
 
     Raises UsageError, with the line, for one that does not name each of `num_microbatches`
-    microbatches once. By default the first line sets the number.
+    microbatches once, and for one with another number of replicas. By default the first line sets
+    the number of microbatches.
     """
     orders: list[tuple[int, ...]] = []
+    num_replicas: int | None = None
     for number, line in enumerate(text.splitlines(), start=1):
-        cells = line.replace(",", " ").split()
-        if cells:
+        where = f"{name}, line {number}"
+        of_replicas = [part.replace(",", " ").split() for part in line.split(";")]
+        if not any(of_replicas):
+            continue
+        if len(of_replicas) != (num_replicas or len(of_replicas)):
+            raise UsageError(
+                f"{where} has orders for {_replicas(len(of_replicas))} and the lines before it for "
+                f"{num_replicas}; give each line as many"
+            )
+        num_replicas = len(of_replicas)
+        for cells in of_replicas:
             num_microbatches = num_microbatches or len(cells)
-            orders.append(_parse_line(cells, num_microbatches, f"{name}, line {number}"))
+            orders.append(_parse_line(cells, num_microbatches, where))
     if not orders:
         raise UsageError(f"{name} admits nothing; write a line of microbatches, such as 1 0 2")
-    return ListedOrders(name, tuple(orders))
+    return ListedOrders(name, tuple(orders), num_replicas or 1)
+
+
+def check_replicas(admission: Admission, num_replicas: int) -> None:
+    """Raise UsageError for orders that are listed for another number of replicas, unless all take
+    the same."""
+    if isinstance(admission, ListedOrders) and admission.num_replicas not in (1, num_replicas):
+        raise UsageError(
+            f"{admission.name} has orders for {_replicas(admission.num_replicas)} and there "
+            f"{'is 1' if num_replicas == 1 else f'are {num_replicas}'}; give each line as many, or "
+            "one order for all"
+        )
+
+
+def format_admission(orders: Sequence[Sequence[int]]) -> str:
+    """The line of a step, which `parse_admission` reads back: an order for each replica, or one for
+    all."""
+    return "; ".join(" ".join(map(str, order)) for order in orders) + "\n"
+
+
+def _replicas(num: int) -> str:
+    return "1 replica" if num == 1 else f"{num} replicas"
 
 
 def _parse_line(cells: list[str], num_microbatches: int, where: str) -> tuple[int, ...]:

@@ -67,9 +67,11 @@ class Books:
         }
         # Whether a task's output stays on this rank, by lane.
         self._hands_over: list[bool] = []
+        self._comes: list[bool] = []
         for first in self.tasks[:: shape.num_microbatches]:
             ranks = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
             comes = any(other != rank for other in ranks)
+            self._comes.append(comes)
             self.lacks += [ranks.count(rank)] * shape.num_microbatches
             self.missing += [self.everybody if comes else 0] * shape.num_microbatches
             receiver = shape.receiver(first)
@@ -92,6 +94,10 @@ class Books:
             return None
         return first + microbatch + self.num_of_a_kind * (1 if kind is Kind.B else 2)
 
+    def comes(self, number: int) -> bool:
+        """Whether another rank sends this task's input."""
+        return self._comes[number // self.num_microbatches]
+
     def is_left(self, number: int) -> bool:
         return self.lacks[number] >= 0
 
@@ -102,6 +108,10 @@ class Books:
     def is_ready(self, number: int, mask: int) -> bool:
         """Whether all of a task's inputs have arrived at all members of the mask."""
         return self.lacks[number] == 0 and not self.missing[number] & mask
+
+    def entry(self, number: int) -> int:
+        """What stands for a task in a ready set."""
+        return self._keys[number] * self.num_tasks + number
 
     def best_forward(self, chunk: int, mask: int) -> int:
         """The number of the best forward of a chunk that is ready at all members of the mask, of
@@ -165,7 +175,7 @@ class Books:
         if missing == 0:
             self.num_ready[lane] += 1
         if self.ready_sets:
-            entry = self._keys[number] * self.num_tasks + number
+            entry = self.entry(number)
             for ready in self.ready_sets:
                 if members & ready.mask and not missing & ready.mask:
                     heappush(ready.heap_of_lane[lane], entry)
@@ -186,7 +196,7 @@ class Books:
                 self.lacks[number] == self._num_owed_here(number) for number in left
             ),
             "a task that is ready and not in its heap": all(
-                self._keys[number] * self.num_tasks + number in entries
+                self.entry(number) in entries
                 for each in self.ready_sets
                 for entries in [set().union(*each.heap_of_lane)]
                 for number in left

@@ -16,6 +16,8 @@ class Cause(StrEnum):
     """A task was here and the limit on D withheld it."""
     HOLD = "hold"
     """A forward was here and the bound on held activations withheld it."""
+    PATIENCE = "patience"
+    """A task could run, but a better one was announced and will be here soon."""
     COORDINATION = "coordination"
     """A task was ready here, but the group had not agreed on it yet."""
     ORDER = "order"

@@ -10,6 +10,8 @@ stimulus and answers with instructions; nothing else changes its state, and it r
   lets a group decide its next task while one runs (`DecideAhead`).
 - `ready` dispatch: ready tasks wait in heaps keyed by the hint, which also says which kinds go
   first. A bound on memory may withhold some of them (`rrfp.schedule.bounds`).
+- Patience: a task that another rank has announced may be worth waiting for, up to a deadline, in
+  the place of lesser ones that are ready (`rrfp.schedule.patience.announcements`).
 - `fixed` dispatch: the hint's order binds; the rank runs the next task of its row or waits for it.
 - Groups: ranks that share a collective inside a task run the same sequence. The leader counts
   every member's arrivals and decides; the others follow its decisions (`TaskAgreed`). It runs the
@@ -20,7 +22,6 @@ An idle interval has one cause. When the cause changes during it, the interval i
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop
 
@@ -31,10 +32,11 @@ from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints.hint import Tier
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.order_progress import OrderProgress
+from rrfp.schedule.patience.announcements import Announcements
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
-from rrfp.schedule.stimuli import DecideAhead, InputArrived, Stimulus, TaskAgreed
+from rrfp.schedule.stimuli import Announced, ComputeIdle, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.story import Story, TaskStory
 from rrfp.schedule.tasks import Kind, Task
 
@@ -108,9 +110,11 @@ class Dispatcher:
             masks = [(1 << num_members) - 1]
         self._books = books = Books(shape, rank, hint.keys(shape, rank), num_members, masks)
         self._bounds = Bounds(shape, policy, sizes, budget)
+        self._announcements = Announcements(books, self._bounds)
         # Shorthands for the books' own lists.
         self._lacks, self._missing = books.lacks, books.missing
         self._ready_sets = books.ready_sets
+        self._windows = self._announcements.windows
         self._lanes = [(kind, chunk) for kind in range(3) for chunk in range(shape.num_chunks)]
         self._order = (
             None if order is None else OrderProgress(list(map(shape.index_of, order.rows[rank])))
@@ -152,24 +156,33 @@ class Dispatcher:
     def handle(self, now_ns: int, stimulus: Stimulus) -> tuple[Instruction, ...]:
         """Take in one stimulus and return the instructions that follow from it.
 
-        An arrival only updates the books. Pass in everything that has arrived, then `ComputeIdle`,
+        Arrivals and announcements only update the books. Pass in all that came, then `ComputeIdle`,
         which answers with `RunTask`, `Wait` or `StepDone`, preceded by `Waited` where a wait ends.
         `DecideAhead` answers with the next `RunTask`, or with nothing. Raises DispatchError for an
         impossible stimulus.
         """
         self._recent.append((now_ns, stimulus))
-        answer: tuple[Instruction, ...]
+        answer: tuple[Instruction, ...] = ()
         if type(stimulus) is InputArrived:
             self._take_in(stimulus)
-            answer = ()
         elif type(stimulus) is TaskAgreed:
             answer = self._run(now_ns, self._agreed(stimulus.task))
+        elif type(stimulus) is Announced:
+            self._expect(stimulus)
         elif self._books.num_left and (choice := self._choice()) is not None:
-            answer = self._run(now_ns, choice)
-        elif type(stimulus) is DecideAhead:
-            answer = ()
-        else:
-            answer = self._wait(now_ns) if self._books.num_left else (StepDone(),)
+            until_ns = None
+            if self._windows:
+                until_ns = self._announcements.until(now_ns, choice, self._tiers)
+            if until_ns is None:
+                answer = self._run(now_ns, choice)
+            elif type(stimulus) is ComputeIdle:
+                answer = self._wait(now_ns, self._cause(is_patient=True), until_ns)
+        elif type(stimulus) is ComputeIdle:
+            if self._books.num_left:
+                self._tiers = self._top_of_round
+                answer = self._wait(now_ns, self._cause())
+            else:
+                answer = (StepDone(),)
         if self._validates:
             self._validate()
         return answer
@@ -177,20 +190,17 @@ class Dispatcher:
     def unfinished(self) -> list[tuple[Task, int]]:
         """Every task not yet dispatched, with the members at which its input has yet to arrive
         (bit i: member i; bit 0: this rank)."""
-        return [
-            (task, missing)
-            for task, lacked, missing in zip(
-                self._books.tasks, self._lacks, self._missing, strict=True
-            )
-            if lacked >= 0
-        ]
+        books = self._books
+        left = filter(books.is_left, range(books.num_tasks))
+        return [(books.tasks[number], self._missing[number]) for number in left]
 
     # Its own account.
 
     def story(self) -> Story:
         """What each task lacks, who withholds it, and the last stimuli."""
         books = self._books
-        waiting = (n for n in self._by_hint() if books.is_left(n) and not books.is_here(n))
+        by_hint = range(books.num_tasks) if self._order is None else self._order.left()
+        waiting = (n for n in by_hint if books.is_left(n) and not books.is_here(n))
         best = next(waiting, None)
         return Story(
             self.rank,
@@ -200,9 +210,6 @@ class Dispatcher:
             None if best is None else self._story_of(best),
             tuple(self._recent),
         )
-
-    def _by_hint(self) -> Iterator[int]:
-        return iter(range(self._books.num_tasks)) if self._order is None else self._order.left()
 
     def _story_of(self, number: int) -> TaskStory:
         lacks = self._books.lacking(number)
@@ -242,6 +249,19 @@ class Dispatcher:
                 f"wrong rank\n{self.story()}"
             )
         self._books.arrived(number, bit)
+        if self._windows and not self._missing[number]:
+            self._windows.pop(number, None)
+
+    def _expect(self, announced: Announced) -> None:
+        number = self._books.number(announced.task)
+        if number is None or not self._books.comes(number):
+            raise DispatchError(
+                f"the input of {announced.task} was announced to pipeline rank {self.rank}, to "
+                f"which no rank sends it; the announcement went to the wrong rank\n{self.story()}"
+            )
+        # A follower's leader decides, and a binding order waits as long as it takes.
+        if self._missing[number] and self._ready_sets:
+            self._announcements.add(number, announced)
 
     def _agreed(self, task: Task) -> int:
         number = self._books.number(task)
@@ -325,28 +345,28 @@ class Dispatcher:
         )
         if self._waiting is None:
             return (run,)
-        cause, since_ns = self._waiting
+        waited = Waited(*self._waiting, now_ns)
         self._waiting = None
-        return (Waited(cause, since_ns, now_ns), run)
+        return (waited, run)
 
     # Waiting.
 
-    def _wait(self, now_ns: int) -> tuple[Instruction, ...]:
-        self._tiers = self._top_of_round
-        cause = self._cause()
-        if self._waiting is None:
-            self._waiting = (cause, now_ns)
-            return (_WAITS[cause],)
-        before, since_ns = self._waiting
-        if before is cause:
-            return (_WAITS[cause],)
+    def _wait(
+        self, now_ns: int, cause: Cause, deadline_ns: int | None = None
+    ) -> tuple[Instruction, ...]:
+        wait = _WAITS[cause] if deadline_ns is None else Wait(cause, deadline_ns)
+        before = self._waiting
+        if before is not None and before[0] is cause:
+            return (wait,)
         self._waiting = (cause, now_ns)
-        return (Waited(before, since_ns, now_ns), _WAITS[cause])
+        return (wait,) if before is None else (Waited(*before, now_ns), wait)
 
-    def _cause(self) -> Cause:
+    def _cause(self, *, is_patient: bool = False) -> Cause:
         books = self._books
         if books.num_left == books.num_tasks:
             return Cause.WARMUP
+        if is_patient:
+            return Cause.PATIENCE
         is_any_here = any(books.num_here)
         if self._fixed:
             assert self._order is not None

@@ -30,9 +30,12 @@ class RunTask(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Nothing can run; ask again when something arrives."""
+    """Run nothing; ask again when something arrives."""
 
     cause: Cause
+    deadline_ns: int | None = None
+    """Ask again at this time at the latest, because something may run by then; None: nothing may
+    before something arrives."""
 
 
 class Waited(NamedTuple):

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Self
 
 from rrfp.errors import UsageError
+from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import (
     Bytes,
@@ -15,6 +16,7 @@ from rrfp.schedule.hold import (
     described_hold,
 )
 from rrfp.schedule.order import Order
+from rrfp.schedule.patience.setting import IMPATIENT, Patience, check_patience, described_patience
 
 DEFAULT_LIMIT = 32
 """The paper's limit on D (its App. C), for `ready` dispatch without a bound of its own."""
@@ -61,6 +63,8 @@ class Policy:
     """When a hint that is an order runs the weight gradients that it splits off."""
     agreement: AgreementRule = AgreementRule.INTERSECTION
     """How ranks that share a collective inside a task settle on the next one."""
+    patience: Patience = IMPATIENT
+    """How long a free rank of `ready` dispatch waits for a better task that was announced to it."""
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.hold is not None:
@@ -82,7 +86,18 @@ class Policy:
                 f"--w ranked needs an order that places the weight gradients, and {self.hint.name} "
                 "does not; leave --w out or choose an order such as zb-h1"
             )
+        check_patience(self.patience)
+        if isinstance(self.hint, AutoHint) and self.dispatch is not Dispatch.READY:
+            raise UsageError(
+                f"--hint auto chooses what binds as well, and --dispatch {self.dispatch} decides "
+                "it; leave --dispatch out, or name a hint"
+            )
         if self.dispatch is not Dispatch.READY:
+            if self.patience != IMPATIENT:
+                raise UsageError(
+                    f"--dispatch {self.dispatch} waits for the next task of its order as long as "
+                    "it takes; leave --patience out, or use --dispatch ready"
+                )
             if self.agreement is not AgreementRule.INTERSECTION:
                 raise UsageError(
                     f"--dispatch {self.dispatch} has one order and nothing to agree on; leave "
@@ -105,11 +120,12 @@ class Policy:
         hold: Hold | None = None,
         w: WeightGradients = WeightGradients.IDLE,
         agreement: AgreementRule = AgreementRule.INTERSECTION,
+        patience: Patience = IMPATIENT,
     ) -> Self:
         """A policy as a user asks for it: `ready` dispatch without a bound gets the paper's."""
         if limit is None and hold is None and dispatch is Dispatch.READY:
             limit = DEFAULT_LIMIT
-        return cls(hint, None, dispatch, limit, hold, w, agreement)
+        return cls(hint, None, dispatch, limit, hold, w, agreement, patience)
 
     def hold_slots(self, num_chunks: int) -> int | None:
         """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
@@ -155,4 +171,5 @@ class Policy:
             "hold": described_hold(self.hold),
             "w": str(self.w),
             "agreement": str(self.agreement),
+            "patience": described_patience(self.patience),
         }

@@ -13,6 +13,16 @@ class InputArrived(NamedTuple):
     member: int = 0
 
 
+class Announced(NamedTuple):
+    """The task whose output this one takes has begun on another rank."""
+
+    task: Task
+    expected_ns: int
+    """When the input is expected here, on the clock of `Dispatcher.handle`."""
+    patience_ns: int
+    """How long this rank would wait for it."""
+
+
 class ComputeIdle(NamedTuple):
     """The compute thread is free, and everything that has arrived was passed in."""
 
@@ -27,4 +37,4 @@ class TaskAgreed(NamedTuple):
     task: Task
 
 
-Stimulus = InputArrived | ComputeIdle | DecideAhead | TaskAgreed
+Stimulus = InputArrived | Announced | ComputeIdle | DecideAhead | TaskAgreed

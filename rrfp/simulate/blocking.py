@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.instructions import Waited
+from rrfp.schedule.instructions import RunTask, Waited
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
@@ -165,7 +165,7 @@ class BlockingStep(Step):
         if this.open and this.row[this.num_run].kind is not Kind.W:
             return
         run = self.handle(rank, 0, now_ns, IDLE)
-        assert run is not None, "its input has passed, and its row binds"
+        assert type(run) is RunTask, "its input has passed, and its row binds"
         if self.log is not None and now_ns > this.ended_ns:
             cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
             for member in range(self.world.num_members):

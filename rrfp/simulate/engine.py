@@ -23,15 +23,16 @@ from typing import Protocol
 from rrfp.errors import RrfpError
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.instructions import RunTask, Waited
+from rrfp.schedule.instructions import RunTask, Wait, Waited
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.announcing import Announcing
 from rrfp.simulate.world import World
 
-ENDED, CAME, DECIDES_AHEAD = range(3)
+ENDED, CAME, DECIDES_AHEAD, ANNOUNCED, LOSES_PATIENCE = range(5)
 """What an event is, and its priority among those of one instant."""
 
 Event = tuple[int, int, int, Task]
@@ -39,6 +40,8 @@ Event = tuple[int, int, int, Task]
 _PRIORITY = itemgetter(0)
 
 IDLE = ComputeIdle()
+_NO_TASK = Task(-1, Kind.F, -1)
+"""Of an event that concerns none."""
 
 _NUM_TOLD = 3
 """How many ranks an error names."""
@@ -143,17 +146,20 @@ class Step:
             events.sort(key=_PRIORITY)
         return now_ns, events
 
-    def handle(self, rank: int, member: int, now_ns: int, stimulus: Stimulus) -> RunTask | None:
-        """Pass a stimulus to a dispatcher; return the task that it answers with, if any."""
+    def handle(
+        self, rank: int, member: int, now_ns: int, stimulus: Stimulus
+    ) -> RunTask | Wait | None:
+        """Pass a stimulus to a dispatcher; return what to do now, if it says so."""
         instructions = self.members[rank][member].handle(now_ns, stimulus)
         if self.log is not None:
             self.log.took_in(rank, member, now_ns, stimulus)
             for instruction in instructions:
                 if type(instruction) is Waited:
                     self.log.waited(rank, member, instruction)
-        # The last instruction says what to do now.
-        if instructions and type(instructions[-1]) is RunTask:
-            return instructions[-1]
+        if instructions:
+            last = instructions[-1]
+            if type(last) is RunTask or type(last) is Wait:
+                return last
         return None
 
     def run(self, rank: int, start_ns: int, run: RunTask) -> int:
@@ -214,7 +220,15 @@ class AsyncStep(Step):
 
     deadlock = "its order deadlocks as a binding one; reorder it or choose --dispatch ready"
 
-    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        policy: Policy,
+        world: World,
+        log: Log | None,
+        announcing: Announcing | None = None,
+    ) -> None:
+        """With `announcing`, ranks tell each other when to expect their output."""
         super().__init__(shape, policy, world, log)
         self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
         self._is_busy = [False] * shape.num_ranks
@@ -222,6 +236,9 @@ class AsyncStep(Step):
         # By group: its next task, decided ahead, and when that round is over.
         self._ahead: dict[int, tuple[RunTask, int]] = {}
         self._receives = dict(_receiving_stages(shape))
+        self._announcing = announcing
+        # By rank: when it decides anew at the latest, although nothing came.
+        self._deadline_ns: list[int | None] = [None] * shape.num_ranks
         self._link_free_ns: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._last_came_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
 
@@ -241,10 +258,17 @@ class AsyncStep(Step):
                     self._to_decide.add(rank)
                     self._send_output(rank, now_ns, task)
                 elif what == CAME:
+                    if self._announcing is not None and member == 0:
+                        self._announcing.arrived(rank, task, now_ns)
                     self.came(rank, member, now_ns, task)
                     self._to_decide.add(rank)
-                else:
+                elif what == DECIDES_AHEAD:
                     self._decide_ahead(rank, now_ns)
+                elif what == ANNOUNCED:
+                    assert self._announcing is not None
+                    self.handle(rank, 0, now_ns, self._announcing.heard(rank, task, now_ns))
+                elif self._deadline_ns[rank] == now_ns:
+                    self._to_decide.add(rank)
 
     def _decide(self, rank: int, now_ns: int) -> None:
         """Let a free rank begin a task, if one may run."""
@@ -253,7 +277,10 @@ class AsyncStep(Step):
             start_ns = max(now_ns, agreed_ns)
         else:
             decided = self.handle(rank, 0, now_ns, IDLE)
-            if decided is None:
+            if type(decided) is not RunTask:
+                if type(decided) is Wait and decided.deadline_ns is not None:
+                    self._deadline_ns[rank] = decided.deadline_ns
+                    self.push(decided.deadline_ns, LOSES_PATIENCE, rank, 0, _NO_TASK)
                 if self.log is not None:
                     self._idle_followers(rank, now_ns)
                 return
@@ -267,6 +294,9 @@ class AsyncStep(Step):
             self._idle_followers(rank, now_ns)
         self._is_busy[rank] = True
         end_ns = self.run(rank, start_ns, run)
+        if self._announcing is not None:
+            self._deadline_ns[rank] = None
+            self._announce(rank, start_ns, end_ns, run.task)
         if self._agreement_ns:
             ahead_ns = max(start_ns, end_ns - self._agreement_ns)
             self.push(ahead_ns, DECIDES_AHEAD, rank, 0, run.task)
@@ -277,7 +307,7 @@ class AsyncStep(Step):
 
     def _decide_ahead(self, rank: int, now_ns: int) -> None:
         run = self.handle(rank, 0, now_ns, DecideAhead())
-        if run is not None:
+        if type(run) is RunTask:
             agreed_ns = now_ns + self._agreement_ns
             self._ahead[rank] = (run, agreed_ns)
             if self.log is not None:
@@ -286,6 +316,21 @@ class AsyncStep(Step):
     def _log_round(self, log: Log, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
         if self.world.num_members > 1:
             log.agreed(rank, start_ns, end_ns, task)
+
+    def _announce(self, rank: int, start_ns: int, end_ns: int, task: Task) -> None:
+        """Tell the rank of the task that takes this one's output when to expect it."""
+        assert self._announcing is not None
+        taking_ns = self._announcing.taking_ns(rank, task, end_ns - start_ns)
+        receives = self._receives.get((task.stage, task.kind))
+        if receives is None or taking_ns is None:
+            return
+        to_rank, to_stage = receives
+        receiver = Task(to_stage, task.kind, task.microbatch)
+        transfer = self.world.transfer
+        hop_ns = 0 if transfer is None else transfer(rank, to_rank, receiver)
+        # It overtakes messages and takes as long as one, so that its hop is the output's, too.
+        self._announcing.announce(receiver, taking_ns)
+        self.push(start_ns + hop_ns, ANNOUNCED, to_rank, 0, receiver)
 
     def _send_output(self, rank: int, now_ns: int, task: Task) -> None:
         """Deliver a task's output to the rank of the task that takes it."""
@@ -313,6 +358,8 @@ class AsyncStep(Step):
                 self.log.passed(rank, to_rank, member, start_ns, came_ns, receiver)
             if came_ns == now_ns:
                 # It arrives at this instant, before any rank decides, so it needs no event.
+                if self._announcing is not None and member == 0:
+                    self._announcing.arrived(to_rank, receiver, now_ns)
                 self.came(to_rank, member, now_ns, receiver)
             else:
                 self.push(came_ns, CAME, to_rank, member, receiver)

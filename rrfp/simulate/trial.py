@@ -9,20 +9,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from rrfp.schedule.admission import Admission, Admit
+from rrfp.schedule.admission import Admission, Admit, ListedOrders
 from rrfp.schedule.hints.alternation import BF, BFW
+from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.bounds import Floor, paper_bound_ns
 from rrfp.simulate.budgets import resolved
-from rrfp.simulate.conditions import Conditions, conditions
+from rrfp.simulate.choice.candidates import candidates_of, unbound_of
+from rrfp.simulate.choice.choose import choose
+from rrfp.simulate.choice.known import KnownSteps, MakeWorld, fits
+from rrfp.simulate.conditions import Conditions, conditions, world_of
 from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.draws import uniforms
+from rrfp.simulate.dealing import DealtCosts
 from rrfp.simulate.jitter import NO_JITTER, Jitter
+from rrfp.simulate.plan.many import plan_all
+from rrfp.simulate.plan.modelled import known_of
+from rrfp.simulate.plan.search import NUM_SIMULATIONS
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.world import World
 from rrfp.trace.records import NS_PER_S, Recording
+
+NUM_KNOWN = 8
+"""Steps that a hint is chosen by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +41,15 @@ class Setting:
     shape: Shape
     """Its kinds must be those of the policy's hint."""
     policy: Policy
+    """With the hint `auto` it is chosen by what other steps take."""
+    unbound: Policy | None = None
+    """What steers the steps that would keep more than the hold under a policy that binds an order;
+    None: they have it all the same."""
     costs: Costs
     jitter: Jitter = NO_JITTER
     admit: Admission = Admit.GIVEN
+    num_plan_simulations: int = NUM_SIMULATIONS
+    """Simulations by which each step is planned, where it is."""
     blocking: bool = False
     """Transfers block the compute path, as in Megatron's own schedules."""
     num_members: int = 1
@@ -60,6 +75,8 @@ class Trial:
     """The most activations held, by pipeline rank, in slots of one chunk and one microbatch."""
     peak_held_bytes: tuple[int, ...] | None
     """Likewise in bytes; None where the costs say nothing of memory."""
+    policy: Policy
+    """What steered it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +160,14 @@ def run_settings(
 ) -> list[Row]:
     """Simulate a step of every setting under every seed; returns a row per setting.
 
-    Each setting's recording, if given, gets a step per seed. `finished` is called after each trial.
+    Each setting's recording, if given, gets a step per seed. `finished` is called after each trial,
+    and after each plan (`num_plans`).
     Raises UsageError if costs do not fit a setting's shape, and RrfpError if a binding order
     deadlocks over its links.
     """
     trials: list[list[Trial]] = [[] for _ in settings]
-    settings = [with_budget(setting, seeds) for setting in settings]
+    settings = [with_choice(with_budget(setting, seeds), seeds) for setting in settings]
+    settings = _planned(settings, seeds, finished)
     for step, seed in enumerate(seeds):
         # Draws that settings share are made once, and dropped after their seed: they may be large.
         drawn: dict[object, _Drawn] = {}
@@ -165,8 +184,74 @@ def run_settings(
 def with_budget(setting: Setting, seeds: Sequence[int]) -> Setting:
     """The setting with a hold that is a multiple of 1F1B's peak as a number, for these seeds."""
     steps = [(seed, replica) for seed in seeds for replica in range(setting.num_replicas)]
-    policy = resolved(setting.policy, setting.shape, setting.costs, steps)
+    policy, costs = setting.policy, setting.costs
+    if isinstance(costs, DealtCosts):
+        # The same multiple is the same memory, whatever is dealt.
+        policy = resolved(policy, setting.shape, costs.given, steps)
+    policy = resolved(policy, setting.shape, costs, steps)
     return setting if policy is setting.policy else replace(setting, policy=policy)
+
+
+def with_choice(setting: Setting, seeds: Sequence[int], *, counts_places: bool = False) -> Setting:
+    """The setting with a choice in the place of the hint `auto`, made from steps of other seeds
+    than these: a run learns from steps that it has run. Its hold, if any, is a number. With
+    `counts_places` the chosen policy has an order, as recordings need."""
+    asked = setting.policy
+    if not isinstance(asked.hint, AutoHint):
+        return setting
+    candidates = candidates_of(asked, setting.shape)
+    first = max(seeds) + 1
+    draws = [
+        [_draw(setting, seed, replica, step).met for replica in range(setting.num_replicas)]
+        for step, seed in enumerate(range(first, first + NUM_KNOWN))
+    ]
+
+    def maker(met: Conditions) -> MakeWorld:
+        return lambda policy: world_of(met, policy, setting.num_members, blocking=setting.blocking)
+
+    budget = asked.hold_bytes
+    known = KnownSteps(
+        [[maker(met) for met in replicas] for replicas in draws],
+        () if budget is None else (budget,) * setting.shape.num_ranks,
+    )
+    choice = choose(candidates, known.play, len(known))
+    assert choice is not None, "a policy that binds nothing always runs"
+    chosen = choice.chosen.candidate
+    policy, shape = fitted(chosen.policy, chosen.shape, counts_places=counts_places)
+    unbound = None
+    if policy.dispatch is Dispatch.FIXED and budget is not None:
+        unbound = unbound_of(policy, asked)
+    return replace(setting, policy=policy, shape=shape, unbound=unbound)
+
+
+def num_plans(settings: Sequence[Setting], seeds: Sequence[int]) -> int:
+    """How many steps are planned in trials of these settings."""
+    plan = [setting.num_replicas for setting in settings if setting.admit is Admit.PLAN]
+    return sum(plan) * len(seeds)
+
+
+def _planned(
+    settings: Sequence[Setting], seeds: Sequence[int], finished: Callable[[], None]
+) -> list[Setting]:
+    """The settings, with the planned orders in the place of a wish for them. A plan knows the costs
+    and how much jitter there is, but not which."""
+    found = []
+    for setting in settings:
+        if setting.admit is Admit.PLAN:
+            steps = [
+                known_of(
+                    *(setting.costs, setting.jitter, setting.policy, setting.shape),
+                    *(seed, replica, setting.num_members),
+                    blocking=setting.blocking,
+                )
+                for seed in seeds
+                for replica in range(setting.num_replicas)
+            ]
+            plans = plan_all(steps, setting.num_plan_simulations, finished)
+            orders = tuple(plan.order for plan in plans)
+            setting = replace(setting, admit=ListedOrders("plan", orders, setting.num_replicas))
+        found.append(setting)
+    return found
 
 
 def check_fits(setting: Setting) -> None:
@@ -204,10 +289,14 @@ def _run(
             drawn[key] = _draw(setting, seed, replica, step)
         replicas.append(drawn[key])
     sync_ns = max(each.met.costs.gradient_sync_ns for each in replicas) if len(replicas) > 1 else 0
+    policy = _policy_of(setting, [each.met for each in replicas])
     done = simulate_step(
         setting.shape,
-        setting.policy,
-        [_world(setting, each.met) for each in replicas],
+        policy,
+        [
+            world_of(each.met, policy, setting.num_members, blocking=setting.blocking)
+            for each in replicas
+        ],
         gradient_sync_ns=sync_ns,
         recording=recording,
         step=step,
@@ -220,7 +309,19 @@ def _run(
         done.bubble_fraction,
         done.peak_held,
         None if replicas[0].met.costs.sizes is None else done.peak_held_bytes,
+        policy,
     )
+
+
+def _policy_of(setting: Setting, replicas: Sequence[Conditions]) -> Policy:
+    """The policy of a step, which must keep to its hold on every replica."""
+    unbound, shape = setting.unbound, setting.shape
+    if unbound is None or unbound.hold_bytes is None:
+        return setting.policy
+    budgets = (unbound.hold_bytes,) * shape.num_ranks
+    sizes = [met.costs.sizes for met in replicas]
+    is_within = all(each is None or fits(setting.policy, shape, each, budgets) for each in sizes)
+    return setting.policy if is_within else unbound
 
 
 def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int | None:
@@ -239,39 +340,3 @@ def _bound_ns(setting: Setting, replicas: Sequence[_Drawn], sync_ns: int) -> int
     if not applies:
         return None
     return max(paper_bound_ns(shape, each.met.times) for each in replicas) + sync_ns
-
-
-def _world(setting: Setting, met: Conditions) -> World:
-    costs, links = met.costs, met.links
-    binds = setting.policy.dispatch is Dispatch.FIXED
-    return World(
-        met.times,
-        transfer=None if links.is_free else links,
-        stretch=met.stretch(),
-        blocking=setting.blocking,
-        num_members=setting.num_members,
-        lateness=_Skew(setting.shape, costs.lateness_ns, met.seed, met.replica)
-        if setting.num_members > 1 and costs.lateness_ns
-        else None,
-        num_bytes=links.num_bytes,
-        sizes=costs.sizes,
-        # A binding order leaves nothing to agree on.
-        agreement_ns=0 if binds else costs.agreement_ns,
-    )
-
-
-class _Skew:
-    """A `Lateness`: uniform from 0 to a maximum, drawn for each message and member."""
-
-    def __init__(self, shape: Shape, most_ns: int, seed: int, replica: int) -> None:
-        self._num_microbatches = shape.num_microbatches
-        self._most_ns = most_ns
-        self._key = (seed, replica, "lateness")
-        self._drawn: dict[tuple[int, int, Kind], list[int]] = {}
-
-    def __call__(self, member: int, task: Task) -> int:
-        key = (member, task.stage, task.kind)
-        if key not in self._drawn:
-            shares = uniforms(self._num_microbatches, *self._key, *key)
-            self._drawn[key] = [int(share * self._most_ns) for share in shares.tolist()]
-        return self._drawn[key][task.microbatch]

@@ -78,6 +78,9 @@ class World:
     """What microbatches keep in memory, by stage; None: not known."""
     budgets: Sequence[int] = ()
     """Bounds in bytes, by pipeline rank, in the place of the policy's; empty: the policy's."""
+    expected: TaskTimes | None = None
+    """What ranks know of their tasks' times beforehand, if they announce when they will be done;
+    None: only what their earlier tasks took."""
     agreement_ns: int = 0
     """The time of a round of agreement. It is hidden if it is over before the task that runs
     meanwhile; otherwise the group waits."""

@@ -7,7 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rrfp.trace.records import RankInfo
-from rrfp.trace.run_policy import POLICY
+from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY
+from rrfp.trace.sessions import read_description
 from rrfp.trace.whole_file import open_whole
 
 _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
@@ -45,6 +46,31 @@ def describe_run(
     }
     with open_whole(path) as file:
         file.write(f"{json.dumps(described, indent=2)}\n".encode())
+
+
+class PolicyLog:
+    """Tells in `run.json` which policy steered from which step on, where it was chosen during the
+    run. Of one session; one rank writes it."""
+
+    def __init__(self, run_json: Path) -> None:
+        """`run_json` describes the session."""
+        self._path = run_json
+        self._last: Mapping[str, object] | None = None
+
+    def steered(self, step: int, policy: Mapping[str, object]) -> None:
+        """A step was steered by this policy. Raises RrfpError or OSError if the file cannot be read
+        or written."""
+        if policy == self._last:
+            return
+        description = read_description(self._path)
+        if self._last is None and description.get(POLICY) == policy:
+            self._last = policy
+            return
+        self._last = policy
+        told = {FIRST_STEP: step, POLICY: dict(policy)}
+        description[POLICIES] = [*description.get(POLICIES, []), told]
+        with open_whole(self._path) as file:
+            file.write(f"{json.dumps(description, indent=2)}\n".encode())
 
 
 def versions(*more: str) -> dict[str, str]:

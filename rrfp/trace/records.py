@@ -106,6 +106,10 @@ class StimulusRecord(NamedTuple):
     stage: int
     microbatch: int
     member: int
+    expected_in_ns: int = 0
+    """Of an announcement: in how long its input was expected; negative where it was overdue."""
+    patience_ns: int = 0
+    """Of an announcement: how long the rank would wait for it."""
 
 
 class Phase(StrEnum):
@@ -115,6 +119,8 @@ class Phase(StrEnum):
     """From the rank's entry into the schedule to its return: its share of the step's window."""
     DATA = "data"
     OPTIMIZER = "optimizer"
+    PLAN = "plan"
+    """The planner's process searched for the step's order of entry, while the step before ran."""
     SCRIPT = "script"
     """In a recorded job: from a call's return to the next call. The script's own time, with its
     optimizer."""

@@ -1,13 +1,19 @@
 """The policy of a run, as its description (in `run.json` and in the trace) states it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.patience.setting import IMPATIENT, described_patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 
 POLICY = "policy"
 """The description's key for the effective policy, keyed by flag; a null bound withholds nothing."""
+
+POLICIES = "policies"
+"""Its key for the policies that were chosen during the run: a list, each with the `first_step` that
+it steered, and the `policy` from then on."""
+FIRST_STEP = "first_step"
 
 
 def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
@@ -19,6 +25,7 @@ def unbound_policy(hint: str, dispatch: Dispatch) -> dict[str, object]:
         "hold": None,
         "w": str(WeightGradients.IDLE),
         "agreement": str(AgreementRule.INTERSECTION),
+        "patience": described_patience(IMPATIENT),
     }
 
 
@@ -39,3 +46,27 @@ def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
     if is_bound or not is_ready or description.get("simulated") is True:
         return settings
     return {**settings, "limit": DEFAULT_LIMIT}
+
+
+def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """What a description says of the policies of steps 0, 1, ..; nothing if they are the same."""
+    begun = [
+        {FIRST_STEP: step, POLICY: dict(policy)}
+        for step, policy in enumerate(policies)
+        if step == 0 or policy != policies[step - 1]
+    ]
+    return {POLICIES: begun} if len(begun) > 1 else {}
+
+
+def stated_policy_of_step(description: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The policy that steered a step of a session, likewise."""
+    chosen = description.get(POLICIES)
+    found = [
+        each[POLICY]
+        for each in (chosen if isinstance(chosen, list) else ())
+        if isinstance(each, dict)
+        and isinstance(each.get(POLICY), dict)
+        and isinstance(each.get(FIRST_STEP), int)
+        and each[FIRST_STEP] <= step
+    ]
+    return found[-1] if found else stated_policy(description)

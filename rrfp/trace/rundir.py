@@ -40,6 +40,16 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def admission(self) -> Path:
+        """The orders of entry that the run planned: a line per finished step."""
+        return self.path / "admission.csv"
+
+    @property
+    def dealing(self) -> Path:
+        """What each replica was dealt of the global batches: a line per finished step."""
+        return self.path / "dealing.csv"
+
+    @property
     def outcome(self) -> Path:
         """How it ended (`rrfp.trace.outcome`)."""
         return self.path / "outcome.json"
@@ -136,7 +146,10 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"{out} exists; choose another directory with --out, or replace the run in it "
                 f"with --force"
             ) from None
-        for file in (run.run_json, run.metrics, run.outcome, run.joined_trace):
+        for file in (
+            *(run.run_json, run.metrics, run.admission, run.dealing),
+            *(run.outcome, run.joined_trace),
+        ):
             file.unlink(missing_ok=True)
         for directory in (run.logs, *(session.records for session in run.sessions())):
             if directory.exists():

@@ -7,7 +7,6 @@ and every one of a resumed run has its `session`, counted from 1, and its `first
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rrfp.trace.records import (
     SendRecord,
     num_times,
 )
-from rrfp.trace.run_policy import stated_policy
+from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, stated_policy_of_step
 from rrfp.trace.rundir import RunDir
 
 SESSIONS = "sessions"
@@ -83,22 +82,39 @@ def description_of(run: RunDir) -> dict[str, Any]:
 
 
 def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -> dict[str, Any]:
-    """What a joined trace says of the sessions that ran these steps; the description itself for a
-    run of one session. Raises RrfpError if they ran under several policies."""
-    earlier = description.get(SESSIONS)
+    """What a trace says of the sessions that ran these steps, and of the policy that steered them;
+    the description itself for a run of one session and policy. Raises RrfpError if they ran under
+    several policies."""
+    earlier = description.get(SESSIONS) or []
     last = {key: value for key, value in description.items() if key != SESSIONS}
-    if not earlier:
-        return last
     sessions: list[dict[str, Any]] = [*earlier, last]
-    found = [sessions[_session_of(sessions, step)] for step in sorted(steps)] or [last]
-    for before, after in pairwise(found):
-        if stated_policy(before) != stated_policy(after):
-            raise RrfpError(
-                "the steps asked for ran under several policies, as the run was resumed under "
-                f"another one in step {after[_FIRST_STEP]}; choose steps on one side of it with "
-                "--steps"
-            )
-    return found[0]
+    steps = sorted(steps)
+    found = [sessions[_session_of(sessions, step)] for step in steps]
+    if not found:
+        return last
+    policies = [
+        stated_policy_of_step(session, step) for session, step in zip(found, steps, strict=True)
+    ]
+    for place in range(1, len(steps)):
+        if policies[place] == policies[place - 1]:
+            continue
+        why, step = "another one was chosen", steps[place]
+        if found[place] is not found[place - 1]:
+            why, step = "the run was resumed under another one", found[place][_FIRST_STEP]
+        raise RrfpError(
+            f"the steps asked for ran under several policies, as {why} in step {step}; choose "
+            "steps on one side of it with --steps"
+        )
+    if POLICIES not in found[0]:
+        return found[0]
+    return {**found[0], POLICY: policies[0]}
+
+
+def last_policy_begins(description: Mapping[str, Any]) -> int:
+    """The first step of the policy that was chosen last during the run; 0 where none was."""
+    chosen = description.get(POLICIES)
+    begun = [each.get(FIRST_STEP) for each in chosen] if isinstance(chosen, list) else []
+    return max((step for step in begun if isinstance(step, int)), default=0)
 
 
 def _session_of(sessions: list[dict[str, Any]], step: int) -> int:

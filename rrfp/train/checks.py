@@ -7,6 +7,7 @@ from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.train.setting_groups import (
@@ -40,6 +41,8 @@ def check_settings(settings: TrainSettings) -> None:
         _require(not is_so(settings), sentence.format(settings))
     settings.check_policy()
     _check_layout(settings.layout, settings.model)
+    if settings.layout.stages is not None:
+        _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
 
 
@@ -52,10 +55,10 @@ def _check_device(device: str) -> None:
 
 def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
     _require(
-        model.layers % (layout.pp * layout.chunks) == 0,
+        layout.stages is not None or model.layers % (layout.pp * layout.chunks) == 0,
         f"{model.layers} layers do not divide by {layout.pp} pipeline ranks"
         + ("" if layout.chunks == 1 else f" of {layout.chunks} chunks")
-        + "; change --layers, --pp or --chunks",
+        + "; change --layers, --pp or --chunks, or divide them with --layout",
     )
     _require(
         model.hidden % model.heads == 0,
@@ -71,6 +74,26 @@ def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
         model.heads % layout.tp == 0,
         f"{model.heads} heads do not divide by {layout.tp} tensor-parallel ranks; "
         "change --heads or --tp",
+    )
+
+
+def _check_split(settings: TrainSettings) -> None:
+    layout, num_layers, split = settings.layout, settings.model.layers, settings.split
+    num_stages = layout.pp * layout.chunks
+    _require(
+        len(split) == num_stages,
+        f"--layout {layout.stages} is of {len(split)} stages, and {layout.pp} pipeline ranks of "
+        f"{layout.chunks} chunks have {num_stages}; change one of them",
+    )
+    _require(
+        sum(split) == num_layers,
+        f"--layout {layout.stages} has {sum(split)} layers in all and --layers is {num_layers}; "
+        "make them the same",
+    )
+    _require(
+        min(split[1:-1], default=1) > 0,
+        f"--layout {layout.stages} leaves a stage in the middle without layers; give it one or "
+        "more",
     )
 
 
@@ -158,9 +181,47 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     ),
     # The source of microbatches' weights.
     (
-        lambda s: s.policy.admit_cost is not None and s.policy.admit != Admit.PYRAMID,
+        lambda s: (
+            s.policy.admit_cost is not None
+            and s.policy.admit not in (Admit.PYRAMID, Admit.PLAN)
+            and s.policy.admit_across != AdmitAcross.REPLICAS
+        ),
         "--admit-cost {0.policy.admit_cost} weighs microbatches and --admit {0.policy.admit} "
         "does not sort them; add --admit pyramid or leave --admit-cost out",
+    ),
+    (
+        lambda s: s.policy.plan_ms is not None and s.policy.admit != Admit.PLAN,
+        "--plan-ms says how long to plan and --admit {0.policy.admit} plans nothing; add --admit "
+        "plan or leave --plan-ms out",
+    ),
+    (
+        lambda s: s.policy.admit == Admit.PLAN and s.policy.admit_across != AdmitAcross.NONE,
+        "--admit plan plans a replica's own items, and --admit-across {0.policy.admit_across} "
+        "deals it others; choose --admit pyramid or leave --admit-across out",
+    ),
+    (
+        lambda s: s.policy.admit == Admit.PLAN and s.policy.dispatch == Dispatch.MEGATRON,
+        "--admit plan simulates our dispatcher, and --dispatch megatron runs Megatron-Core's own "
+        "schedule; choose --admit pyramid or another --dispatch",
+    ),
+    # What replicas are dealt.
+    (
+        lambda s: s.policy.admit_across != AdmitAcross.NONE and s.layout.num_replicas == 1,
+        "--admit-across {0.policy.admit_across} deals to data-parallel replicas and there is 1; "
+        "add --dp 2 or leave it out",
+    ),
+    (
+        lambda s: (
+            s.policy.admit_across != AdmitAcross.NONE
+            and s.policy.admit not in (Admit.GIVEN, Admit.PYRAMID)
+        ),
+        "--admit-across {0.policy.admit_across} deals a replica other microbatches than "
+        "--admit {0.policy.admit} orders; choose --admit pyramid",
+    ),
+    (
+        lambda s: s.policy.admit_across not in list(AdmitAcross) and s.policy.admit != Admit.GIVEN,
+        "the file of --admit-across {0.policy.admit_across} says in which order microbatches "
+        "enter; leave --admit {0.policy.admit} out",
     ),
     (
         lambda s: s.policy.admit_cost is not None and s.run.pace is not None,
@@ -232,6 +293,10 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         lambda s: s.model.kind == ModelKind.VLM and s.shape.num_stages == 1,
         "--model vlm needs a vision stage and a language stage, and there is 1 stage; add --pp 2 "
         "or --chunks 2",
+    ),
+    (
+        lambda s: s.model.kind == ModelKind.VLM and s.layout.stages is not None,
+        "--model vlm has as many layers on every stage; leave --layout out",
     ),
     (
         lambda s: s.model.kind == ModelKind.VLM and s.layout.sequence_parallel,

@@ -16,6 +16,7 @@ from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hold import Hold, parse_hold
+from rrfp.schedule.patience.setting import Patience, parse_patience
 
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", Path: "a path"}
 
@@ -53,7 +54,7 @@ class Declared:
     field: str
     """Its attribute: `settings.<group>.<field>`."""
     kind: Any
-    """int, float, bool, str, Path, a StrEnum, Hint, or Hold."""
+    """int, float, bool, str, Path, a StrEnum, Hint, Hold, or Patience."""
     default: Any
     help: str
     must: Must | None
@@ -70,17 +71,19 @@ class Declared:
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """Convert a hint, a hold, a path or a choice given as text; any other value is returned as
-        it is.
+        """Convert a hint, a hold, a patience, a path or a choice given as text; any other value is
+        returned as it is.
 
         Raises UsageError for a text that is not one of the choices, and for an unknown hint.
         """
         if value is None or not isinstance(value, str):
             return value
         if self.kind is Hint:
-            return resolve_hint(value)
+            return resolve_hint(value, auto=True)
         if self.kind == Hold:
             return parse_hold(value, f"--{self.spelled}")
+        if self.kind == Patience:
+            return parse_patience(value, f"--{self.spelled}")
         if self.kind is Path:
             return Path(value)
         if _is_choice(self.kind):
@@ -95,7 +98,7 @@ class Declared:
     def read_toml(self, value: object, path: Path) -> Any:
         """Convert a value from a TOML file; raises UsageError if its type is wrong."""
         wanted = str if self.kind is Hint or _is_choice(self.kind) else self.kind
-        if wanted == Hold:
+        if wanted in (Hold, Patience):
             wanted = int if type(value) is int else str
         if wanted is Path and isinstance(value, str):
             return Path(value)

@@ -29,9 +29,13 @@ class Metrics:
         summary: StepSummary,
         seconds: float,
         tally: PaceTally | None,
+        plan: dict[str, object] | None = None,
+        hint: str | None = None,
+        choice: dict[str, object] | None = None,
     ) -> None:
         """Write a finished step that took `seconds` in all; every rank calls this. `tally` is this
-        rank's, if tasks have modelled times."""
+        rank's, if tasks have modelled times. `plan` says how its order of entry was chosen, `hint`
+        what steered it, and `choice` how that was chosen, if it was in this step."""
         layout = self._layout
         own_tally = tally or PaceTally()
         # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
@@ -69,6 +73,9 @@ class Metrics:
             "peak_held": peak_held.tolist(),
             "peak_held_bytes": [int(each) for each in peak_bytes] if peak_bytes.any() else None,
             "busy_fraction": busy.mean(dim=1).tolist(),
+            "plan": plan,
+            "hint": hint,
+            "choice": choice,
             "over_pace": None
             if tally is None
             else {

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import resolve_admission
+from rrfp.inputs.dealing_files import resolve_dealing
 from rrfp.replay.cost_files import resolve_costs
 from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
-from rrfp.schedule.admission import Admission
+from rrfp.schedule.admission import Admission, ListedOrders
+from rrfp.schedule.dealing import AdmitAcross, Hands, ListedDealings
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hold import Auto
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
@@ -27,7 +30,10 @@ from rrfp.simulate.admission import order_by_costs
 from rrfp.simulate.conditions import Conditions, conditions
 from rrfp.simulate.costs.flops import check_divided
 from rrfp.simulate.costs.model import Costs, Links
+from rrfp.simulate.dealing import DealtCosts
 from rrfp.simulate.jitter import Jitter, parse_jitter
+from rrfp.simulate.plan.known import Known
+from rrfp.simulate.plan.modelled import known_of
 from rrfp.simulate.world import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 
@@ -81,6 +87,8 @@ class StepPacer:
         self._sleep = sleep
         self._clock = clock
         self._prepared: tuple[int, Conditions] | None = None
+        self._planned: tuple[int, tuple[int, ...]] | None = None
+        """A step, and its planned order."""
         self.tally = PaceTally()
         """The tally of the step that began last."""
 
@@ -98,7 +106,33 @@ class StepPacer:
         """The admission order of a step's microbatches, by their modelled costs."""
         assert self._costs is not None
         costs = self._costs.step(self._shape, self._seed + step, self._replica)
-        return order_by_costs(costs, self._admit, step)
+        return order_by_costs(costs, self._admit, step, self._replica)
+
+    def admit_as(self, step: int, order: Sequence[int]) -> None:
+        """The microbatches of a step enter in this order, which was planned."""
+        self._planned = step, tuple(order)
+
+    def known(self, step: int, policy: Policy, num_members: int) -> Known:
+        """What is known of a step before it begins, for a planner of this policy."""
+        assert self._costs is not None
+        return known_of(
+            *(self._costs, self._jitter, policy, self._shape),
+            *(self._seed + step, self._replica, num_members),
+        )
+
+    def hands(self, step: int) -> Hands:
+        """What each replica is dealt of a step's global batch, in the order in which it enters."""
+        costs, shape, seed = self._costs, self._shape, self._seed + step
+        assert isinstance(costs, DealtCosts)
+        return [
+            [
+                hand[index]
+                for index in order_by_costs(
+                    costs.step(shape, seed, replica), self._admit, step, replica
+                )
+            ]
+            for replica, hand in enumerate(costs.hands(shape, seed))
+        ]
 
     def prepare(self, step: int) -> None:
         """Draw the step's conditions before it begins, which takes some ms."""
@@ -117,13 +151,16 @@ class StepPacer:
         return None if sizes is None else sizes.of(shape.stages_of(self._pp_rank))
 
     def _conditions(self, costs: Costs, step: int, shape: Shape) -> Conditions:
-        seed = self._seed + step
-        return conditions(costs, self._jitter, self._admit, shape, seed, self._replica, step)
+        seed, admit = self._seed + step, self._admit
+        if self._planned is not None and self._planned[0] == step:
+            admit = ListedOrders("plan", (self._planned[1],))
+        return conditions(costs, self._jitter, admit, shape, seed, self._replica, step)
 
     def start_step(self, step: int, shape: Shape) -> "PacedStep":
         """The pace of a step that begins now."""
         self.tally = PaceTally()
         seed, replica, count = self._seed + step, self._replica, None
+        known: TaskTimes | None = None
         if self._costs is None:
             model, links = _measured(self._jitter, shape, seed, replica), Links()
             stretch = self._jitter.stretch(shape, seed, replica)
@@ -135,8 +172,9 @@ class StepPacer:
                 met = self._conditions(self._costs, step, shape)
             model, links, stretch = _modelled(met), met.links, met.stretch()
             count = self._count
+            known = met.costs.times if met.costs.is_known else None
         return PacedStep(
-            shape, self._pp_rank, model, links, stretch, count, self._sleep, self._clock
+            shape, self._pp_rank, model, known, links, stretch, count, self._sleep, self._clock
         )
 
     def _count(self, over_ns: int) -> None:
@@ -170,14 +208,17 @@ class PacedStep:
         shape: Shape,
         pp_rank: int,
         model: _Model,
+        known: TaskTimes | None,
         links: Links,
         stretch: Stretch | None,
         count: Callable[[int], None] | None,
         sleep: Sleep,
         clock: Callable[[], int],
     ) -> None:
-        """`count` is called with how much a task's work exceeded its modelled time, in ns."""
+        """`known` are the times that the costs tell before jitter. `count` is called with how much
+        a task's work exceeded its modelled time, in ns."""
         self._shape = shape
+        self._known_ns = None if known is None else known.by_kind(split=shape.splits_backward)
         self._model = model
         self._links = links
         self._stretch = None if stretch is None else partial(stretch, pp_rank)
@@ -197,6 +238,11 @@ class PacedStep:
         if self._count is not None:
             self._count(worked_ns - time_ns)
         self._sleep(start_ns + time_ns)
+
+    def expected_ns(self, task: Task) -> int | None:
+        if self._known_ns is None:
+            return None
+        return self._known_ns[task.kind][task.stage][task.microbatch]
 
     def message_ns(self, task: Task) -> int:
         link = self._shape.link(task)
@@ -227,9 +273,19 @@ def make_pace(
 def pace_of(settings: "TrainSettings", layout: "Layout") -> StepPacer | None:
     """This rank's pace by the run's settings; None if they do not ask for one."""
     costs, jitter = read_pace(settings)
+    costs = _dealt(costs, settings)
     admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
     shape = _shape_of(settings)
     return make_pace(costs, jitter, admit, settings.run.seed, shape, layout.pp_rank, layout.dp_rank)
+
+
+def _dealt(costs: Costs | None, settings: "TrainSettings") -> Costs | None:
+    """The costs of what the replicas are dealt, where they are."""
+    dealing = resolve_dealing(settings.policy.admit_across)
+    if costs is None or dealing is AdmitAcross.NONE:
+        return costs
+    listed = dealing if isinstance(dealing, ListedDealings) else None
+    return DealtCosts(costs, settings.layout.num_replicas, listed, settings.run.seed)
 
 
 def _shape_of(settings: "TrainSettings") -> Shape:
@@ -260,6 +316,7 @@ def read_pace(settings: "TrainSettings") -> tuple[Costs | None, Jitter]:
 def check_pace(settings: "TrainSettings") -> None:
     """Raise UsageError if the costs or the jitter are invalid or do not fit the run's pipeline."""
     costs, jitter = read_pace(settings)
+    costs = _dealt(costs, settings)
     admit = resolve_admission(settings.policy.admit, settings.data.microbatches)
     if costs is None:
         _measured(jitter, settings.shape, settings.run.seed, 0)

@@ -11,17 +11,22 @@ import torch
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime import introduction
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.policy import Dispatch
+from rrfp.simulate.choice.candidates import in_words
+from rrfp.trace.description import PolicyLog
 from rrfp.trace.records import RankInfo, Record
 from rrfp.trace.rundir import RunDir
+from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
 from rrfp.train.data.batches import Batch
 from rrfp.train.data.open import open_data
+from rrfp.train.dealing import dealing_file, run_dealing
 from rrfp.train.description import write_description
 from rrfp.train.evaluation import Evaluation
 from rrfp.train.metrics import Metrics
@@ -53,10 +58,13 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     recorder = Recorder(None if settings.run.no_trace else run.rank_records(info.rank), info)
     metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
     pace = pace_of(settings, layout)
-    schedule = schedule_of(settings, layout.pp_rank, recorder.record, pace=pace)
+    planner = run_planner(settings, recorder.record, pace)
+    record = recorder.record if planner is None else planner.record
+    schedule = schedule_of(settings, layout.pp_rank, record, pace=pace)
     schedule.start_at(session.first_step)
     data = open_data(settings)
     model = build_model(settings, layout, data)
+    dealing = run_dealing(settings, layout, data, pace)
     trainer = Trainer(
         settings,
         layout,
@@ -65,7 +73,17 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         schedule,
         recorder.record,
         pace=pace,
+        planner=planner,
+        dealing=dealing,
     )
+    dealt = None
+    if dealing is not None:
+        dealt = dealing_file(run, settings, layout, session.first_step)
+    orders = None
+    if planner is not None:
+        num_microbatches = settings.data.microbatches
+        orders = AdmissionFile(run.admission, layout, num_microbatches, session.first_step)
+    policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
     checkpoints = checkpoints_of(session, settings, layout, model)
     for step in range(session.first_step, settings.num_steps):
@@ -78,7 +96,18 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         tally = pace.tally if pace is not None and pace.has_costs else None
-        metrics.write(step, result, schedule.last_step, seconds, tally)
+        plan = None if planner is None else planner.described()
+        steering = getattr(schedule, "last_steering", None)
+        if steering is not None and planner is not None:
+            planner.follow(steering)
+        if steering is not None and policies is not None:
+            policies.steered(step, steering.policy.described())
+        hint, choice = _told(settings, steering)
+        metrics.write(step, result, schedule.last_step, seconds, tally, plan, hint, choice)
+        if planner is not None and orders is not None:
+            orders.write(planner.order_of_step)
+        if dealing is not None and dealt is not None:
+            dealt.write(dealing.hands)
         if checkpoints is not None and checkpoints.finish_step(step):
             break
     if checkpoints is not None:
@@ -86,8 +115,23 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     if evaluation is not None:
         evaluation.close()
     schedule.close()
+    if planner is not None and orders is not None:
+        planner.close()
+        orders.close()
+    if dealt is not None:
+        dealt.close()
     metrics.close()
     recorder.close()
+
+
+def _told(
+    settings: TrainSettings, steering: StepPolicy | None
+) -> tuple[str, dict[str, object] | None]:
+    """What steered a step, in words, and how it was chosen, if it was in this step."""
+    if steering is None:
+        return f"{settings.hint.name} {settings.policy.dispatch}", None
+    choice = steering.choice
+    return in_words(steering.policy), None if choice is None else choice.described()
 
 
 def checkpoints_of(
@@ -166,6 +210,7 @@ def schedule_of(
         measure_memory=settings.policy.measure_memory,
         w=policy.w,
         agreement=policy.agreement,
+        patience=policy.patience,
         grad_order=settings.policy.grad_order,
         placement=settings.layout.placement,
     )

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from rrfp.megatron.settings import GradOrder
 from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import Hold
+from rrfp.schedule.patience.setting import IMPATIENT, Patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.train.declared import AT_LEAST_1, Must, setting
@@ -64,7 +66,9 @@ class PolicySettings:
     """The policy that was asked for; `TrainSettings.effective_policy` is the one in effect."""
 
     hint: Hint | None = setting(
-        None, "What goes first of the ready tasks: a hint, or an order file (.csv) [bf]."
+        None,
+        "What goes first of the ready tasks: a hint, an order file (.csv), or auto (chosen while "
+        "the run goes on, by simulating its own steps) [bf].",
     )
     dispatch: Dispatch = setting(
         Dispatch.READY,
@@ -101,6 +105,12 @@ class PolicySettings:
         "What ranks that share collectives run: intersection (default: the best task that all have "
         "ready) or unanimous (the task that all would pick).",
     )
+    patience: Patience = setting(
+        IMPATIENT,
+        "How long a free rank waits for a better task that another rank has announced: 0 (default: "
+        "never), auto (by how punctual announcements are) or a time such as 5ms.",
+        metavar="TIME",
+    )
     grad_order: GradOrder = setting(
         GradOrder.CANONICAL,
         "How gradients are summed: canonical (default: by microbatch, the same to the bit) or "
@@ -109,12 +119,24 @@ class PolicySettings:
     admit: str = setting(
         Admit.GIVEN,
         "The order in which a step's microbatches enter: given (default), pyramid (light, heavy, "
-        "light) or a file with a line per step.",
+        "light), plan (searched by simulation while the step before runs) or a file with a line "
+        "per step.",
     )
     admit_cost: str | None = setting(
         None,
         "The weight of a microbatch in the pyramid: work (default), tokens, patches or "
         "MODULE:FUNCTION, which takes its batch.",
+    )
+    plan_ms: float | None = setting(
+        None,
+        "How long --admit plan searches for a step's order, in ms [a tenth of the last step].",
+        must=Must("a finite number above 0", lambda value: math.isfinite(value) and value > 0),
+        metavar="MS",
+    )
+    admit_across: str = setting(
+        AdmitAcross.NONE,
+        "Whether a step's microbatches are dealt to the --dp replicas by weight before they enter: "
+        "none (default), replicas or a file with a line per step.",
     )
 
 
@@ -138,6 +160,13 @@ class LayoutSettings:
         Placement.LOOP,
         "Placement of chunks: loop (default: Megatron's interleaving) or v (there and back, with "
         "--chunks 2).",
+    )
+    stages: str | None = setting(
+        None,
+        "Layers of each stage, in model order, as Megatron's --pipeline-model-parallel-layout "
+        "'Et*3|t*4|t*4|t*3L', or 3,4,4,3 [equally many].",
+        flag="layout",
+        metavar="LAYOUT",
     )
     sequence_parallel: bool = setting(
         False, "Divide norms and dropout along the sequence, with --tp."
@@ -164,7 +193,9 @@ class ModelSettings:
         "without attention, for --pace).",
         flag="model",
     )
-    layers: int = setting(8, "Transformer layers, a multiple of --pp x --chunks", must=AT_LEAST_1)
+    layers: int = setting(
+        8, "Transformer layers, a multiple of --pp x --chunks without --layout", must=AT_LEAST_1
+    )
     hidden: int = setting(128, "Hidden size", must=AT_LEAST_1)
     heads: int = setting(4, "Attention heads, a multiple of --tp", must=AT_LEAST_1)
     experts: int | None = setting(

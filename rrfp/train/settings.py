@@ -12,9 +12,12 @@ from typing import Any, Self
 
 from rrfp.errors import UsageError, did_you_mean
 from rrfp.inputs.hint_files import OrderFile
+from rrfp.inputs.layer_layout import parse_layout
+from rrfp.megatron.settings import check_auto
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.hold import check_is_absolute, described_hold
+from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.train.declared import Declared, declared_in
@@ -87,12 +90,13 @@ class TrainSettings:
         asked = self.policy
         check_is_absolute(asked.hold)
         return Policy.with_usual_limit(
-            self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement
+            *(self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement),
+            patience=asked.patience,
         )
 
     def check_policy(self) -> None:
         """Raise UsageError for parts of the policy that do not go together."""
-        _ = self.effective_policy
+        check_auto(self.effective_policy.hint, self.policy.grad_order)
 
     @property
     def num_steps(self) -> int:
@@ -106,6 +110,16 @@ class TrainSettings:
         """The pipeline of a step."""
         layout = self.layout
         return Shape(layout.pp, self.data.microbatches, layout.chunks, layout.placement)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """The layers of each stage, in model order: as asked for, or equally many. Raises
+        UsageError for a text that says something else."""
+        stages = self.layout.stages
+        if stages is None:
+            num_stages = self.layout.pp * self.layout.chunks
+            return (self.model.layers // num_stages,) * num_stages
+        return parse_layout(stages, "--layout")
 
     @classmethod
     def from_toml(cls, path: Path, **flags: Any) -> Self:
@@ -136,6 +150,7 @@ class TrainSettings:
             "steps": self.num_steps,
         }
         values["hold"] = described_hold(values["hold"])
+        values["patience"] = described_patience(values["patience"])
         return {
             flag: str(value) if isinstance(value, Path) else value for flag, value in values.items()
         }

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import Clock, monotonic
 from rrfp.trace.records import Phase, PhaseRecord, Record
-from rrfp.train.admission import run_order
+from rrfp.train.admission import RunAdmission, RunPlanner
 from rrfp.train.data.batches import Batch, Batches
+from rrfp.train.dealing import RunDealing
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
@@ -87,18 +88,19 @@ class Trainer:
         record: Callable[[Record], None],
         clock: Clock = monotonic,
         pace: "StepPacer | None" = None,
+        planner: RunPlanner | None = None,
+        dealing: RunDealing | None = None,
     ) -> None:
         """`record` receives the step's data and optimizer phases; the schedule records its own.
         `pace` is the schedule's: it is prepared before each step, and decides on admission if it
-        has costs."""
+        has costs, unless a `planner` does. A `dealing` takes the place of the `batches`."""
         self._settings = settings
         self._layout = layout
         self._model = model
-        self._batches = batches
+        self._admission = dealing or RunAdmission(settings, layout, batches, pace, planner)
         self._schedule = schedule
         self._record = record
         self._clock = clock
-        self._order = run_order(settings, pace)
         self._pace = pace
 
     def train_step(self, step: int) -> StepResult:
@@ -106,8 +108,7 @@ class Trainer:
         finite."""
         settings, model = self._settings, self._model
         start_ns = self._clock()
-        given = [self._batches.batch(step, index) for index in range(settings.data.microbatches)]
-        batches = [given[index] for index in self._order(step, given)]
+        batches = self._admission.batches(step)
         if self._pace is not None:
             self._pace.prepare(step)
         self._finish_phase(Phase.DATA, start_ns, step)

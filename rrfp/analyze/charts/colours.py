@@ -17,6 +17,7 @@ _OF_CAUSES = {
     Cause.BACKWARD_INPUT: "#832B00",
     Cause.LIMIT: "#E69F02",
     Cause.HOLD: "#79633C",
+    Cause.PATIENCE: "#7878FF",
     Cause.COORDINATION: "#CC78A6",
     Cause.ORDER: "#4A32A1",
     Cause.TRANSFER: "#009E73",

@@ -7,8 +7,8 @@ is divided further, and the parts still sum to the step:
 - *Slow stage*: by how much the path's tasks exceed those of the median rank, each kind at its mean.
 - *Uneven*: by how much the path's tasks exceed the mean of their own rank and kind.
 - *Series*: the rest of the path's tasks. Stages worked one after another where they could have
-  worked side by side. Where a limit, a hold or a binding order withheld something ready from
-  another rank meanwhile, that time is theirs instead.
+  worked side by side. Where a limit, a hold, a binding order or patience withheld something ready
+  from another rank meanwhile, that time is theirs instead.
 - *Link*: messages under way between two tasks. From the moment one member of a group has its
   message until the last one has, the time is *coordination*.
 """
@@ -36,7 +36,7 @@ _MOST_STEPS = 30
 
 class Fault(StrEnum):
     """What may own a part of a step, besides the causes of waits that explain themselves (`limit`,
-    `hold`, `order`, `coordination`, `transfer`, `gradient_sync`)."""
+    `hold`, `order`, `patience`, `coordination`, `transfer`, `gradient_sync`)."""
 
     WORK = "work"
     SLOW_STAGE = "slow_stage"
@@ -225,7 +225,7 @@ def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
     }
 
 
-_WITHHELD = (Cause.LIMIT, Cause.HOLD, Cause.ORDER)
+_WITHHELD = (Cause.LIMIT, Cause.HOLD, Cause.ORDER, Cause.PATIENCE)
 _OWN: dict[str, str] = {
     Cause.WARMUP: Fault.ENTRY,
     # The message had come, and the rank still waited.

@@ -155,6 +155,13 @@ class _Teller:
                     f"{part}.",
                     "Try --dispatch ready: the same hint then ranks what is ready.",
                 )
+            case Cause.PATIENCE:
+                return (
+                    f"{at.capitalize()} waits for better tasks than it could run",
+                    f"They were announced, and {amount} of a step pass before they come while "
+                    f"something else was ready{part}.",
+                    "See what 'rrfp analyze whatif RUN --patience 0' saves.",
+                )
             case Cause.COORDINATION:
                 return (
                     f"The members of {at} wait for each other",

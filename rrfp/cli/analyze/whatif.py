@@ -22,6 +22,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hold import parse_hold
+from rrfp.schedule.patience.setting import parse_patience
 
 if TYPE_CHECKING:
     from rrfp.cli.tables.sheet import Sheet
@@ -57,6 +58,14 @@ def whatif(
             metavar="N|SIZE",
             help="Activations kept on a rank: 8 (microbatches of the whole rank), 40GiB, or 1.0x "
             "of what 1F1B would have kept at most.",
+        ),
+    ] = None,
+    patience: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="How long a free rank waits for a better task that was announced to it: 0 (never),"
+            " auto or a time such as 5ms.",
         ),
     ] = None,
     without_jitter: Annotated[
@@ -136,6 +145,7 @@ def whatif(
     chosen = None if dispatch is None else read_dispatch("dispatch", dispatch)
     bound = None if limit is None else count_or_none("limit", limit)
     kept = None if hold is None else parse_hold(hold, "--hold", auto=False)
+    waits = None if patience is None else parse_patience(patience, "--patience")
     link = None if usual_link is None else _parse_link(usual_link)
 
     def changes(run: "RecordedRun") -> "list[Change]":
@@ -146,6 +156,7 @@ def whatif(
                 chosen,
                 bound,
                 kept,
+                waits,
                 limit is not None and bound is None,
                 without_jitter=without_jitter,
                 median_stage=median_stage,
@@ -164,7 +175,8 @@ def whatif(
     is_admitted = admit is not Admit.GIVEN
     evened = (even_microbatches, usual_microbatches, even_stages)
     switches = (without_jitter, free_links, *evened, is_admitted)
-    choices = (hint, dispatch, limit, hold, median_stage, link, usual_rank, usual_replica)
+    places = (median_stage, link, usual_rank, usual_replica)
+    choices = (hint, dispatch, limit, hold, patience, *places)
     is_asked = any(switches) or any(choice is not None for choice in choices)
     frames = read_frames(path, steps, evaluations=False)
     with working("Replaying the run"):

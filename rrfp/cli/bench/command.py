@@ -11,6 +11,7 @@ from rrfp.cli.completion import one_of
 from rrfp.cli.options import RowFormat
 from rrfp.cli.progress import progress
 from rrfp.errors import StoppedError, UsageError, did_you_mean
+from rrfp.schedule.admission import Admit
 
 if TYPE_CHECKING:
     from rrfp.race.entries import Failure
@@ -81,6 +82,14 @@ def bench(
             metavar="SIZE",
             help="Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of "
             "1F1B's largest peak in bytes), or paper, its limit of 32; repeatable.",
+        ),
+    ] = None,
+    admit: Annotated[
+        list[Admit] | None,
+        typer.Option(
+            metavar="ORDER",
+            help="Only this order of entry of our systems: given, pyramid, or plan (searched by "
+            "simulation, from modelled costs); repeatable.",
         ),
     ] = None,
     steps: Annotated[
@@ -157,6 +166,7 @@ def bench(
     asked = Asked(
         peers=peers,
         holds=tuple(_bound(text) for text in hold or ()),
+        admits=tuple(dict.fromkeys(admit or ())),
         profiles=tuple(dict.fromkeys(profile or ())),
         systems=tuple(system_named(name) for name in system or ()),
         steps=steps,

@@ -22,6 +22,7 @@ _HEADINGS = {
     "warmup": "warm-\nup",
     "forward_input": "fwd\ninput",
     "backward_input": "bwd\ninput",
+    "patience": "pa-\ntience",
     "coordination": "coordi-\nnation",
     "transfer": "trans-\nfer",
     "gradient_sync": "grad\nsync",

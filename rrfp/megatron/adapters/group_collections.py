@@ -61,6 +61,20 @@ def replicas_of(collection: Any) -> Any:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
+def data_parallel_of(collection: Any) -> Any:
+    """The ranks with this one's place in all replicas: of the collection, else of Megatron's
+    parallel state. Raises UsageError if neither has them."""
+    found = getattr(collection, "dp", None)
+    if found is not None:
+        return found
+    if pipeline_of(None) is None:
+        raise UsageError(
+            "the process groups of this step have no dp, and Megatron's parallel state, which "
+            "would have it, is not set up; add it to pg_collection"
+        )
+    return parallel_state.get_data_parallel_group()
+
+
 def refuse_multi_module(collection: Any) -> None:
     """Raise UsageError for the groups of several models in one pipeline, such as an encoder and a
     language model on grids of their own."""

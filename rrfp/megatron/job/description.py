@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_config
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.hold import described_hold
+from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.run_policy import unbound_policy
@@ -42,6 +43,7 @@ def dispatched(settings: DispatchSettings) -> Steering:
     asked = {each.name: getattr(settings, each.name) for each in fields(settings)} | {"hint": hint}
     del asked["policy"]
     asked["hold"] = described_hold(settings.policy.hold)
+    asked["patience"] = described_patience(settings.policy.patience)
     for name in ("admit_cost", "hold_features"):
         if callable(asked[name]):
             asked[name] = getattr(asked[name], "__qualname__", "a function")

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.adapters.group_collections import replicas_of
+from rrfp.megatron.dealing.file import DealingFile
 from rrfp.megatron.groups import Place, device_of, place_in, step_groups
 from rrfp.megatron.job.description import (
     Steering,
@@ -28,13 +29,16 @@ from rrfp.megatron.job.description import (
 from rrfp.megatron.job.meeting import Meeting
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.telling import tell
+from rrfp.megatron.planning.orders_file import OrdersFile, join_orders
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.decoding import integers
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
+from rrfp.schedule.dealing import Hands
+from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.trace.description import describe_run
+from rrfp.trace.description import PolicyLog, describe_run
 from rrfp.trace.merge import encode_run
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Record
 from rrfp.trace.rundir import RunDir
@@ -62,6 +66,12 @@ class JobRecording:
         self._layout: tuple[Place, int] | None = None
         self._recorder: Recorder | None = None
         self._run: RunDir | None = None
+        """The run's directory, on the leader."""
+        self._directory: RunDir | None = None
+        """Likewise, on every rank."""
+        self._policies: PolicyLog | None = None
+        self._orders: OrdersFile | None = None
+        self._dealings: DealingFile | None = None
         self._is_off = False
         self._has_given_up = False
         self._num_trained = 0
@@ -122,6 +132,41 @@ class JobRecording:
     def end(self, step: int | None) -> None:
         """The call for which `begin` gave this step, or None, has returned."""
         self.safely(lambda: self._end(step))
+
+    def steered(self, step: int | None, policy: Policy) -> None:
+        """The training step that has returned, recorded as this one or not, had this policy."""
+        if step is not None and self._run is not None:
+            self.safely(lambda: self._log_policy(step, policy))
+
+    def _log_policy(self, step: int, policy: Policy) -> None:
+        assert self._run is not None
+        if self._policies is None:
+            self._policies = PolicyLog(self._run.run_json)
+        self._policies.steered(step, policy.described())
+
+    def planned(self, order: Sequence[int]) -> None:
+        """The training step that has returned had this planned order of entry."""
+        self.safely(lambda: self._write_order(order))
+
+    def _write_order(self, order: Sequence[int]) -> None:
+        info, directory = self.info, self._directory
+        # The first rank of the replica's pipeline; others have the same order.
+        if info is None or directory is None or info.pp_rank or info.tp_rank:
+            return
+        if self._orders is None:
+            self._orders = OrdersFile(directory.admission, info.dp_rank)
+        self._orders.write(order)
+
+    def dealt(self, hands: Hands) -> None:
+        """The training step that has returned was dealt so."""
+        self.safely(lambda: self._write_dealing(hands))
+
+    def _write_dealing(self, hands: Hands) -> None:
+        if self._run is None:
+            return
+        if self._dealings is None:
+            self._dealings = DealingFile(self._run.dealing, len(hands), len(hands[0]))
+        self._dealings.write(hands)
 
     def safely(self, record: Callable[[], T]) -> T | None:
         """Do a part of the recording. If it fails, recording ends and the training goes on."""
@@ -273,12 +318,18 @@ class JobRecording:
                 with suppress(Exception):
                     recorder.close()
                 raise
-            self._recorder = recorder
+            self._recorder, self._directory = recorder, run
             if meeting.is_leader:
                 self._run = run
 
     def _close_records(self) -> None:
-        recorder = self._recorder
+        recorder, orders, dealings = self._recorder, self._orders, self._dealings
+        if orders is not None:
+            self._orders = None
+            orders.close()
+        if dealings is not None:
+            self._dealings = None
+            dealings.close()
         if recorder is not None:
             self.before_close()
             self._recorder = None
@@ -298,6 +349,7 @@ class JobRecording:
             if time.monotonic() > deadline_s:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
+        join_orders(run.admission)
         # Where the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
             encode_run(run.path)
@@ -315,6 +367,16 @@ class RecordedSchedule:
     def __call__(self, **arguments: Any) -> Any:
         step = self._recording.begin(arguments)
         data = self._schedule(**arguments)
+        steering = getattr(self._schedule, "last_steering", None)
+        if steering is not None and not arguments.get("forward_only", False):
+            self._recording.steered(step, steering.policy)
+        order = getattr(self._schedule, "last_order", None)
+        if order is not None and not arguments.get("forward_only", False):
+            self._recording.planned(order)
+        look_ahead = getattr(self._schedule, "look_ahead", None)
+        hands = None if look_ahead is None else look_ahead.hands
+        if hands is not None and not arguments.get("forward_only", False):
+            self._recording.dealt(hands)
         self._recording.end(step)
         return data
 

@@ -91,6 +91,7 @@ class StepData:
         self._silent: set[tuple[int, int]] = set()
         """The microbatches of each chunk that have run and drew nothing."""
         self._is_shared = bool(shared(given))
+        self._replaced: set[int] = set()
 
     @property
     def _must_order(self) -> bool:
@@ -106,6 +107,23 @@ class StepData:
         for number in range(num_microbatches):
             self._draw_up_to(chunk, number)
         return [slot.items[0] for slot in self._slots[chunk]]
+
+    @property
+    def drawing_chunks(self) -> list[int]:
+        """The chunks with an object to draw from, but for those known to draw nothing."""
+        silent = self._habits.silent_chunks
+        return [
+            chunk
+            for chunk, given in enumerate(self._given)
+            if given is not None and chunk not in silent
+        ]
+
+    def replace(self, chunk: int, items: Sequence[Any]) -> None:
+        """Give the microbatches of a chunk other items than were drawn for them, one each; all are
+        drawn by now (`first`)."""
+        self._replaced.add(chunk)
+        for slot, item in zip(self._slots[chunk], items, strict=True):
+            slot.items = deque([item])
 
     @contextmanager
     def of(self, chunk: int, number: int, model: Any, streams: "TaskStreams") -> Iterator[Any]:
@@ -155,7 +173,9 @@ class StepData:
     def _settle(self, chunk: int, number: int) -> None:
         """Learn from a microbatch that has run what to assume about the others."""
         slots = self._slots[chunk]
-        if number >= len(slots):
+        # Items are replaced for all chunks that may draw.
+        is_left = chunk in self._replaced and slots[number].num_taken == 0
+        if number >= len(slots) or is_left:
             self._silent.add((chunk, number))
             self._habits.silent_chunks.add(chunk)
             return
@@ -287,6 +307,19 @@ class CallersStates:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def data_of(given: Any, num_chunks: int) -> list[Any]:
+    """The data object of each chunk; Megatron passes it bare, in a list, or not at all."""
+    if given is None:
+        return [None] * num_chunks
+    objects = given if isinstance(given, list) else [given]
+    if len(objects) != num_chunks:
+        raise MismatchedDataError(
+            f"{len(objects)} data iterators came with {num_chunks} model chunks; "
+            "pass a list of one per chunk"
+        )
+    return objects
 
 
 def shared(given: Sequence[Any]) -> list[Any]:

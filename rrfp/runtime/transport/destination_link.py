@@ -1,6 +1,6 @@
 """The receiving end of a directed link."""
 
-from rrfp.runtime.protocols import Arrived, Decided, Left, Message, Reported
+from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
 from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, bare
 from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
 from rrfp.trace.records import ReceiveRecord
@@ -10,7 +10,7 @@ _BATCHES = 8
 
 
 class DestinationLink(Link):
-    """The end that receives messages, reports and decisions, and gives credits."""
+    """The end that receives messages and what is announced, and gives credits."""
 
     def __init__(
         self, rank: int, peer: int, options: LinkOptions, now_ns: int, num_credits: int
@@ -69,8 +69,11 @@ class DestinationLink(Link):
                 return [Reported(self.peer, header.step, task)]
             case Purpose.DECISION:
                 return [Decided(self.peer, header.step, header.number, task)]
+            case Purpose.FORECAST:
+                return [Forecast(self.peer, header.step, task, frame.arrived_ns, header.number)]
         self._admit(header.sequence)
-        outputs: list[Output] = [Arrived(self.peer, Message(header.step, task, frame.tensors))]
+        message = Message(header.step, task, frame.tensors)
+        outputs: list[Output] = [Arrived(self.peer, message, now_ns)]
         if self._options.keeps_records:
             outputs.append(
                 ReceiveRecord(

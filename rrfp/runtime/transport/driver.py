@@ -233,11 +233,11 @@ class SourceDriver(LinkDriver[SourceLink]):
             buffers = self._begin_at_once(now_ns)
         self._go_on(outputs, buffers)
 
-    def announce(self, purpose: Purpose, step: int, task: Task, position: int) -> None:
-        """Send a report or a decision: it needs no credit and overtakes messages."""
+    def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> None:
+        """Send a report, a decision or a forecast: it needs no credit and overtakes messages."""
         now_ns = self._clock()
         with self._lock:
-            outputs = self._link.announce(purpose, step, task, position)
+            outputs = self._link.announce(purpose, step, task, number)
             buffers = self._begin_at_once(now_ns)
         self._go_on(outputs, buffers)
 

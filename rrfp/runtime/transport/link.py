@@ -3,8 +3,8 @@
 No thread, lock, socket or clock is in here. Whoever drives an end (`driver.py` over a socket,
 `memory.py` in virtual time) carries its bytes, passes the time in, and makes one call at a time.
 
-Messages, reports and decisions go from source to destination; credits come back on the same
-connection; heartbeats and the farewell go both ways.
+Messages, reports, decisions and forecasts go from source to destination; credits come back on the
+same connection; heartbeats and the farewell go both ways.
 
 | state     | writes                            | reads | ends with                           |
 |-----------|-----------------------------------|-------|-------------------------------------|

@@ -16,7 +16,7 @@ from rrfp.runtime.protocols import Inbox, Message
 from rrfp.runtime.transport.destination_link import DestinationLink
 from rrfp.runtime.transport.link import Link, LinkOptions, Output, State
 from rrfp.runtime.transport.source_link import SourceLink
-from rrfp.runtime.transport.wire import Purpose, prepare_message
+from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
 
@@ -291,6 +291,12 @@ class MemoryTransport:
         link, end = self._destination(peer)
         prepared = prepare_message(message, self._options.max_message_bytes)
         self._go_on(end, link.send(prepared, self._network.now_ns))
+
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        """Tell `peer` when to expect the input of a task that is still to be sent."""
+        link, end = self._destination(peer)
+        number = min(left_ns, MAX_FORECAST_NS)
+        self._go_on(end, link.announce(Purpose.FORECAST, step, task, number))
 
     def report(self, peer: int, step: int, task: Task) -> None:
         """Tell the group's leader `peer` that the input of a task is here."""

@@ -23,7 +23,7 @@ from rrfp.runtime.transport.driver import DestinationDriver, SourceDriver
 from rrfp.runtime.transport.link import LinkOptions
 from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.whereabouts import Where
-from rrfp.runtime.transport.wire import Purpose, prepare_message
+from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
@@ -171,6 +171,11 @@ class SocketTransport:
         a smaller number changes nothing. Its sources need not know."""
         for source in self._sources.values():
             source.grant(num_credits)
+
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        """Tell `peer` when to expect the input of a task that is still to be sent."""
+        destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
+        destination.announce(Purpose.FORECAST, step, task, min(left_ns, MAX_FORECAST_NS))
 
     def report(self, peer: int, step: int, task: Task) -> None:
         """Tell the group's leader `peer` that the input of a task is here."""

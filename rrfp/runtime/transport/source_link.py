@@ -1,8 +1,8 @@
 """The sending end of a directed link.
 
-Reports and decisions need no credit and overtake messages. In a paced run a message stays in front
-of the queue until its modelled time has passed, one after the other, as on a link of the simulator;
-the wire's own time comes after that.
+Reports, decisions and forecasts need no credit and overtake messages. In a paced run a message
+stays in front of the queue until its modelled time has passed, one after the other, as on a link of
+the simulator; the wire's own time comes after that.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from rrfp.trace.records import NS_PER_S, SendRecord
 
 
 class SourceLink(Link):
-    """The end that sends messages, reports and decisions."""
+    """The end that sends messages, and announces what needs no credit."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class SourceLink(Link):
         self._messages.append((message, now_ns))
         return []
 
-    def announce(self, purpose: Purpose, step: int, task: Task, position: int) -> list[Output]:
-        """Queue a report or a decision."""
+    def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> list[Output]:
+        """Queue a report, a decision or a forecast, with its `Header.number`."""
         if self.state is State.OVER:
             return self._tell_unsent(task)
-        self._announcements.append(Header(purpose, step, task, number=position))
+        self._announcements.append(Header(purpose, step, task, number=number))
         return []
 
     def _tell_unsent(self, task: Task) -> list[Output]:

@@ -19,9 +19,11 @@ from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
 
 MAGIC = b"RRFP"
-VERSION = 2
+VERSION = 3
 MAX_DIMENSIONS = 8
 MAX_TENSORS = 255
+MAX_FORECAST_NS = 3_600_000_000_000
+"""A task that takes longer is not waited for; nor is a number believed that says so."""
 
 # magic, version, purpose, kind, number of tensors, stage, microbatch, step, sequence, number, (0)
 _PREFIX = struct.Struct("<4sBBBBiiqqqQ")
@@ -55,9 +57,10 @@ class Purpose(IntEnum):
     FAREWELL = 4
     REPORT = 5
     DECISION = 6
+    FORECAST = 7
 
 
-_WITH_TASK = frozenset({Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION})
+_WITH_TASK = frozenset({Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST})
 
 
 class FrameError(RrfpError):
@@ -74,7 +77,8 @@ class Header:
     sequence: int = 0
     """Messages on this link before this one; 0 for every other purpose."""
     number: int = 0
-    """The position in the agreed sequence (decision); how many credits (credit)."""
+    """The position in the agreed sequence (decision); how many credits (credit); in how many ns to
+    expect a task's input (forecast)."""
     num_tensors: int = 0
 
 
@@ -195,6 +199,8 @@ def decode_prefix(data: bytes | bytearray) -> Header:
         )
     if purpose == Purpose.CREDIT and number == 0:
         raise FrameError("a credit frame gives no credit")
+    if purpose == Purpose.FORECAST and number > MAX_FORECAST_NS:
+        raise FrameError(f"a forecast is of {number} ns, above the maximum of {MAX_FORECAST_NS}")
     kind_of_task = _KINDS[kind]
     task = None if kind_of_task is None else Task(stage, kind_of_task, microbatch)
     return Header(purpose, step, task, sequence, number, num_tensors)

@@ -19,7 +19,7 @@ IN_WORDS: dict[str, str] = {
     "bfw": "bf, with weight gradients when idle",
     "bf-deep": "bf, deepest chunk's forwards first",
     "bfw-deep": "bfw, deepest chunk's forwards first",
-    "1f1b": "Megatron's: one forward, one backward",
+    "1f1b": "Megatron's: a forward, a backward",
     "gpipe": "all forwards, then all backwards",
     "zb-h1": "zero bubble: 1f1b, backward split",
     "zb-v": "zero bubble over a V of two chunks",

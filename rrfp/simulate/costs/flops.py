@@ -17,7 +17,7 @@ masks and logits, as many values as F keeps. Where B runs the forward again they
 one input that F keeps; that is not counted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -29,6 +29,7 @@ import numpy as np
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
+from rrfp.schedule.tasks import Kind
 from rrfp.simulate.costs.layers import Language, Layers, Vision
 from rrfp.simulate.costs.model import (
     FACTORS,
@@ -41,6 +42,7 @@ from rrfp.simulate.costs.model import (
 )
 from rrfp.simulate.costs.sections import Agreement, GradientSync, LinkSpeed
 from rrfp.simulate.costs.toml_tables import ranged, read_table
+from rrfp.simulate.costs.units import CutCosts, UnitCosts
 from rrfp.simulate.draws import Floats
 from rrfp.simulate.world import TaskTimes
 from rrfp.trace.records import NS_PER_S
@@ -163,12 +165,78 @@ class FlopCosts:
             sizes=sizes,
         )
 
+    @property
+    def num_layers(self) -> int:
+        """Of vision and language together."""
+        return self._num_vision + self.language.layers
+
+    @property
+    def _num_vision(self) -> int:
+        return self.vision.layers if self.vision else 0
+
+    @property
+    def fixed_ns(self) -> dict[Kind, Floats]:
+        """What each unit's tasks take whatever the length: kernel launches, and the latency of
+        collectives."""
+        rest_s = self.device.layer_s
+        tp = self.tensor_parallel
+        latency_s = tp.latency_s if tp.size > 1 else 0.0
+        forward_s = rest_s + 2 * latency_s
+        backward_s = forward_s + (forward_s if self.recompute else 0.0)
+
+        def row(layer_s: float, head_s: float) -> Floats:
+            return np.array([0.0, *[layer_s] * self.num_layers, head_s]) * NS_PER_S
+
+        return {
+            Kind.F: row(forward_s, 0.0),
+            Kind.B: row(backward_s, latency_s),
+            Kind.W: row(rest_s, 0.0),
+        }
+
+    def slowness(self, num_ranks: int) -> Sequence[float]:
+        """All ranks have the same device."""
+        return [1.0] * num_ranks
+
+    def units(self, num_ranks: int, num_microbatches: int, seed: int, replica: int) -> UnitCosts:
+        """The costs of each layer and of the head (`rrfp.simulate.costs.units.Layered`)."""
+        text = self.language.tokens.draw(num_microbatches, seed, replica, "text")
+        patches, squares = self._images(num_microbatches, seed, replica)
+        seen = text if self.vision is None else text + patches // self.vision.patches_per_token
+        vision, language, head = self._layer_costs(seen, patches, squares)
+
+        def rows(name: str) -> Floats:
+            layers = [getattr(vision, name)] * self._num_vision
+            layers += [getattr(language, name)] * self.language.layers
+            return np.vstack([np.zeros(num_microbatches), *layers, getattr(head, name)])
+
+        shape = Shape(num_ranks, num_microbatches)
+        empty = TaskTimes((), (), ())
+        return UnitCosts(
+            {
+                Kind.F: rows("forward") * NS_PER_S,
+                Kind.B: rows("input_gradient") * NS_PER_S,
+                Kind.W: rows("weight_gradient") * NS_PER_S,
+            },
+            rows("kept"),
+            None,
+            StepCosts(
+                empty,
+                self._links(shape, seen),
+                agreement_ns=round(self.agreement.seconds * NS_PER_S),
+                lateness_ns=round(self.agreement.lateness_s * NS_PER_S),
+                gradient_sync_ns=round(self.gradient_sync.seconds * NS_PER_S),
+            ),
+        )
+
+    def split_over(self, num_stages: int) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(map(sum, self._cuts(num_stages)))
+
     def _check(self, shape: Shape) -> None:
-        num_layers = self.language.layers + (self.vision.layers if self.vision else 0)
-        if shape.num_stages > num_layers:
+        if shape.num_stages > self.num_layers:
             raise UsageError(
-                f"the model has {num_layers} layers for {shape.num_stages} stages; choose --pp and "
-                f"--chunks whose product is at most {num_layers}"
+                f"the model has {self.num_layers} layers for {shape.num_stages} stages; choose "
+                f"--pp and --chunks whose product is at most {self.num_layers}"
             )
 
     def _images(self, num: int, seed: int, replica: int) -> tuple[Floats, Floats]:
@@ -234,8 +302,7 @@ class FlopCosts:
 
     def _cuts(self, num_stages: int) -> list[tuple[int, int]]:
         """How many vision and language layers every stage has."""
-        num_vision = self.vision.layers if self.vision else 0
-        num_layers = num_vision + self.language.layers
+        num_vision, num_layers = self._num_vision, self.num_layers
         if self.split is Split.LAYERS:
             # The last stage, which has the head, gets no more layers than others.
             ends = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]
@@ -297,9 +364,10 @@ def _even_cut(weights: tuple[float, ...], head: float, num_stages: int) -> tuple
 def check_divided(costs: Costs, name: str, tp: int) -> None:
     """Raise UsageError if a model is divided among a number of tensor-parallel ranks other than
     `tp`; `name` is what errors call its costs."""
-    if isinstance(costs, FlopCosts) and costs.tensor_parallel.size != tp:
+    model = costs.layered if isinstance(costs, CutCosts) else costs
+    if isinstance(model, FlopCosts) and model.tensor_parallel.size != tp:
         raise UsageError(
-            f"the model in {name} is divided among {costs.tensor_parallel.size} tensor-parallel "
+            f"the model in {name} is divided among {model.tensor_parallel.size} tensor-parallel "
             f"ranks and --tp is {tp}; give both the same number"
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Protocol
 
 from rrfp.errors import UsageError
@@ -27,7 +26,7 @@ class Links:
     ns_per_byte: float = 0.0
     num_bytes: Sequence[int] = ()
     """Size of a message, by microbatch; empty if messages take only the latency."""
-    factors: Mapping[tuple[int, int], float] = field(default_factory=lambda: MappingProxyType({}))
+    factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """By (sender, receiver): how many times longer a message takes; 1 by default."""
 
     def __call__(self, sender: int, receiver: int, task: Task) -> int:

@@ -162,6 +162,13 @@ class TableCosts:
             sizes=self._sizes(kept) if kept else None,
         )
 
+    def towers(self, shape: Shape) -> tuple[str | None, ...]:
+        """The name of the length that each stage's time grows with: what its layers look at."""
+        by_rank = self._by_rank(shape)
+        return tuple(
+            self._time(by_rank, shape, stage, Kind.F).length for stage in range(shape.num_stages)
+        )
+
     def _by_rank(self, shape: Shape) -> list[list[RankTimes]]:
         """By rank: the entries about it, the one with precedence last."""
         by_rank: list[list[RankTimes]] = [[] for _ in range(shape.num_ranks)]

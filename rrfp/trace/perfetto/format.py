@@ -41,4 +41,6 @@ def bounds_of(field: str) -> tuple[int, int]:
         return 0, _MOST_NS
     if field == STEP:
         return -_MOST_STEPS, _MOST_STEPS
+    if field == "expected_in_ns":
+        return -_MOST_NS, _MOST_NS
     return -1, MOST_OF_A_KIND if field in _PLACES else 1 << 53

@@ -33,13 +33,14 @@ def build_chunk(
         settings,
         config,
         layer_spec,
-        num_layers=settings.model.layers // layout.num_stages,
+        num_layers=settings.split[stage],
         num_tokens=num_tokens,
         is_first=stage == 0,
         is_last=stage == layout.num_stages - 1,
         vp_stage=None if virtual_pipeline_size(settings) is None else chunk,
     )
-    return finish_chunk(gpt, gpt.decoder.layers, settings, layout, stage)
+    num_before = sum(settings.split[:stage])
+    return finish_chunk(gpt, gpt.decoder.layers, settings, layout, num_before)
 
 
 def _leave_attention_out(layer_spec: Any) -> None:

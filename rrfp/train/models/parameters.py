@@ -28,11 +28,11 @@ _SCALED_WEIGHTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def finish_chunk(
-    chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, stage: int
+    chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
 ) -> Any:
-    """Give a chunk with the `layers` of `stage` that stage's layer numbers and parameters, in the
-    run's type."""
-    _number_layers(layers, stage * len(layers))
+    """Give a chunk with these `layers`, of which the stages before have `num_before`, their layer
+    numbers and parameters, in the run's type."""
+    _number_layers(layers, num_before)
     _initialise(chunk, settings, layout)
     # As Megatron's Float16Module does, except that it would also cast the outputs of the last
     # *rank*, which in a V does not hold the last stage. The loss is in fp32 without it.
@@ -41,6 +41,8 @@ def finish_chunk(
 
 def _number_layers(layers: Any, num_before: int) -> None:
     """Continue the layer numbers of the stages before: Megatron cannot count them in a V."""
+    if not len(layers):
+        return
     shift = num_before + 1 - layers[0].layer_number
     for module in layers.modules():
         if getattr(module, "layer_number", None) is not None:

@@ -46,6 +46,7 @@ def build_chunk(
     stage = layout.stages[chunk]
     num_vision = num_vision_stages(layout.num_stages)
     num_layers = settings.model.layers // layout.num_stages
+    num_before = stage * num_layers
     vp_stage = None if virtual_pipeline_size(settings) is None else chunk
     layer_spec = get_gpt_layer_local_spec()
     layer_spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
@@ -58,7 +59,7 @@ def build_chunk(
             is_last=stage == num_vision - 1,
             vp_stage=vp_stage,
         )
-        return finish_chunk(vision, vision.encoder.layers, settings, layout, stage)
+        return finish_chunk(vision, vision.encoder.layers, settings, layout, num_before)
     gpt = gpt_stage(
         settings,
         config,
@@ -69,7 +70,7 @@ def build_chunk(
         is_last=stage == layout.num_stages - 1,
         vp_stage=vp_stage,
     )
-    return finish_chunk(LanguageStage(gpt), gpt.decoder.layers, settings, layout, stage)
+    return finish_chunk(LanguageStage(gpt), gpt.decoder.layers, settings, layout, num_before)
 
 
 def forward_step(

@@ -1,0 +1,1 @@
+"""`rrfp tune`: the search, its trials, and how they are told."""

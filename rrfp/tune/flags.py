@@ -1,0 +1,89 @@
+"""A candidate as flags to paste: for `rrfp train`, `rrfp run` and Megatron-LM's scripts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from shlex import quote
+
+from rrfp.inputs.layer_layout import layout_string
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints.hint import WeightGradients
+from rrfp.schedule.patience.setting import IMPATIENT, described_patience
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement
+from rrfp.tune.candidate import Candidate
+from rrfp.tune.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags of a candidate, each with its value as one text."""
+
+    train: tuple[str, ...]
+    """Of `rrfp train`."""
+    run: tuple[str, ...]
+    """Of `rrfp run`."""
+    megatron: tuple[str, ...] | None
+    """Of Megatron-LM's script behind `rrfp run`; None for what Megatron-LM does not build."""
+
+
+def flags_of(candidate: Candidate, source: Source) -> Flags:
+    """The flags that make a run this candidate."""
+    policy = tuple(_policy(candidate, source))
+    layout = tuple(_layout(candidate, source))
+    is_loop = candidate.placement is Placement.LOOP
+    placement = () if is_loop else (f"--placement {candidate.placement}",)
+    chunks = () if candidate.chunks == 1 else (f"--chunks {candidate.chunks}",)
+    return Flags(
+        (f"--pp {source.shape.num_ranks}", *chunks, *placement, *layout, *policy),
+        (*placement, *policy),
+        _megatron(candidate, source),
+    )
+
+
+def _policy(candidate: Candidate, source: Source) -> Iterator[str]:
+    yield f"--hint {candidate.hint}"
+    if candidate.dispatch is not Dispatch.READY:
+        yield f"--dispatch {candidate.dispatch}"
+    if candidate.w is not WeightGradients.IDLE:
+        yield f"--w {candidate.w}"
+    if candidate.hold is not None:
+        yield f"--hold {candidate.hold}"
+    if candidate.limit is not None:
+        yield f"--limit {candidate.limit}"
+    if candidate.patience != IMPATIENT:
+        yield f"--patience {described_patience(candidate.patience)}"
+    if source.admitted is not None:
+        yield f"--admit {quote(source.admitted)}"
+    elif candidate.admit is not Admit.GIVEN:
+        yield f"--admit {candidate.admit}"
+
+
+def _layout(candidate: Candidate, source: Source) -> Iterator[str]:
+    if candidate.split is not None and source.moves_layers:
+        yield f"--layers {sum(candidate.split)}"
+        if len(set(candidate.split)) > 1:
+            yield f"--layout {quote(layout_string(candidate.split))}"
+    yield f"--microbatches {candidate.microbatches(source.shape.num_microbatches)}"
+    if candidate.joined != candidate.divided:
+        yield f"--micro-batch-size {_size(candidate, source)}"
+
+
+def _megatron(candidate: Candidate, source: Source) -> tuple[str, ...] | None:
+    if candidate.placement is Placement.V or not source.is_text:
+        return None
+    size, ranks = _size(candidate, source), source.shape.num_ranks
+    num = candidate.microbatches(source.shape.num_microbatches) * source.num_replicas
+    flags = [f"--pipeline-model-parallel-size {ranks}"]
+    split = candidate.split
+    if split is not None and len(set(split)) > 1:
+        flags.append(f"--pipeline-model-parallel-layout {quote(layout_string(split))}")
+    elif candidate.chunks > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {candidate.chunks}")
+    if source.micro_batch_size is not None:
+        flags += [f"--micro-batch-size {size}", f"--global-batch-size {size * num}"]
+    return tuple(flags)
+
+
+def _size(candidate: Candidate, source: Source) -> int:
+    """Sequences in a microbatch."""
+    return (source.micro_batch_size or 1) * candidate.joined // candidate.divided

@@ -1,0 +1,192 @@
+"""Costs that a user names, as a source to tune on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rrfp.errors import UsageError
+from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.recorded_costs import RecordedCosts
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.costs.cut_files import Cut, Given, layered_of
+from rrfp.simulate.costs.flops import FlopCosts, check_divided
+from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.costs.uneven import Uneven
+from rrfp.simulate.costs.units import CutCosts, Layered, check_split, even_cut
+from rrfp.simulate.jitter import Jitter
+from rrfp.tune.source import Source
+
+_MOST_CHUNKS = 8
+MOST_FORWARDS = 2**14
+"""Of a step, all ranks together: a larger one takes seconds to simulate."""
+_JOINED = (2, 4, 8)
+_DIVIDED = (2, 4)
+
+CHUNK_LAYOUTS = (
+    (1, Placement.LOOP),
+    (2, Placement.LOOP),
+    (2, Placement.V),
+    (3, Placement.LOOP),
+    (4, Placement.LOOP),
+)
+"""The chunks and placements that are tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a user says about costs."""
+
+    pp: int
+    microbatches: int
+    micro_batch_size: int | None = None
+    layers: tuple[int, ...] | None = None
+    """In all, or by stage."""
+    uneven: Uneven = Uneven.RANKS
+    tp: int = 1
+    dp: int = 1
+    loop_only: bool = False
+    """Leave out what Megatron-LM's scripts do not build."""
+    task_ns: int = 0
+    """The runtime's own time between two tasks."""
+    message_ns: int = 0
+    """The runtime's own time for a message."""
+
+
+def source_of_costs(text: str, asked: Asked, jitter: Jitter) -> Source:
+    """The source that `--costs`-like text names. Raises UsageError for what is not costs, and for
+    settings that do not go with them."""
+    costs = resolve_costs(text)
+    check_divided(costs, text, asked.tp)
+    if asked.pp * asked.microbatches * asked.tp * asked.dp > MOST_FORWARDS:
+        raise UsageError(
+            f"{asked.pp} ranks of {asked.microbatches} microbatches are more than the "
+            f"{MOST_FORWARDS} forwards of a step that are searched; choose fewer"
+        )
+    if isinstance(costs, RecordedCosts):
+        raise UsageError(
+            f"{text} is a recorded run, whose shape and settings are its own; leave out 'drawn:'"
+        )
+    shape = _own_shape(costs, asked)
+    if isinstance(costs, CutCosts):
+        raise UsageError(f"{text} cuts other costs; tune on those that it names")
+    layered, split, unsearched = _layers(costs, shape, asked)
+    layouts = _layouts(costs, shape, layered, loop_only=asked.loop_only)
+    if layered is None and len({chunks for chunks, _ in layouts}) > 1:
+        unsearched.append("chunks: a rank's time is divided evenly over them")
+    sizes = _sizes(layered, asked)
+    if len(sizes) == 1:
+        unsearched.append(
+            "the size of microbatches: the costs do not tell what one of another size takes"
+        )
+    source = Source(
+        costs=costs if layered is None or split is None else CutCosts(layered, split),
+        shape=shape,
+        layered=layered,
+        split=split,
+        layouts=layouts,
+        sizes=sizes,
+        micro_batch_size=asked.micro_batch_size,
+        is_text=not (isinstance(costs, FlopCosts) and costs.vision is not None),
+        jitter=jitter,
+        num_members=asked.tp,
+        num_replicas=asked.dp,
+        task_ns=asked.task_ns,
+        message_ns=asked.message_ns,
+        unsearched=unsearched,
+    )
+    # What does not fit is told before anything is searched.
+    source.costs.step(shape, 0, 0)
+    return source
+
+
+def cut_of(text: str, source: Source, asked_uneven: Uneven, split: Sequence[int]) -> Cut:
+    """The document that cuts the costs of this name as the source's, with this split."""
+    given = None
+    if source.split is not None and not isinstance(source.layered, FlopCosts):
+        given = Given(
+            layers=",".join(map(str, source.split)),
+            pp=source.shape.num_ranks,
+            microbatches=source.shape.num_microbatches,
+            chunks=source.shape.num_chunks,
+            placement=source.shape.placement,
+            uneven=asked_uneven,
+        )
+    return Cut(costs=text, layers=",".join(map(str, split)), given=given)
+
+
+def by_stage(layers: tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    """The layers of each stage: as given, or of all together evenly."""
+    if len(layers) > 1 or num_stages == 1:
+        check_split(layers, sum(layers), num_stages, "--layers")
+        return layers
+    if layers[0] < num_stages:
+        raise UsageError(
+            f"--layers is {layers[0]} and the costs have {num_stages} stages; there must be as "
+            "many at least"
+        )
+    return even_cut(layers[0], num_stages)
+
+
+def _own_shape(costs: Costs, asked: Asked) -> Shape:
+    """The shape that the costs are given for: the fewest chunks that they fit."""
+    whole: UsageError | None = None
+    for chunks in range(1, _MOST_CHUNKS + 1):
+        shape = Shape(asked.pp, asked.microbatches, chunks)
+        try:
+            costs.step(shape, 0, 0)
+        except UsageError as error:
+            whole = whole or error
+        else:
+            return shape
+    assert whole is not None
+    raise whole
+
+
+def _layers(
+    costs: Costs, shape: Shape, asked: Asked
+) -> tuple[Layered | None, tuple[int, ...] | None, list[str]]:
+    """The costs by layer, their own split, and what cannot be searched."""
+    if isinstance(costs, FlopCosts):
+        if asked.layers is not None:
+            raise UsageError("the model says how many layers it has; leave --layers out")
+        return costs, costs.split_over(shape.num_stages), []
+    if asked.layers is None:
+        return (
+            None,
+            None,
+            [
+                "the split of layers: the costs do not say how many layers a stage has; --layers N "
+                "does"
+            ],
+        )
+    split = by_stage(asked.layers, shape.num_stages)
+    return layered_of(costs, shape, split, asked.uneven), split, []
+
+
+def _layouts(
+    costs: Costs, shape: Shape, layered: Layered | None, *, loop_only: bool
+) -> list[tuple[int, Placement]]:
+    found = []
+    for chunks, placement in CHUNK_LAYOUTS:
+        if loop_only and placement is Placement.V:
+            continue
+        if layered is not None:
+            fits = shape.num_ranks * chunks <= layered.num_layers
+        else:
+            try:
+                other = Shape(shape.num_ranks, shape.num_microbatches, chunks, placement)
+                costs.step(other, 0, 0)
+                fits = True
+            except UsageError:
+                fits = False
+        if fits and not (placement is Placement.V and shape.num_ranks == 1):
+            found.append((chunks, placement))
+    return found
+
+
+def _sizes(layered: Layered | None, asked: Asked) -> list[tuple[int, int]]:
+    sizes = [(1, 1)]
+    if layered is not None and layered.fixed_ns is not None:
+        sizes += [(num, 1) for num in _JOINED if asked.microbatches % num == 0]
+        size = asked.micro_batch_size or 1
+        sizes += [(1, num) for num in _DIVIDED if size % num == 0]
+    return sizes

@@ -1,0 +1,195 @@
+"""A recorded run as a source to tune on: its costs are what its tasks took."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median_low
+
+from rrfp.errors import UsageError
+from rrfp.inputs.layer_layout import parse_layout
+from rrfp.replay.measured import measure
+from rrfp.replay.measured_step import MeasuredStep
+from rrfp.replay.recorded import RecordedRun, read_run
+from rrfp.replay.recorded_costs import RecordedCosts
+from rrfp.replay.replayed import W_SHARE
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Auto, ShareOf1F1B
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.costs.cut_files import layered_of
+from rrfp.simulate.costs.stage_layers import StageLayers
+from rrfp.simulate.costs.uneven import Uneven
+from rrfp.simulate.costs.units import CutCosts
+from rrfp.trace.records import NS_PER_S, Recording
+from rrfp.tune.candidate import Candidate
+from rrfp.tune.from_costs import CHUNK_LAYOUTS, MOST_FORWARDS, by_stage
+from rrfp.tune.source import Source
+
+_MOST_STEPS = 40
+"""Of a run that are measured; more say nothing new."""
+
+
+def source_of_run(
+    recording: Recording,
+    *,
+    layers: tuple[int, ...] | None = None,
+    uneven: Uneven = Uneven.RANKS,
+    w_share: float = W_SHARE,
+    loop_only: bool = False,
+    num_vision_stages: int = 0,
+) -> Source:
+    """The source that a recorded run makes. Every second step is searched by, and the others are
+    predicted for.
+
+    `layers` are those of each stage, or of all together, where the run does not tell; the first
+    `num_vision_stages` have others than the rest. Raises RrfpError for a run that cannot be
+    replayed.
+    """
+    run = read_run(recording)
+    if run.shape.num_ranks * run.shape.num_microbatches * run.num_members > MOST_FORWARDS:
+        raise UsageError(
+            f"the run has {run.shape.num_ranks} ranks of {run.shape.num_microbatches} microbatches,"
+            f" more than the {MOST_FORWARDS} forwards of a step that are searched"
+        )
+    settings = settings_of(recording)
+    measured = measure(run)[:_MOST_STEPS]
+    costs = RecordedCosts(run.shape, measured, run.left_out, run.without_sizes, False, w_share)
+    split = _split(run, settings, layers)
+    layered: StageLayers | None = None
+    unsearched = []
+    if split is not None:
+        layered = replace(
+            layered_of(costs, run.shape, split, uneven),
+            towers=_towers(num_vision_stages, run.shape),
+            seeds=range(len(measured)),
+        )
+    else:
+        unsearched.append(
+            "chunks and the split of layers: the run does not say how many layers a stage has; "
+            "--layers N does"
+        )
+    moves_layers = settings.get("model") != "vlm"
+    if not moves_layers:
+        unsearched.append("the split of layers: --model vlm has as many on every stage")
+    unsearched.append(
+        "the size of microbatches: the run does not tell what one of another size takes"
+    )
+    admitted = _admitted(settings)
+    if admitted is not None:
+        unsearched.append(f"admission: the run's microbatches entered by --admit {admitted}")
+    seeds = list(range(len(measured)))
+    fresh = seeds[1::2] or seeds
+    return Source(
+        costs=costs if layered is None or split is None else CutCosts(layered, split),
+        shape=run.shape,
+        layered=layered,
+        split=split,
+        moves_layers=moves_layers,
+        layouts=_layouts(run, layered, moves_layers=moves_layers, loop_only=loop_only),
+        micro_batch_size=_whole(settings.get("micro_batch_size")),
+        is_text=settings.get("model") != "vlm",
+        is_uniform=settings.get("pace") is None and _is_uniform(recording),
+        admitted=admitted,
+        num_replicas=len(run.steps[0].replicas),
+        task_ns=_overhead_ns(measured),
+        message_ns=_beyond_median_ns(measured),
+        tail_ns=median_low([step.tail_ns for step in measured]),
+        seeds=seeds[::2],
+        fresh_seeds=fresh,
+        numbers=[each.step for each in run.steps[: len(measured)]],
+        own=_own(run, split),
+        measured_s=fmean(measured[seed].window_ns for seed in fresh) / NS_PER_S,
+        unsearched=unsearched,
+    )
+
+
+def _is_uniform(recording: Recording) -> bool:
+    """Whether all messages have the same size, as they do where microbatches have."""
+    found = {send.num_bytes for records in recording.ranks for send in records.sends}
+    return len(found - {0}) == 1
+
+
+def settings_of(recording: Recording) -> Mapping[str, object]:
+    """The settings that the run was given, by flag."""
+    settings = recording.settings.get("settings")
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def _overhead_ns(steps: Sequence[MeasuredStep]) -> int:
+    """What lies between two tasks beside waiting for messages, in the mean: the runtime's own work,
+    and waiting for a core."""
+    found = [ns for step in steps for each in step.replicas for ns in each.overheads_ns.values()]
+    return round(fmean(found)) if found else 0
+
+
+def _beyond_median_ns(steps: Sequence[MeasuredStep]) -> int:
+    """What messages take in the mean beyond their median, which the costs have."""
+    found = [ns for step in steps for each in step.replicas for ns in each.transfers_ns.values()]
+    return max(0, round(fmean(found)) - median_low(found)) if found else 0
+
+
+def _split(
+    run: RecordedRun, settings: Mapping[str, object], layers: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Layers by stage; None where nobody tells."""
+    num_stages = run.shape.num_stages
+    if layers is not None:
+        return by_stage(layers, num_stages)
+    layout = settings.get("layout")
+    if isinstance(layout, str):
+        found = parse_layout(layout, "the run's --layout")
+        return found if len(found) == num_stages else None
+    return None if run.layers is None else (run.layers // num_stages,) * num_stages
+
+
+def _towers(num_vision_stages: int, shape: Shape) -> tuple[str | None, ...]:
+    """Which stages see images, and which text."""
+    if not num_vision_stages:
+        return ()
+    return tuple(
+        "images" if stage < num_vision_stages else "text" for stage in range(shape.num_stages)
+    )
+
+
+def _layouts(
+    run: RecordedRun, layered: StageLayers | None, *, moves_layers: bool, loop_only: bool
+) -> list[tuple[int, Placement]]:
+    if layered is None:
+        return [(run.shape.num_chunks, run.shape.placement)]
+    ranks = run.shape.num_ranks
+    return [
+        (chunks, placement)
+        for chunks, placement in CHUNK_LAYOUTS
+        if ranks * chunks <= layered.num_layers
+        and (moves_layers or layered.num_layers % (ranks * chunks) == 0)
+        and not (placement is Placement.V and (loop_only or ranks == 1))
+    ]
+
+
+def _admitted(settings: Mapping[str, object]) -> str | None:
+    admit = settings.get("admit")
+    return admit if isinstance(admit, str) and admit != Admit.GIVEN else None
+
+
+def _own(run: RecordedRun, split: tuple[int, ...] | None) -> Candidate | None:
+    """What the run was; None for an order of the user's own."""
+    policy = run.policy
+    hint = run.hint_name
+    if hint not in HINTS or isinstance(policy.hold, Auto | ShareOf1F1B):
+        return None
+    is_bound = policy.dispatch is not Dispatch.READY
+    return Candidate(
+        hint=hint,
+        dispatch=policy.dispatch,
+        w=policy.w,
+        chunks=run.shape.num_chunks,
+        placement=run.shape.placement,
+        split=split,
+        hold=None if is_bound else policy.hold,
+        limit=None if is_bound else policy.limit,
+        patience=policy.patience,
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None

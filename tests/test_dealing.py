@@ -1,0 +1,299 @@
+"""Dealing a global batch to replicas: the rule, its files, and dealt costs."""
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from rrfp.cli.sweep import asked_rows, settings_of
+from rrfp.errors import UsageError
+from rrfp.inputs.dealing_files import resolve_dealing
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.dealing import (
+    AdmitAcross,
+    Times,
+    deal,
+    even_times,
+    format_dealing,
+    parse_dealings,
+)
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.costs.table import preset
+from rrfp.simulate.dealing import DealtCosts, times_by_rank
+from rrfp.simulate.jitter import NO_JITTER, parse_jitter
+from rrfp.simulate.trial import Setting, run_settings, with_budget
+from rrfp.train.checks import check_settings
+from rrfp.train.pacing import make_pace
+from rrfp.train.settings import TrainSettings
+
+
+def items_of(seed: int, num: int, num_ranks: int) -> list[Times]:
+    """Some ranks grow with one length of an item, and the others with another."""
+    drawn = random.Random(seed)
+    lengths = [(drawn.lognormvariate(0, 1), drawn.lognormvariate(0, 0.5)) for _ in range(num)]
+    return [[images] + [text] * (num_ranks - 1) for images, text in lengths]
+
+
+def score(items: list[Times]) -> float:
+    """Twice what a replica is estimated to take: its load, and half of its heaviest item."""
+    return 2 * max(map(sum, zip(*items, strict=True))) + max(map(sum, items))
+
+
+def worst(items: list[Times], hands: list[list[int]]) -> float:
+    return max(score([items[number] for number in hand]) for hand in hands)
+
+
+def best_of_two(items: list[Times]) -> float:
+    numbers = range(len(items))
+    return min(
+        worst(items, [list(hand), [each for each in numbers if each not in hand]])
+        for hand in combinations(numbers, len(items) // 2)
+    )
+
+
+def best_of_three(items: list[Times]) -> float:
+    numbers = set(range(len(items)))
+    num = len(items) // 3
+    return min(
+        worst(items, [list(one), list(two), sorted(numbers - {*one} - {*two})])
+        for one in combinations(sorted(numbers), num)
+        for two in combinations(sorted(numbers - {*one}), num)
+    )
+
+
+def test_every_item_is_dealt_once_and_as_many_to_each() -> None:
+    for seed in range(20):
+        items = items_of(seed, 24, 3)
+        for num_replicas in (1, 2, 3, 4, 8, 24):
+            hands = deal(items, num_replicas)
+            assert sorted(number for hand in hands for number in hand) == list(range(24))
+            assert {len(hand) for hand in hands} == {24 // num_replicas}
+            assert all(hand == sorted(hand) for hand in hands)
+            assert deal(items, num_replicas) == hands
+
+
+def test_it_comes_close_to_the_best_that_there_is() -> None:
+    of_two, of_three = [], []
+    for seed in range(12):
+        items = items_of(seed, 10, 3)
+        of_two.append(worst(items, deal(items, 2)) / best_of_two(items))
+        items = items_of(seed, 9, 4)
+        of_three.append(worst(items, deal(items, 3)) / best_of_three(items))
+    for ratios in (of_two, of_three):
+        assert min(ratios) == 1
+        assert max(ratios) < 1.12
+        assert sum(ratios) / len(ratios) < 1.03
+
+
+def test_a_heavy_item_counts_beside_the_load() -> None:
+    # Loads alone would be even with 6 and 4 beside 5 and 5.
+    items = even_times([12, 1, 1, 1, 6, 5, 5, 5], 4)
+    hands = deal(items, 2)
+    loads = [sum(items[number][0] for number in hand) for hand in hands]
+    with_heavy = next(replica for replica, hand in enumerate(hands) if 0 in hand)
+    assert loads[with_heavy] < loads[1 - with_heavy]
+
+
+def test_equal_items_stay_equal() -> None:
+    assert {len(hand) for hand in deal(even_times([0.0] * 8, 2), 4)} == {2}
+    assert {len(hand) for hand in deal(even_times([3.0] * 8, 2), 4)} == {2}
+
+
+def test_files_are_read_back(tmp_path: Path) -> None:
+    lines = [[[0, 3], [2, 1]], [[3, 2], [1, 0]]]
+    path = tmp_path / "dealing.csv"
+    path.write_text("".join(map(format_dealing, lines)) + "\n0,1;2,3\n")
+    listed = resolve_dealing(str(path))
+    assert not isinstance(listed, AdmitAcross)
+    found = [listed.of_step(step, 2, 2) for step in range(4)]
+    assert found == [
+        ((0, 3), (2, 1)),
+        ((3, 2), (1, 0)),
+        ((0, 1), (2, 3)),
+        ((0, 3), (2, 1)),
+    ]
+    with pytest.raises(UsageError, match="2 microbatches to each of 2 replicas, and step 1 has 4"):
+        listed.of_step(1, 2, 4)
+    assert resolve_dealing("replicas") is AdmitAcross.REPLICAS
+    with pytest.raises(UsageError, match="'ranks' is no one to deal a global batch to; choose"):
+        resolve_dealing("ranks")
+    with pytest.raises(UsageError, match="cannot read the file of dealings"):
+        resolve_dealing(str(tmp_path / "none.csv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("\n \n", "mine deals nothing; write a line of items"),
+        ("0 1; 2", "mine, line 1 deals 1 items to one replica and 2 to another"),
+        ("0 1; ;", "mine, line 1 deals 0 items to one replica and 2 to another"),
+        ("0 1; 2 4", "line 1: '4' is not one of the 4 items; write their numbers, from 0 to 3"),
+        ("0 1; 2 3\n0 1; 2 -1", "line 2: '-1' is not one of the 4 items"),
+        ("0 1; 2 2", "line 1: 2 is dealt twice; deal each item once"),
+        (f"0 {'9' * 50}", "'99999999999999999999...' is not one of the 2 items"),
+    ],
+)
+def test_wrong_files_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        parse_dealings(text, "mine")
+
+
+V = Shape(4, 8, 2, Placement.V)
+
+
+def test_dealt_costs_are_those_of_all_replicas() -> None:
+    given = preset("multimodal")
+    dealt = DealtCosts(given, 3)
+    hands = dealt.hands(V, 7)
+    steps = [given.step(V, 7, replica) for replica in range(3)]
+    assert {number // 8 for number in hands[0]} == {0, 1, 2}
+    for replica, hand in enumerate(hands):
+        found = dealt.step(V, 7, replica)
+        assert found.sizes is not None
+        for place, number in enumerate(hand):
+            own, index = steps[number // 8], number % 8
+            assert own.sizes is not None
+            for stage in range(8):
+                assert found.times.forward[stage][place] == own.times.forward[stage][index]
+                assert found.sizes.kept[stage][place] == own.sizes.kept[stage][index]
+    times = [time for step in steps for time in times_by_rank(step.times, V)]
+    dealt_worst = max(score([times[number] for number in hand]) for hand in hands)
+    given_worst = max(score(times[first : first + 8]) for first in (0, 8, 16))
+    assert dealt_worst < given_worst
+
+
+def test_what_is_not_known_cannot_be_dealt() -> None:
+    class Unknown:
+        def step(self, *place: object) -> object:
+            return replace(preset("uniform").step(V, 0, 0), is_known=False)
+
+    costs: Costs = DealtCosts(Unknown(), 2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="deals by what is known before the step, and these"):
+        costs.step(V, 0, 0)
+
+
+def test_a_paced_run_takes_what_the_simulator_deals(tmp_path: Path) -> None:
+    shape = TrainSettings(pp=4, microbatches=8, chunks=2, placement="v").shape
+    costs = DealtCosts(preset("multimodal"), 2, None, 100)
+    paces = [
+        make_pace(costs, NO_JITTER, Admit.PYRAMID, 100, shape, 1, replica) for replica in range(2)
+    ]
+    first, second = paces
+    assert first is not None
+    assert second is not None
+    hands = [first.hands(step) for step in range(3)]
+    assert hands == [second.hands(step) for step in range(3)]
+    for step, of_step in enumerate(hands):
+        for own, asked in zip(of_step, costs.hands(shape, 100 + step), strict=True):
+            assert sorted(own) == list(asked)
+            assert own != sorted(own)
+    listed = parse_dealings("".join(map(format_dealing, hands)), "file")
+    again = DealtCosts(preset("multimodal"), 2, listed, 100)
+    repeated = make_pace(again, NO_JITTER, Admit.GIVEN, 100, shape, 1, 1)
+    assert repeated is not None
+    assert [repeated.hands(step) for step in range(3)] == hands
+
+
+def rows_of(num_replicas: int, seeds: range) -> list[float]:
+    """The mean seconds of given + pyramid, and of dealt + pyramid."""
+    policy = Policy(HINTS["zb-v"], None, Dispatch.READY, None, Fraction(8))
+    policy, shape = fitted(policy, Shape(8, 32, 2, Placement.V))
+    given = preset("multimodal")
+    settings = [
+        Setting(
+            shape=shape,
+            policy=policy,
+            costs=costs,
+            jitter=parse_jitter("lognormal:0.1"),
+            admit=Admit.PYRAMID,
+            num_replicas=num_replicas,
+        )
+        for costs in (given, DealtCosts(given, num_replicas))
+    ]
+    return [row.mean_s for row in run_settings(settings, seeds)]
+
+
+def test_dealing_pays() -> None:
+    given, dealt = rows_of(4, range(30_000, 30_006))
+    assert given / dealt > 1.1
+
+
+@pytest.mark.slow
+def test_dealing_pays_as_much_as_it_is_said_to() -> None:
+    for num_replicas, least in ((4, 1.10), (8, 1.14)):
+        given, dealt = rows_of(num_replicas, range(40_000, 40_020))
+        assert given / dealt > least
+
+
+SIZES = {"pp": 2, "layers": 4, "microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({}, "--admit-across replicas deals to data-parallel replicas and there is 1"),
+        ({"dp": 2, "admit": "plan"}, "and --admit-across replicas deals it others; choose"),
+        ({"dp": 2, "admit": "mine.csv"}, "other microbatches than --admit mine.csv orders"),
+        (
+            {"dp": 2, "admit_across": "mine.csv", "admit": "pyramid"},
+            "file of --admit-across mine.csv says in which order microbatches enter; leave",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: dict[str, object], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        check_settings(TrainSettings(**{**SIZES, "admit_across": "replicas", **settings}))
+
+
+def test_a_cost_may_weigh_what_is_dealt() -> None:
+    settings = {"dp": 2, "admit_across": "replicas", "admit_cost": "tokens"}
+    check_settings(TrainSettings(**SIZES, **settings))
+    DispatchSettings(admit_across="replicas", admit_cost="tokens")
+
+
+def test_a_job_is_refused_the_same() -> None:
+    for wrong, complaint in (
+        ({"admit_across": 3}, "admit_across is 3; it must be a name or a path"),
+        ({"admit_across": "replicas", "admit": "plan"}, "than admit 'plan' orders; choose admit"),
+        ({"admit_across": "a.csv", "admit": "pyramid"}, "in which order microbatches enter; leave"),
+        ({"admit_across": "a.csv", "admit_cost": "work"}, "does not sort them; choose admit"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            DispatchSettings(**wrong)
+
+
+def test_rows_of_the_simulator_are_dealt(tmp_path: Path) -> None:
+    listed = tmp_path / "mine.csv"
+    listed.write_text("7 6 5 4 3 2 1 0\n")
+    flags = {"pp": "4", "microbatches": "8", "costs": "multimodal", "hint": "bfw"}
+    asked = asked_rows(
+        flags, ["dp=4 admit=pyramid", "dp=4 admit=pyramid admit-across=replicas"], []
+    )
+    assert [each.label for each in asked] == [
+        "dp 4 pyramid",
+        "dp 4 pyramid admit-across replicas",
+    ]
+    assert asked[1].described()["admit_across"] == "replicas"
+    given, dealt = run_settings(settings_of(asked, recorded=False), range(1, 9))
+    assert given.mean_s > dealt.mean_s
+    # The same multiple of 1F1B's peak is the same memory.
+    rows = [f"dp=4 hold=1.0x admit-across={across}" for across in AdmitAcross]
+    settings = settings_of(asked_rows(flags, rows, []), recorded=False)
+    given_hold, dealt_hold = (with_budget(each, range(5)).policy.hold for each in settings)
+    assert given_hold == dealt_hold
+    for row, complaint in (
+        ("dp=1", "in the row dp=1: --admit-across replicas deals to data-parallel replicas and"),
+        (f"dp=2 admit={listed}", "mine.csv lists microbatches as the data give them, and"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            settings_of(
+                asked_rows({**flags, "admit-across": "replicas"}, [row], []), recorded=False
+            )
