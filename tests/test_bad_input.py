@@ -110,7 +110,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--sequence-parallel", "--sequence-parallel divides sequences among tensor-parallel"),
         ("--w ranked", "places the weight gradients, and bf does not"),
         ("--w ranked --hint 1f1b", "places the weight gradients, and 1f1b does not"),
-        ("--admit heavy", "'heavy' is not an admission order; choose given, pyramid, plan, or a file"),
+        ("--admit heavy", "'heavy' is not an admission order; choose given, pyramid, plan, or"),
         ("--admit no.txt", "cannot read the admission file no.txt: No such file or directory"),
         ("--admit-cost work", "--admit given does not sort them; add --admit pyramid or leave"),
         ("--admit pyramid --admit-cost heavy", "'heavy' is not a microbatch's cost; choose work, "),
