@@ -1,9 +1,11 @@
-"""What overtaking would gain under a hold in bytes: `python -m benchmarks.run_overtaking`.
+"""What overtaking would gain under a hold in bytes: the figures of docs/memory.md.
 
-A forward that does not fit may then be overtaken by the best of the next few of its chunk that
-does. The figures of docs/memory.md, as time over the load of the most loaded rank.
+`RRFP_COMPILED=0 python -m benchmarks.run_overtaking`, because it replaces a method, which compiled
+code does not allow. A forward that does not fit may then be overtaken by the best of the next few
+of its chunk that does. Figures are time over the load of the most loaded rank.
 """
 
+from collections.abc import Callable
 from heapq import nsmallest
 
 from benchmarks.bytes_rows import BUDGETS, SEEDS, V, time_over_load
@@ -11,37 +13,34 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.books import ReadySet
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hold import Bytes
-from rrfp.schedule.tasks import Kind
+from rrfp.schedule.lanes import NOTHING
 
 _HINTS = ("zb-v", "bfw-deep")
 _NUM_AHEAD = (1, 2, 8, 32)
 
 
-def best_of(num_ahead: int) -> object:
+def best_of(num_ahead: int) -> Callable[[Dispatcher, ReadySet], int]:
     """`Dispatcher._best` with overtaking among so many."""
 
-    def best(self: Dispatcher, ready: ReadySet) -> int | None:
+    def best(self: Dispatcher, ready: ReadySet) -> int:
         bounds, books = self._bounds, self._books
         for tier in self._tiers:
             found = []
-            for kind in tier:
-                for chunk, heap in enumerate(ready.heaps[kind]):
-                    numbers = [
-                        each % books.num_tasks
-                        for each in nsmallest(len(heap), heap)
-                        if books.is_left(each % books.num_tasks)
+            for place in tier:
+                heap = ready.heaps[place]
+                best_first = nsmallest(len(heap), heap)
+                entries = [each for each in best_first if books.is_left(books.number_of(each))]
+                if place < books.lanes.num_chunks:
+                    first = place * books.num_microbatches
+                    entries = [
+                        each
+                        for each in entries[:num_ahead]
+                        if bounds.fits(place, books.number_of(each) - first)
                     ]
-                    if kind == list(Kind).index(Kind.F):
-                        numbers = [
-                            each
-                            for each in numbers[:num_ahead]
-                            if bounds.fits(chunk, each % books.num_microbatches)
-                        ]
-                    if numbers:
-                        found.append((books._keys[numbers[0]], numbers[0]))
+                found += entries[:1]
             if found:
-                return min(found)[1]
-        return None
+                return books.number_of(min(found))
+        return NOTHING
 
     return best
 

@@ -366,10 +366,10 @@ def test_a_dispatcher_is_told_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (lambda books: books.num_here.__setitem__(0, 9), "the counts of tasks that are here"),
-        (lambda books: books.num_ready.__setitem__(0, 9), "the counts of tasks that are ready"),
+        (lambda books: setattr(books, "num_here", [9] * 3), "the counts of tasks that are here"),
+        (lambda books: setattr(books, "num_ready", [9] * 3), "the counts of tasks that are ready"),
         (lambda books: books.lacks.__setitem__(4, 0), "what a task lacks here"),
-        (lambda books: books.ready_sets[0].heaps[0][0].clear(), "a task that is ready and not in"),
+        (lambda books: books.ready_sets[0].heaps[0].clear(), "a task that is ready and not in"),
         (lambda books: setattr(books, "num_left", 3), "the count of tasks left"),
     ],
 )

@@ -1,16 +1,26 @@
 """A rank's books of one step: what each of its tasks still lacks, and which are ready.
 
-A task's *number* indexes the lists; numbers run by kind, then chunk, then microbatch. Its *lane*
-runs by kind, then chunk. A kind is its place in F, B, W, because indexing a list is much faster
-than hashing an enum.
+Tasks go by their numbers (`rrfp.schedule.lanes`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from heapq import heappush
+from collections.abc import Iterable
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from typing import Final
 
+from rrfp.schedule.hints.hint import Tier
+from rrfp.schedule.lanes import BACKWARD, FORWARD, KINDS, NOTHING, lanes_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+
+# Compiled code finds these faster than a module's globals.
+_pop: Final = heappop
+_push: Final = heappush
+
+
+Tiers = tuple[tuple[int, ...], ...]
+"""Heaps of a ready set whose tasks compete, by their places in it, the best tier first."""
 
 
 class ReadySet:
@@ -22,16 +32,25 @@ class ReadySet:
 
     def __init__(self, mask: int, num_chunks: int) -> None:
         self.mask = mask
-        # Forwards have a heap per chunk, because bounds withhold them by chunk.
-        forwards: list[list[int]] = [[] for _ in range(num_chunks)]
-        backwards: list[int] = []
-        weight_gradients: list[int] = []
-        self.heaps = (forwards, [backwards], [weight_gradients])
+        self.heaps: list[list[int]] = [[] for _ in range(num_chunks + 2)]
+        """The forwards of each chunk, because bounds withhold them by chunk; then all backwards,
+        and all weight gradients."""
         self.heap_of_lane = [
-            *forwards,
-            *([backwards] * num_chunks),
-            *([weight_gradients] * num_chunks),
+            *self.heaps[:num_chunks],
+            *([self.heaps[num_chunks]] * num_chunks),
+            *([self.heaps[num_chunks + 1]] * num_chunks),
         ]
+
+
+@lru_cache(maxsize=256)
+def by_heap(tiers: tuple[Tier, ...], num_chunks: int) -> Tiers:
+    """The tiers as places of a ready set's heaps."""
+    heaps = {
+        Kind.F: tuple(range(num_chunks)),
+        Kind.B: (num_chunks,),
+        Kind.W: (num_chunks + 1,),
+    }
+    return tuple([tuple([heap for kind in tier for heap in heaps[kind]]) for tier in tiers])
 
 
 class Books:
@@ -39,64 +58,56 @@ class Books:
     once dispatched."""
 
     def __init__(
-        self, shape: Shape, rank: int, keys: Sequence[int], num_members: int, masks: Iterable[int]
+        self, shape: Shape, rank: int, keys: list[int], num_members: int, masks: Iterable[int]
     ) -> None:
         """`keys` come from the hint. Each mask (a set of members) gets its own sorted ready set."""
         self.shape = shape
         self.rank = rank
-        self.tasks = list(shape.tasks_of(rank))
-        self.num_tasks = self.num_left = len(self.tasks)
-        self.num_microbatches = shape.num_microbatches
-        self.num_of_a_kind = shape.num_chunks * shape.num_microbatches
+        self.lanes = lanes = lanes_of(shape, rank)
+        self.num_tasks = self.num_left = lanes.num_tasks
+        self.num_microbatches = lanes.num_microbatches
+        self.num_of_a_kind = lanes.num_of_a_kind
         self.everybody = (1 << num_members) - 1
         self.lacks: list[int] = []
         """By number: how many tasks of this rank must be dispatched first; negative once the task
         itself was dispatched."""
         self.missing: list[int] = []
         """By number: the members at which its input has yet to arrive, one bit each."""
-        num_lanes = len(Kind) * shape.num_chunks
+        num_lanes = len(KINDS) * shape.num_chunks
         self.num_ready = [0] * num_lanes
         """By lane: how many tasks are ready at all members."""
-        self.num_here = [0] * num_lanes
+        # A rank without a group counts both as one.
+        self._is_alone = num_members == 1
+        self.num_here = self.num_ready if self._is_alone else [0] * num_lanes
         """By lane: how many are ready as far as this rank's own inputs go."""
         self.ready_sets = [ReadySet(mask, shape.num_chunks) for mask in masks]
         self._keys = keys
+        self._num_bits = self.num_tasks.bit_length()
+        self._number_bits = (1 << self._num_bits) - 1
         self._last_kind = len(shape.kinds) - 1
-        self._first_number = {
-            stage: shape.chunk_of(stage) * shape.num_microbatches for stage in shape.stages_of(rank)
-        }
-        # Whether a task's output stays on this rank, by lane.
-        self._hands_over: list[bool] = []
-        self._comes: list[bool] = []
-        for first in self.tasks[:: shape.num_microbatches]:
-            ranks = [shape.rank_of(needed.stage) for needed in shape.prerequisites(first)]
-            comes = any(other != rank for other in ranks)
-            self._comes.append(comes)
-            self.lacks += [ranks.count(rank)] * shape.num_microbatches
-            self.missing += [self.everybody if comes else 0] * shape.num_microbatches
-            receiver = shape.receiver(first)
-            self._hands_over.append(receiver is not None and shape.rank_of(receiver.stage) == rank)
-        for number, (lacked, missing) in enumerate(zip(self.lacks, self.missing, strict=True)):
-            if lacked == 0 and missing != self.everybody:
-                self._becomes_ready(number, self.everybody & ~missing)
+        self._hands_over = lanes.hands_over
+        for lane in range(len(lanes.kinds)):
+            lacked = lanes.num_lacked[lane]
+            comes = lanes.comes[lane]
+            self.lacks += [lacked] * self.num_microbatches
+            self.missing += [self.everybody if comes else 0] * self.num_microbatches
+            if not lacked and not comes:
+                self._begins_ready(lane)
+
+    def _begins_ready(self, lane: int) -> None:
+        """A lane lacks nothing from the start."""
+        self.num_here[lane] = self.num_ready[lane] = self.num_microbatches
+        first = lane * self.num_microbatches
+        for ready in self.ready_sets:
+            heap = ready.heap_of_lane[lane]
+            heap += [self.entry(number) for number in range(first, first + self.num_microbatches)]
+            heapify(heap)
 
     # Queries.
 
-    def number(self, task: Task) -> int | None:
-        """The number of a task; None if this rank does not have it."""
-        stage, kind, microbatch = task
-        first = self._first_number.get(stage)
-        if first is None or not 0 <= microbatch < self.num_microbatches:
-            return None
-        if kind is Kind.F:
-            return first + microbatch
-        if kind not in self.shape.kinds:
-            return None
-        return first + microbatch + self.num_of_a_kind * (1 if kind is Kind.B else 2)
-
     def comes(self, number: int) -> bool:
         """Whether another rank sends this task's input."""
-        return self._comes[number // self.num_microbatches]
+        return self.lanes.comes[number // self.num_microbatches]
 
     def is_left(self, number: int) -> bool:
         return self.lacks[number] >= 0
@@ -111,24 +122,37 @@ class Books:
 
     def entry(self, number: int) -> int:
         """What stands for a task in a ready set."""
-        return self._keys[number] * self.num_tasks + number
+        return self._keys[number] << self._num_bits | number
+
+    def number_of(self, entry: int) -> int:
+        """The task that an entry stands for."""
+        return entry & self._number_bits
+
+    def best(self, heap: list[int]) -> int:
+        """The best entry of a ready set's heap; `NOTHING` if it is empty."""
+        lacks, number_bits = self.lacks, self._number_bits
+        while heap:
+            entry = heap[0]
+            if lacks[entry & number_bits] >= 0:
+                return entry
+            _pop(heap)
+        return NOTHING
 
     def best_forward(self, chunk: int, mask: int) -> int:
         """The number of the best forward of a chunk that is ready at all members of the mask, of
         which there must be one."""
         first = chunk * self.num_microbatches
-        return min(
-            (n for n in range(first, first + self.num_microbatches) if self.is_ready(n, mask)),
-            key=self._keys.__getitem__,
-        )
+        ready = [
+            number
+            for number in range(first, first + self.num_microbatches)
+            if self.is_ready(number, mask)
+        ]
+        return min(ready, key=self._keys.__getitem__)
 
     def lacking(self, number: int) -> tuple[Task, ...]:
         """The tasks whose output a task still needs on this rank."""
-        return tuple(
-            needed
-            for needed in self.shape.prerequisites(self.tasks[number])
-            if self._owes(needed, number)
-        )
+        needed = self.shape.prerequisites(self.lanes.task(number))
+        return tuple([each for each in needed if self._owes(each, number)])
 
     def _owes(self, needed: Task, number: int) -> bool:
         """Whether a prerequisite of a task has not been dispatched, or not arrived, here."""
@@ -149,7 +173,8 @@ class Books:
         self.lacks[number] = -1
         self.num_left -= 1
         self.num_ready[lane] -= 1
-        self.num_here[lane] -= 1
+        if not self._is_alone:
+            self.num_here[lane] -= 1
 
     def hand_over(self, number: int, kind: int, lane: int) -> None:
         """Credit a dispatched task to the tasks waiting for it on this rank: the next kind on its
@@ -157,11 +182,13 @@ class Books:
         if kind != self._last_kind:
             self._one_less(number + self.num_of_a_kind)
         if self._hands_over[lane]:
-            self._one_less(number + (-self.num_microbatches if kind else self.num_microbatches))
+            ahead = kind == FORWARD
+            self._one_less(number + (self.num_microbatches if ahead else -self.num_microbatches))
 
     def _one_less(self, number: int) -> None:
-        self.lacks[number] -= 1
-        if self.lacks[number] == 0:
+        lacked = self.lacks[number] - 1
+        self.lacks[number] = lacked
+        if lacked == 0:
             members = self.everybody & ~self.missing[number]
             if members:
                 self._becomes_ready(number, members)
@@ -170,15 +197,13 @@ class Books:
         """A task has become ready at these members (bits)."""
         lane = number // self.num_microbatches
         missing = self.missing[number]
-        if members & 1:
-            self.num_here[lane] += 1
         if missing == 0:
             self.num_ready[lane] += 1
-        if self.ready_sets:
-            entry = self.entry(number)
-            for ready in self.ready_sets:
-                if members & ready.mask and not missing & ready.mask:
-                    heappush(ready.heap_of_lane[lane], entry)
+        if not self._is_alone and members & 1:
+            self.num_here[lane] += 1
+        for ready in self.ready_sets:
+            if members & ready.mask and not missing & ready.mask:
+                _push(ready.heap_of_lane[lane], self.entry(number))
 
     # Invariants.
 
@@ -190,34 +215,36 @@ class Books:
         ready = [number for number in left if self.is_ready(number, self.everybody)]
         agreements = {
             "the count of tasks left": self.num_left == len(left),
-            "the counts of tasks that are here": self.num_here == self._by_lane(here),
             "the counts of tasks that are ready": self.num_ready == self._by_lane(ready),
+            "the counts of tasks that are here": self.num_here == self._by_lane(here),
             "what a task lacks here": all(
                 self.lacks[number] == self._num_owed_here(number) for number in left
             ),
             "a task that is ready and not in its heap": all(
                 self.entry(number) in entries
                 for each in self.ready_sets
-                for entries in [set().union(*each.heap_of_lane)]
+                for entries in [set().union(*each.heaps)]
                 for number in left
                 if self.is_ready(number, each.mask)
             ),
         }
         return next((what for what, holds in agreements.items() if not holds), None)
 
-    def num_dispatched(self, kind: int) -> int:
+    def depth(self) -> int:
+        """The forwards minus the backwards dispatched, counted anew."""
+        return self._num_dispatched(FORWARD) - self._num_dispatched(BACKWARD)
+
+    def _num_dispatched(self, kind: int) -> int:
         of_kind = self.lacks[kind * self.num_of_a_kind : (kind + 1) * self.num_of_a_kind]
-        return sum(lacked < 0 for lacked in of_kind)
+        return sum([lacked < 0 for lacked in of_kind])
 
     def _by_lane(self, numbers: Iterable[int]) -> list[int]:
-        counts = Counter(number // self.num_microbatches for number in numbers)
+        counts = Counter([number // self.num_microbatches for number in numbers])
         return [counts[lane] for lane in range(len(self.num_here))]
 
     def _num_owed_here(self, number: int) -> int:
         """How many tasks of this rank have yet to be dispatched before this one."""
         rank_of = self.shape.rank_of
-        return sum(
-            self.is_left(self.shape.index_of(needed))
-            for needed in self.shape.prerequisites(self.tasks[number])
-            if rank_of(needed.stage) == self.rank
-        )
+        needed = self.shape.prerequisites(self.lanes.task(number))
+        mine = [self.shape.index_of(each) for each in needed if rank_of(each.stage) == self.rank]
+        return sum([self.is_left(each) for each in mine])

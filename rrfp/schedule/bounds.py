@@ -41,17 +41,16 @@ from rrfp.errors import UsageError
 from rrfp.schedule.books import Books
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import told_bytes
+from rrfp.schedule.lanes import BACKWARD, FORWARD, WEIGHT_GRADIENT
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind
 
-_F, _B, _W = range(3)
-
 
 class Bounds:
     """What one rank holds, and what its bound currently withholds. Kinds and task numbers are those
-    of `rrfp.schedule.books`."""
+    of `rrfp.schedule.lanes`."""
 
     def __init__(
         self, shape: Shape, policy: Policy, sizes: Sizes | None, budget: int | None
@@ -61,12 +60,17 @@ class Bounds:
         trains = Kind.B in shape.kinds
         # A binding order was checked against its bounds when it was chosen.
         binds = trains and policy.dispatch is Dispatch.READY
-        num_slots = policy.hold_slots(shape.num_chunks)
         if budget is None:
             budget = policy.hold_bytes
-        self.limit = policy.limit if binds else None
-        self.budget = (num_slots if budget is None else budget) if binds else None
-        """The most that may be in use, in slots of one chunk and one microbatch, or in bytes."""
+        self._counts_bytes = budget is not None
+        if budget is None:
+            budget = policy.hold_slots(shape.num_chunks)
+        self.has_budget = binds and budget is not None
+        self.budget = budget or 0
+        """The most that may be in use, in slots of one chunk and one microbatch, or in bytes, if
+        there is a budget."""
+        self._has_limit = binds and not self.has_budget and policy.limit is not None
+        self._limit = policy.limit or 0
         self.depth = 0
         self.held = 0
         self.peak_held = 0
@@ -81,26 +85,14 @@ class Bounds:
         # A step without backwards keeps nothing.
         self._keeps_activations = trains
         self._splits = shape.splits_backward
-        self._frees_held = _W if self._splits else _B
+        self._frees_held = WEIGHT_GRADIENT if self._splits else BACKWARD
         self._sizes = sizes if trains else None
         # By microbatch: how many of its forwards and backwards were dispatched.
         self._progress = [0] * shape.num_microbatches
         self._smallest_unfinished = 0
-        self._counts_bytes = budget is not None
-        self._reserves: list[int] = []
-        if self.budget is None:
+        if not self.has_budget:
             return
-        if budget is None:
-            sizes = Sizes([[1] * shape.num_microbatches] * shape.num_chunks)
-        elif sizes is None:
-            raise ValueError("a hold in bytes needs the sizes of the step's microbatches")
-        self._needs = sizes.kept
-        if self.budget < sizes.least_budget:
-            raise UsageError(
-                f"the hold of {told_bytes(self.budget)} ({self.budget} bytes) is below the "
-                f"{told_bytes(sizes.least_budget)} that the heaviest microbatches take on their "
-                f"way through a rank's chunks; set it to {sizes.least_budget}B or more"
-            )
+        self._needs = self._rows_of(sizes)
         # By chunk: its microbatches, the heaviest last, without those whose forward was dispatched
         # while they were last.
         self._left = [sorted(range(len(row)), key=row.__getitem__) for row in self._needs]
@@ -109,28 +101,43 @@ class Bounds:
         self._reserves = [0] * shape.num_chunks
         self._reserve()
 
+    def _rows_of(self, sizes: Sizes | None) -> list[list[int]]:
+        """What each forward needs of the budget, by chunk and microbatch."""
+        if not self._counts_bytes:
+            return [[1] * self._num_microbatches] * self._num_chunks
+        if sizes is None:
+            raise ValueError("a hold in bytes needs the sizes of the step's microbatches")
+        if self.budget < sizes.least_budget:
+            raise UsageError(
+                f"the hold of {told_bytes(self.budget)} ({self.budget} bytes) is below the "
+                f"{told_bytes(sizes.least_budget)} that the heaviest microbatches take on their "
+                f"way through a rank's chunks; set it to {sizes.least_budget}B or more"
+            )
+        return [list(row) for row in sizes.kept]
+
     def ran(self, kind: int, chunk: int, microbatch: int) -> None:
         """Count a dispatched task, and update what is withheld."""
-        if kind != _W:
+        if kind != WEIGHT_GRADIENT:
             self._progress[microbatch] += 1
-        if kind == _F:
+        if kind == FORWARD:
             self.depth += 1
-            self.held += self._keeps_activations
-            if self.held > self.peak_held:
-                self.peak_held = self.held
-        elif kind == _B:
+            if self._keeps_activations:
+                self.held += 1
+                if self.held > self.peak_held:
+                    self.peak_held = self.held
+        elif kind == BACKWARD:
             self.depth -= 1
         if kind == self._frees_held:
             self.held -= 1
         if self._sizes is not None:
             self._count_bytes(self._sizes, kind, chunk, microbatch)
-        if self.budget is not None:
-            if kind == _F:
+        if self.has_budget:
+            if kind == FORWARD:
                 self._ran[chunk][microbatch] = True
                 if self._left[chunk][-1] == microbatch:
                     self._reserve()
-        elif self.limit is not None:
-            self.is_at_limit = self.depth >= self.limit
+        elif self._has_limit:
+            self.is_at_limit = self.depth >= self._limit
             self.drains = self.is_at_limit and self._num_chunks > 1
 
     def _count_bytes(self, sizes: Sizes, kind: int, chunk: int, microbatch: int) -> None:
@@ -138,12 +145,12 @@ class Bounds:
         owed = 0
         if self._splits:
             owed = size if sizes.owed is None else sizes.owed[chunk][microbatch]
-        if kind == _F:
+        if kind == FORWARD:
             self.held_bytes += size
             if self.held_bytes > self.peak_held_bytes:
                 self.peak_held_bytes = self.held_bytes
         else:
-            self.held_bytes -= size - owed if kind == _B else owed
+            self.held_bytes -= size - owed if kind == BACKWARD else owed
 
     def _reserve(self) -> None:
         """Set what each chunk must leave to deeper ones, from the heaviest left in each."""
@@ -175,17 +182,16 @@ class Bounds:
     @property
     def withholds_forwards(self) -> bool:
         """Whether `fits` may be false for a forward now."""
-        return self.is_at_limit if self.budget is None else True
+        return self.has_budget or self.is_at_limit
 
     def fits(self, chunk: int, microbatch: int) -> bool:
         """Whether the bounds let this forward start, unless the rank drains."""
-        if self.budget is None:
+        if not self.has_budget:
             return not self.is_at_limit
         return self._needs[chunk][microbatch] <= self._room(chunk)
 
     def _room(self, chunk: int) -> int:
         """The largest size with which a forward of this chunk may start."""
-        assert self.budget is not None
         return self.budget - self.used - self._reserves[chunk]
 
     def permits(self, number: int) -> bool:
@@ -214,16 +220,15 @@ class Bounds:
                 return drains * is_forward, drains * (not is_forward), weight_gradients
             forwards = sum(counts[:num_chunks])
         if forwards and self.withholds_forwards:
-            forwards = sum(
-                counts[chunk]
-                for chunk in range(num_chunks)
-                if counts[chunk] and self._is_open(books, chunk, mask)
-            )
+            forwards = 0
+            for chunk in range(num_chunks):
+                if counts[chunk] and self._is_open(books, chunk, mask):
+                    forwards += counts[chunk]
         return forwards, backwards, weight_gradients
 
     def _is_open(self, books: Books, chunk: int, mask: int) -> bool:
         """Whether the best of a chunk's forwards that are ready at `mask` fits."""
-        if self.budget is None:
+        if not self.has_budget:
             return not self.is_at_limit
         room, left = self._room(chunk), self._left[chunk]
         if not left or self._needs[chunk][left[-1]] <= room:
@@ -235,4 +240,4 @@ class Bounds:
     @property
     def cause(self) -> Cause:
         """The cause of a wait for what is withheld."""
-        return Cause.LIMIT if self.budget is None else Cause.HOLD
+        return Cause.HOLD if self.has_budget else Cause.LIMIT

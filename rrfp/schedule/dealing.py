@@ -135,8 +135,8 @@ class _Hand:
         self.items = items
         self.numbers: list[int] = []
         self.loads: Times = [0] * len(items[0])
-        self.heaviest: float = 0
-        self.score: float = 0
+        self.heaviest = 0.0
+        self.score = 0.0
 
     def add(self, number: int) -> None:
         self.numbers.append(number)

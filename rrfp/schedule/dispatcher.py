@@ -2,6 +2,7 @@
 
 Theory of operation. A dispatcher serves one pipeline rank for one step. `handle` takes in a
 stimulus and answers with instructions; nothing else changes its state, and it reads no clock.
+(`arrived` and `decide` do the same for simulations, by the numbers of tasks alone.)
 
 - A task may lack earlier tasks of this rank and, where a neighbouring rank sends its input, one
   arrival at each member of the rank's group. A task that lacks nothing is *ready*. Everything
@@ -23,26 +24,21 @@ An idle interval has one cause. When the cause changes during it, the interval i
 
 from collections import deque
 from dataclasses import dataclass
-from heapq import heappop
 
 from rrfp.errors import RrfpError
-from rrfp.schedule.books import Books, ReadySet
+from rrfp.schedule.books import Books, ReadySet, by_heap
 from rrfp.schedule.bounds import Bounds
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.hints.hint import Tier
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.lanes import KINDS, NOTHING
 from rrfp.schedule.order_progress import OrderProgress
-from rrfp.schedule.patience.announcements import Announcements
+from rrfp.schedule.patience.announcements import NEVER, Announcements
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import Announced, ComputeIdle, InputArrived, Stimulus, TaskAgreed
-from rrfp.schedule.story import Story, TaskStory
-from rrfp.schedule.tasks import Kind, Task
-
-_KINDS = (Kind.F, Kind.B, Kind.W)
-_F, _B, _W = range(3)
-"""Kinds as the books number them."""
+from rrfp.schedule.story import Account, Story
+from rrfp.schedule.tasks import Task
 
 _NUM_RECENT = 8
 """How many of the last stimuli a story keeps."""
@@ -115,16 +111,25 @@ class Dispatcher:
         self._lacks, self._missing = books.lacks, books.missing
         self._ready_sets = books.ready_sets
         self._windows = self._announcements.windows
-        self._lanes = [(kind, chunk) for kind in range(3) for chunk in range(shape.num_chunks)]
+        self._kinds, self._chunks = books.lanes.kinds, books.lanes.chunks
         self._order = (
-            None if order is None else OrderProgress(list(map(shape.index_of, order.rows[rank])))
+            None
+            if order is None
+            else OrderProgress(order.numbers(rank), order.keys(shape, rank), books.lacks)
+        )
+        self._account = Account(
+            *(books, self._bounds, self._order), binds=self._fixed, follows=self._follows
         )
         rounds = hint.rounds(policy.w)
-        self._top_of_round = _by_place(rounds.tiers())
+        num_chunks = shape.num_chunks
+        self._top_of_round = by_heap(rounds.tiers(), num_chunks)
         self._tiers = self._top_of_round
-        self._tiers_after = [_by_place(rounds.tiers(kind)) for kind in _KINDS]
+        self._tiers_after = [by_heap(rounds.tiers(kind), num_chunks) for kind in KINDS]
+        self._weight_gradients = ((num_chunks + 1,),)
         self._waiting: tuple[Cause, int] | None = None
         self._first_unfinished = 0
+        self.deadline_ns = NEVER
+        """After a decision to run nothing: when to ask again although nothing came, or `NEVER`."""
 
     def __repr__(self) -> str:
         policy, books = self.policy, self._books
@@ -169,92 +174,67 @@ class Dispatcher:
             answer = self._run(now_ns, self._agreed(stimulus.task))
         elif type(stimulus) is Announced:
             self._expect(stimulus)
-        elif self._books.num_left and (choice := self._choice()) is not None:
-            until_ns = None
-            if self._windows:
-                until_ns = self._announcements.until(now_ns, choice, self._tiers)
-            if until_ns is None:
-                answer = self._run(now_ns, choice)
-            elif type(stimulus) is ComputeIdle:
-                answer = self._wait(now_ns, self._cause(is_patient=True), until_ns)
-        elif type(stimulus) is ComputeIdle:
-            if self._books.num_left:
-                self._tiers = self._top_of_round
-                answer = self._wait(now_ns, self._cause())
-            else:
-                answer = (StepDone(),)
+        else:
+            answer = self._decided(now_ns, is_idle=type(stimulus) is ComputeIdle)
         if self._validates:
             self._validate()
         return answer
+
+    def arrived(self, number: int, member: int) -> None:
+        """The input of the task of this number has arrived at a member (`InputArrived`)."""
+        bit = 1 << member
+        missing = self._missing[number]
+        if not missing & bit:
+            raise self._unexpected(self._books.lanes.task(number), member)
+        self._books.arrived(number, bit)
+        if missing == bit and self._windows:
+            self._windows.pop(number, None)
+
+    def decide(self, now_ns: int, *, is_idle: bool = True) -> int:
+        """The number of the task to run next, which counts as dispatched; `NOTHING` to wait
+        (`ComputeIdle` or, unless `is_idle`, `DecideAhead`), without a run's counts and causes."""
+        number = self._choose(now_ns, is_idle=is_idle)
+        if number != NOTHING:
+            self._dispatch(number, number // self._books.num_microbatches)
+        return number
 
     def unfinished(self) -> list[tuple[Task, int]]:
         """Every task not yet dispatched, with the members at which its input has yet to arrive
         (bit i: member i; bit 0: this rank)."""
         books = self._books
         left = filter(books.is_left, range(books.num_tasks))
-        return [(books.tasks[number], self._missing[number]) for number in left]
+        return [(books.lanes.task(number), self._missing[number]) for number in left]
 
     # Its own account.
 
     def story(self) -> Story:
         """What each task lacks, who withholds it, and the last stimuli."""
-        books = self._books
-        by_hint = range(books.num_tasks) if self._order is None else self._order.left()
-        waiting = (n for n in by_hint if books.is_left(n) and not books.is_here(n))
-        best = next(waiting, None)
-        return Story(
-            self.rank,
-            self.depth,
-            self.held,
-            tuple(self._story_of(n) for n in range(books.num_tasks) if books.is_left(n)),
-            None if best is None else self._story_of(best),
-            tuple(self._recent),
-        )
-
-    def _story_of(self, number: int) -> TaskStory:
-        lacks = self._books.lacking(number)
-        withheld_by = None if lacks else self._withheld_by(number)
-        return TaskStory(self._books.tasks[number], lacks, self._missing[number], withheld_by)
-
-    def _withheld_by(self, number: int) -> Cause | None:
-        """What withholds a task that has all its inputs here."""
-        if self._fixed:
-            assert self._order is not None
-            if number != self._order.best:
-                return Cause.ORDER
-        elif not self._bounds.permits(number):
-            return self._bounds.cause
-        return Cause.COORDINATION if self._missing[number] or self._follows else None
+        return self._account.story(self._recent)
 
     def _validate(self) -> None:
         """Raise DispatchError where the books contradict themselves."""
-        books, bounds = self._books, self._bounds
-        wrong = books.contradiction()
-        if self.depth != books.num_dispatched(_F) - books.num_dispatched(_B):
-            wrong = "D"
-        if bounds.budget is not None and bounds.used > bounds.budget:
-            wrong = f"a hold of {bounds.budget}, of which {bounds.used} is in use"
+        wrong = self._account.contradiction()
         if wrong is not None:
             raise DispatchError(f"the dispatcher's books contradict {wrong}\n{self.story()}")
 
     # Arrivals and agreed tasks.
 
     def _take_in(self, arrival: InputArrived) -> None:
-        number = self._books.number(arrival.task)
-        bit = 1 << arrival.member
-        if number is None or not self._missing[number] & bit:
-            raise DispatchError(
-                f"the input of {arrival.task} arrived on member {arrival.member} of pipeline "
-                f"rank {self.rank}, which does not lack it; a message was sent twice or to the "
-                f"wrong rank\n{self.story()}"
-            )
-        self._books.arrived(number, bit)
-        if self._windows and not self._missing[number]:
-            self._windows.pop(number, None)
+        number = self._books.lanes.number(arrival.task)
+        if number == NOTHING:
+            raise self._unexpected(arrival.task, arrival.member)
+        self.arrived(number, arrival.member)
+
+    def _unexpected(self, task: Task, member: int) -> DispatchError:
+        return DispatchError(
+            f"the input of {task} arrived on member {member} of pipeline rank {self.rank}, which "
+            "does not lack it; a message was sent twice or to the wrong rank\n"
+            f"{self.story()}"
+        )
 
     def _expect(self, announced: Announced) -> None:
-        number = self._books.number(announced.task)
-        if number is None or not self._books.comes(number):
+        number = self._books.lanes.number(announced.task)
+        if number == NOTHING or not self._books.comes(number):
             raise DispatchError(
                 f"the input of {announced.task} was announced to pipeline rank {self.rank}, to "
                 f"which no rank sends it; the announcement went to the wrong rank\n{self.story()}"
@@ -264,8 +244,8 @@ class Dispatcher:
             self._announcements.add(number, announced)
 
     def _agreed(self, task: Task) -> int:
-        number = self._books.number(task)
-        if not self._follows or number is None or not self._books.is_here(number):
+        number = self._books.lanes.number(task)
+        if not self._follows or number == NOTHING or not self._books.is_here(number):
             raise DispatchError(
                 f"the group agreed on {task}, which pipeline rank {self.rank} cannot run now; "
                 f"its leader's books and these differ\n{self.story()}"
@@ -274,66 +254,93 @@ class Dispatcher:
 
     # Decision.
 
-    def _choice(self) -> int | None:
-        """The number of the best task that may run; None if there is none, or if another rank
+    def _choose(self, now_ns: int, *, is_idle: bool) -> int:
+        """The number of the task to run now; `NOTHING` to run none, until `deadline_ns`."""
+        self.deadline_ns = NEVER
+        choice = self._choice() if self._books.num_left else NOTHING
+        if choice == NOTHING:
+            if is_idle:
+                self._tiers = self._top_of_round
+        elif self._windows:
+            self.deadline_ns = self._announcements.until(now_ns, choice, self._tiers)
+            if self.deadline_ns != NEVER:
+                return NOTHING
+        return choice
+
+    def _choice(self) -> int:
+        """The number of the best task that may run; `NOTHING` if there is none, or if another rank
         decides."""
         if self._follows:
-            return None
+            return NOTHING
         books = self._books
         if self._fixed:
             assert self._order is not None
             number = self._order.best
-            return number if books.is_ready(number, books.everybody) else None
+            return number if books.is_ready(number, books.everybody) else NOTHING
         sets = self._ready_sets
         choice = self._best(sets[0])
-        if len(sets) > 1 and any(self._best(each) != choice for each in sets):
-            return None
+        for each in sets[1:]:
+            if self._best(each) != choice:
+                return NOTHING
         return choice
 
-    def _best(self, ready: ReadySet) -> int | None:
-        """The number of the best task of this set that the bounds permit."""
-        tiers, bounds = self._tiers, self._bounds
+    def _best(self, ready: ReadySet) -> int:
+        """The number of the best task of this set that the bounds permit; `NOTHING` if they permit
+        none."""
+        tiers, books, bounds = self._tiers, self._books, self._bounds
         if bounds.drains:
             number = bounds.next_to_drain()
-            if self._books.is_ready(number, ready.mask):
+            if books.is_ready(number, ready.mask):
                 return number
-            tiers = ((_W,),)
-        lacks, num_tasks = self._lacks, self._books.num_tasks
-        num_microbatches, withholds = self._books.num_microbatches, bounds.withholds_forwards
+            tiers = self._weight_gradients
+        heaps, num_chunks = ready.heaps, books.lanes.num_chunks
+        withholds = bounds.withholds_forwards
         for tier in tiers:
-            best = None
-            for kind in tier:
-                for chunk, heap in enumerate(ready.heaps[kind]):
-                    while heap and lacks[heap[0] % num_tasks] < 0:
-                        heappop(heap)
-                    if not heap or (best is not None and heap[0] > best):
+            best = NOTHING
+            for place in tier:
+                entry = books.best(heaps[place])
+                if entry == NOTHING or (best != NOTHING and entry > best):
+                    continue
+                if withholds and place < num_chunks:
+                    microbatch = books.number_of(entry) - place * books.num_microbatches
+                    if not bounds.fits(place, microbatch):
                         continue
-                    if withholds and kind == _F:
-                        microbatch = heap[0] % num_tasks % num_microbatches
-                        if not bounds.fits(chunk, microbatch):
-                            continue
-                    best = heap[0]
-            if best is not None:
-                return best % num_tasks
-        return None
+                best = entry
+            if best != NOTHING:
+                return books.number_of(best)
+        return NOTHING
 
     # Dispatch.
 
+    def _dispatch(self, number: int, lane: int) -> None:
+        """Count a task as done."""
+        books, kind = self._books, self._kinds[lane]
+        microbatch = number - lane * books.num_microbatches
+        books.dispatched(number, lane)
+        self._bounds.ran(kind, self._chunks[lane], microbatch)
+        self._tiers = self._tiers_after[kind]
+        books.hand_over(number, kind, lane)
+
+    def _decided(self, now_ns: int, *, is_idle: bool) -> tuple[Instruction, ...]:
+        """What follows from a decision."""
+        number = self._choose(now_ns, is_idle=is_idle)
+        if number != NOTHING:
+            return self._run(now_ns, number)
+        if not is_idle:
+            return ()
+        return self._wait(now_ns) if self._books.num_left else (StepDone(),)
+
     def _run(self, now_ns: int, number: int) -> tuple[Instruction, ...]:
         books, bounds = self._books, self._bounds
-        lane, microbatch = divmod(number, books.num_microbatches)
-        kind, chunk = self._lanes[lane]
+        lane = number // books.num_microbatches
         forwards, backwards, weight_gradients = bounds.permitted(
             books, books.num_ready, books.everybody
         )
-        books.dispatched(number, lane)
-        bounds.ran(kind, chunk, microbatch)
-        self._tiers = self._tiers_after[kind]
         position, skipped = (-1, -1) if self._order is None else self._order.take(number)
-        books.hand_over(number, kind, lane)
+        self._dispatch(number, lane)
         run = RunTask(
-            books.tasks[number],
-            chunk,
+            books.lanes.task(number),
+            self._chunks[lane],
             position,
             forwards + backwards + weight_gradients,
             skipped,
@@ -345,27 +352,26 @@ class Dispatcher:
         )
         if self._waiting is None:
             return (run,)
-        waited = Waited(*self._waiting, now_ns)
+        cause, since_ns = self._waiting
         self._waiting = None
-        return (waited, run)
+        return (Waited(cause, since_ns, now_ns), run)
 
     # Waiting.
 
-    def _wait(
-        self, now_ns: int, cause: Cause, deadline_ns: int | None = None
-    ) -> tuple[Instruction, ...]:
-        wait = _WAITS[cause] if deadline_ns is None else Wait(cause, deadline_ns)
+    def _wait(self, now_ns: int) -> tuple[Instruction, ...]:
+        cause = self._cause()
+        wait = _WAITS[cause] if self.deadline_ns == NEVER else Wait(cause, self.deadline_ns)
         before = self._waiting
         if before is not None and before[0] is cause:
             return (wait,)
         self._waiting = (cause, now_ns)
         return (wait,) if before is None else (Waited(*before, now_ns), wait)
 
-    def _cause(self, *, is_patient: bool = False) -> Cause:
+    def _cause(self) -> Cause:
         books = self._books
         if books.num_left == books.num_tasks:
             return Cause.WARMUP
-        if is_patient:
+        if self.deadline_ns != NEVER:
             return Cause.PATIENCE
         is_any_here = any(books.num_here)
         if self._fixed:
@@ -391,7 +397,3 @@ class Dispatcher:
             best = self._order.best
         # Numbers of forwards come first, so this is its F (or the task itself).
         return self._lacks[best % self._books.num_of_a_kind] >= 0
-
-
-def _by_place(tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(_KINDS.index, tier)) for tier in tiers)

@@ -5,7 +5,7 @@ torch's letters (``2F0``), empty cells ignored.
 """
 
 import csv
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from rrfp.errors import UsageError
@@ -22,6 +22,10 @@ class Order:
     name: str
     shape: Shape
     rows: tuple[tuple[Task, ...], ...]
+    _numbers: dict[int, list[int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def splits_backward(self) -> bool:
@@ -41,10 +45,19 @@ class Order:
 
     def keys(self, shape: Shape, rank: int) -> list[int]:
         """Ranked by place in the rank's row."""
-        keys = [0] * shape.num_tasks_of_a_rank
-        for place, task in enumerate(self.rows[rank]):
-            keys[shape.index_of(task)] = place
+        keys = self._keys.get(rank)
+        if keys is None:
+            keys = self._keys[rank] = [0] * shape.num_tasks_of_a_rank
+            for place, number in enumerate(self.numbers(rank)):
+                keys[number] = place
         return keys
+
+    def numbers(self, rank: int) -> list[int]:
+        """A rank's row as the indices of its tasks in `Shape.tasks_of`."""
+        numbers = self._numbers.get(rank)
+        if numbers is None:
+            numbers = self._numbers[rank] = [self.shape.index_of(task) for task in self.rows[rank]]
+        return numbers
 
     def rounds(self, w: WeightGradients) -> Rounds:
         return order_rounds(w)

@@ -133,7 +133,9 @@ class Policy:
         microbatches."""
         if not isinstance(self.hold, int | Fraction):
             return None
-        slots = Fraction(self.hold) * num_chunks
+        if isinstance(self.hold, int):
+            return self.hold * num_chunks
+        slots = self.hold * num_chunks
         if slots.denominator > 1:
             raise ValueError(f"a hold of {self.hold} on {num_chunks} chunks is {slots} slots")
         return int(slots)

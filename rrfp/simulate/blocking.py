@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.instructions import RunTask, Waited
+from rrfp.schedule.instructions import Waited
+from rrfp.schedule.lanes import NOTHING
 from rrfp.schedule.order import Order
+from rrfp.schedule.patience.announcements import NEVER
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.engine import CAME, ENDED, IDLE, Log, PipelineRun, Step
+from rrfp.simulate.engine import CAME, ENDED, Log, PipelineRun, Step
 from rrfp.simulate.world import TaskTimes, World
 
 
@@ -100,15 +102,15 @@ class BlockingStep(Step):
     def play(self) -> PipelineRun:
         for rank in range(self.shape.num_ranks):
             self._exchange(rank, 0, None)
-        while self.has_events():
-            now_ns, events = self.take()
-            for what, rank, _, task in events:
-                if what == ENDED:
-                    self._ranks[rank].is_busy = False
-                    self._ranks[rank].ended_ns = now_ns
-                    self._exchange(rank, now_ns, task)
-                else:
-                    self._passed(now_ns, task)
+        while (now_ns := self.next_ns()) != NEVER:
+            what, rank, _, number = self.take()
+            task = self.lanes[rank].task(number)
+            if what == ENDED:
+                self._ranks[rank].is_busy = False
+                self._ranks[rank].ended_ns = now_ns
+                self._exchange(rank, now_ns, task)
+            else:
+                self._passed(now_ns, task)
         return self.result()
 
     def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
@@ -143,12 +145,13 @@ class BlockingStep(Step):
             if self.log is not None:
                 for member in range(self.world.num_members):
                     self.log.passed(sender, receiver, member, now_ns, end_ns, task)
-            self.push(end_ns, CAME, receiver, 0, task)
+            self.push(end_ns, CAME, receiver, 0, self.lanes[receiver].number(task))
 
     def _passed(self, now_ns: int, task: Task) -> None:
         sender, receiver = self._links[task]
+        number = self.lanes[receiver].number(task)
         for member in range(self.world.num_members):
-            self.came(receiver, member, now_ns, task)
+            self.came(receiver, member, now_ns, number)
         for rank in (sender, receiver):
             this = self._ranks[rank]
             this.open.remove(task)
@@ -164,15 +167,15 @@ class BlockingStep(Step):
             return
         if this.open and this.row[this.num_run].kind is not Kind.W:
             return
-        run = self.handle(rank, 0, now_ns, IDLE)
-        assert type(run) is RunTask, "its input has passed, and its row binds"
+        number = self.decide(rank, now_ns)
+        assert number != NOTHING, "its input has passed, and its row binds"
         if self.log is not None and now_ns > this.ended_ns:
             cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
             for member in range(self.world.num_members):
                 self.log.waited(rank, member, Waited(cause, this.ended_ns, now_ns))
         this.num_run += 1
         this.is_busy = True
-        self.run(rank, now_ns, run)
+        self.run(rank, now_ns, number)
 
 
 def check_meets(order: Order) -> None:

@@ -11,7 +11,8 @@ from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.announcing import Announcing
 from rrfp.simulate.blocking import BlockingStep
-from rrfp.simulate.engine import AsyncStep, Log, PipelineRun
+from rrfp.simulate.engine import Log, PipelineRun
+from rrfp.simulate.travelling import TravellingStep
 from rrfp.simulate.world import World
 
 
@@ -24,7 +25,7 @@ def play(shape: Shape, policy: Policy, world: World, log: Log | None = None) -> 
         if world.blocking:
             return BlockingStep(shape, policy, world, log).play()
         announcing = _announcing_after_a_step(shape, policy, world)
-        return AsyncStep(shape, policy, world, log, announcing).play()
+        return TravellingStep(shape, policy, world, log, announcing).play()
 
 
 def _announcing_after_a_step(shape: Shape, policy: Policy, world: World) -> Announcing | None:
@@ -37,7 +38,7 @@ def _announcing_after_a_step(shape: Shape, policy: Policy, world: World) -> Anno
     announcing = Announcing(shape, world, patient)
     # What stretches tasks counts what was run, and begins anew with the step that counts.
     before = replace(world, stretch=deepcopy(world.stretch))
-    AsyncStep(shape, policy, before, None, announcing).play()
+    TravellingStep(shape, policy, before, None, announcing).play()
     return announcing
 
 

@@ -1,6 +1,5 @@
 """The hint that is chosen while a run goes on, by simulation (`rrfp.simulate.choice`)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,7 +56,7 @@ class AutoHint:
             name = "bfw" if shape.num_chunks == 1 else "bfw-deep"
         return HINTS[name].on(shape)
 
-    def keys(self, shape: Shape, rank: int) -> Sequence[int]:
+    def keys(self, shape: Shape, rank: int) -> list[int]:
         return self.on(shape).keys(shape, rank)
 
     def rounds(self, w: WeightGradients) -> Rounds:

@@ -5,7 +5,7 @@ which kinds go first. To add a hint, write a class with the members of `Hint`, a
 `HINTS` in `rrfp.schedule.hints.table`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -68,7 +68,7 @@ class Hint(Protocol):
         saying what to change, for a shape that the hint does not support."""
         ...
 
-    def keys(self, shape: Shape, rank: int) -> Sequence[int]:
+    def keys(self, shape: Shape, rank: int) -> list[int]:
         """A key for each of a rank's tasks, in the order of `Shape.tasks_of`: an integer from 0 to
         the number of the rank's tasks - 1. Within a tier the smallest key wins."""
         ...

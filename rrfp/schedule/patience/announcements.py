@@ -20,19 +20,15 @@ No patience deadlocks a step, whatever the bound, the hint, and what was announc
    nothing that has not ended, so no chain of waits is longer than one.
 """
 
-from rrfp.schedule.books import Books
+from typing import Final
+
+from rrfp.schedule.books import Books, Tiers
 from rrfp.schedule.bounds import Bounds
+from rrfp.schedule.lanes import NOTHING
 from rrfp.schedule.stimuli import Announced
 
-_F, _B, _W = range(3)
-
-Tiers = tuple[tuple[int, ...], ...]
-"""Kinds that compete, the best tier first."""
-
-_IDLE = (_W,)
-"""The tier of weight gradients that fill idle time."""
-_DRAINING = ((_F, _B), _IDLE)
-"""The tiers of a rank that drains."""
+NEVER: Final = -1
+"""In the place of a time in ns."""
 
 
 class Announcements:
@@ -43,6 +39,11 @@ class Announcements:
         """By number: from when to wait for a task, and until when."""
         self._books = books
         self._bounds = bounds
+        num_chunks = books.shape.num_chunks
+        self._idle = (num_chunks + 1,)
+        """The tier of weight gradients that fill idle time."""
+        self._draining = (tuple(range(num_chunks + 1)), self._idle)
+        """The tiers of a rank that drains."""
 
     def add(self, number: int, announced: Announced) -> None:
         """Note the first announcement of the task of this number."""
@@ -50,31 +51,40 @@ class Announcements:
         window = expected_ns - patience_ns, expected_ns + patience_ns
         self.windows.setdefault(number, window)
 
-    def until(self, now_ns: int, choice: int, tiers: Tiers) -> int | None:
-        """Until when to wait rather than run `choice`, the best task that may run; None: run it."""
+    def until(self, now_ns: int, choice: int, tiers: Tiers) -> int:
+        """Until when to wait rather than run `choice`, the best task that may run; `NEVER`: run
+        it."""
         books, bounds = self._books, self._bounds
         if bounds.drains:
-            tiers = _DRAINING
-        best = self._place(choice, tiers)
-        if tiers[-1] == _IDLE and choice >= _W * books.num_of_a_kind:
-            return None
-        found_ns: int | None = None
+            tiers = self._draining
+        if tiers[-1] == self._idle and choice >= 2 * books.num_of_a_kind:
+            return NEVER
+        best_tier, best_entry = self._tier(choice, tiers), books.entry(choice)
+        found_ns = NEVER
         for number, (from_ns, until_ns) in self.windows.items():
             if not from_ns <= now_ns < until_ns or books.lacks[number] != 0:
                 continue
-            place = self._place(number, tiers)
-            if place >= best or not bounds.permits(number):
+            tier, entry = self._tier(number, tiers), books.entry(number)
+            if tier > best_tier or (tier == best_tier and entry >= best_entry):
+                continue
+            if not bounds.permits(number):
                 continue
             if number < books.num_of_a_kind:
-                heap = books.ready_sets[0].heaps[_F][number // books.num_microbatches]
+                heap = books.ready_sets[0].heaps[number // books.num_microbatches]
+                first = books.best(heap)
                 # The bound withholds a better one of its chunk, and so this one, too.
-                if heap and heap[0] < place[1]:
+                if first != NOTHING and first < entry:
                     continue
-            best, found_ns = place, until_ns
+            best_tier, best_entry, found_ns = tier, entry, until_ns
         return found_ns
 
-    def _place(self, number: int, tiers: Tiers) -> tuple[int, int]:
-        """A task's place among those that compete now: its tier, and its entry there."""
-        kind = number // self._books.num_of_a_kind
-        tier = next(place for place, kinds in enumerate(tiers) if kind in kinds)
-        return tier, self._books.entry(number)
+    def _tier(self, number: int, tiers: Tiers) -> int:
+        """The place of the tier in which a task competes now."""
+        books = self._books
+        num_chunks = books.lanes.num_chunks
+        lane = number // books.num_microbatches
+        heap = lane if lane < num_chunks else num_chunks - 1 + lane // num_chunks
+        for place, tier in enumerate(tiers):
+            if heap in tier:
+                return place
+        raise AssertionError("every heap is in a tier")
