@@ -5,6 +5,13 @@ PYTHON :=
 VERSION := $(if $(PYTHON),$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 VENV := .venv$(if $(PYTHON),-$(VERSION))
 STAMP := $(VENV)/set-up
+# Present once the core is compiled, or has been found not to compile here.
+COMPILED := $(VENV)/compiled
+CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,admission_order agreement_rules bounds \
+    closed_forms compiled controllable_memory dealing dispatcher draws engine hint_order hints \
+    hold_in_bytes order orders patience rehearsal shape simulate_bounds tasks theorem \
+    wrong_policies))
+CORE := $(shell find rrfp/schedule rrfp/simulate -name '*.py') rrfp/compiled.py setup.py
 # Present while a set-up runs: one that was interrupted, or failed, is begun anew.
 UNFINISHED := $(VENV)/unfinished
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
@@ -12,12 +19,12 @@ LOCKS := requirements-3.11.lock requirements-3.12.lock
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint format bench docs pictures screenshots lock clean
+.PHONY: help setup train test test-core test-all lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
-setup: $(STAMP)  ## Build .venv/ with locked dependencies; does nothing when up to date
+setup: $(COMPILED)  ## Build .venv/ with locked dependencies; does nothing when up to date
 
 $(STAMP): $(LOCKS) pyproject.toml
 	@python=$$(for candidate in $(or $(PYTHON),python3.11 python3 python3.12 python3.13 python3.14); do \
@@ -38,14 +45,24 @@ $(STAMP): $(LOCKS) pyproject.toml
 	touch $(UNFINISHED)
 	@$(PIP) install -r $$($(VENV)/bin/python -c 'import sys; \
 	    print("requirements-3.11.lock" if sys.version_info < (3, 12) else "requirements-3.12.lock")')
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@RRFP_COMPILED=0 $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@ && rm $(UNFINISHED)
+
+$(COMPILED): $(STAMP) $(CORE)
+	@echo "Compiling the core; without a C compiler it runs interpreted." >&2
+	@mkdir -p build
+	@$(VENV)/bin/python setup.py -q build_ext --inplace >build/core.log 2>&1 \
+	    || echo "make setup: the core does not compile and runs interpreted; see build/core.log" >&2
+	@touch $@
 
 train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"
 	$(VENV)/bin/rrfp train --hint bf $(ARGS)
 
 test: lint  ## Lint, types and the tests that are quick
 	$(VENV)/bin/pytest -q -rs -m "not slow" $(ARGS)
+
+test-core: setup  ## The core's quick tests on its sources, not compiled
+	RRFP_COMPILED=0 $(VENV)/bin/pytest -q -rs -m "not slow" $(CORE_TESTS) $(ARGS)
 
 test-all: lint  ## The same with every test, and more examples a property
 	$(VENV)/bin/pytest -q -rs --hypothesis-profile thorough $(ARGS)
@@ -85,3 +102,5 @@ lock:  ## Resolve PYTHON's lock file again from pyproject.toml
 clean:  ## Remove .venv/ and every cache; runs/ stays
 	rm -rf .venv .venv-* build *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find rrfp tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find rrfp -name '*.so' -delete
+	rm -f rrfp/compiled.*.sha256

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ANYWHERE = {"rrfp", "rrfp.errors"}
-"""What every room may use: the version and the errors."""
+ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.errors"}
+"""What every room may use: the version, how the core runs, and the errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ def room(below: str = "", third_parties: str = "") -> Room:
 
 ROOMS = {
     "rrfp": room(),
+    "rrfp.compiled": room(),
     "rrfp.errors": room(),
     "rrfp.__main__": room("cli"),
     "rrfp.schedule": room(),

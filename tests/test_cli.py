@@ -10,6 +10,7 @@ import typer
 
 from rrfp import __version__
 from rrfp.cli import errors, main, streams
+from rrfp.compiled import core
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.hints.table import HINTS, IN_WORDS
 
@@ -53,7 +54,11 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
 
 def test_version() -> None:
     done = rrfp("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"rrfp {__version__}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        f"rrfp {__version__}, core {core()}\n",
+        "",
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rrfp import __version__
+from rrfp import __version__, compiled
 from rrfp.cli import analyze, completion, errors, hint, trace
 from rrfp.cli.bench.command import bench
 from rrfp.cli.run import run
@@ -46,7 +46,7 @@ app.add_typer(hint.app, name="hint")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"rrfp {__version__}")
+        print(f"rrfp {__version__}, core {compiled.core()}")
         raise typer.Exit
 
 

@@ -117,26 +117,24 @@ class Bounds:
 
     def ran(self, kind: int, chunk: int, microbatch: int) -> None:
         """Count a dispatched task, and update what is withheld."""
-        if kind != WEIGHT_GRADIENT:
-            self._progress[microbatch] += 1
         if kind == FORWARD:
             self.depth += 1
             if self._keeps_activations:
                 self.held += 1
                 if self.held > self.peak_held:
                     self.peak_held = self.held
+            if self.has_budget:
+                self._ran[chunk][microbatch] = True
+                if self._left[chunk][-1] == microbatch:
+                    self._reserve()
         elif kind == BACKWARD:
             self.depth -= 1
         if kind == self._frees_held:
             self.held -= 1
         if self._sizes is not None:
             self._count_bytes(self._sizes, kind, chunk, microbatch)
-        if self.has_budget:
-            if kind == FORWARD:
-                self._ran[chunk][microbatch] = True
-                if self._left[chunk][-1] == microbatch:
-                    self._reserve()
-        elif self._has_limit:
+        if self._has_limit and kind != WEIGHT_GRADIENT:
+            self._progress[microbatch] += 1
             self.is_at_limit = self.depth >= self._limit
             self.drains = self.is_at_limit and self._num_chunks > 1
 

@@ -1,0 +1,80 @@
+"""Whether the core runs compiled: `rrfp.schedule`, and the simulator's engine.
+
+`make setup` and wheels compile these modules with mypyc where a C compiler is there. The same
+sources run interpreted elsewhere, with `RRFP_COMPILED=0`, and when they have changed since they
+were compiled.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+VARIABLE = "RRFP_COMPILED"
+DIGEST_FILE = f"compiled.{sys.implementation.cache_tag}.sha256"
+"""Beside this file: of which sources the extensions are."""
+
+_SIMULATOR = ("announcing", "blocking", "engine", "travelling", "world")
+
+
+class Core(StrEnum):
+    """How the core runs."""
+
+    COMPILED = "compiled"
+    INTERPRETED = "interpreted"
+    STALE = "interpreted, because its sources have changed since it was compiled"
+
+
+def sources(package: Path) -> list[Path]:
+    """The sources of the core, given the directory of `rrfp`."""
+    schedule = [path for path in (package / "schedule").rglob("*.py") if path.name != "__init__.py"]
+    return sorted(schedule) + [package / "simulate" / f"{name}.py" for name in _SIMULATOR]
+
+
+def digest(package: Path) -> str:
+    """The digest of these sources."""
+    whole = hashlib.sha256()
+    for path in sources(package):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()
+
+
+def core() -> Core:
+    """How the core of this process runs."""
+    return _CORE
+
+
+class _Sources:
+    """Finds the core's sources before what they were compiled to."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is None or not name.startswith(("rrfp.schedule.", "rrfp.simulate.")):
+            return None
+        for directory in path:
+            spec = FileFinder(directory, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name)
+            if spec is not None:
+                return spec
+        return None
+
+
+def _found() -> Core:
+    """How the core is to run, given the environment and what is installed."""
+    package = Path(__file__).parent
+    try:
+        compiled_from = (package / DIGEST_FILE).read_text().strip()
+    except OSError:
+        return Core.INTERPRETED
+    if os.environ.get(VARIABLE) == "0":
+        return Core.INTERPRETED
+    return Core.COMPILED if compiled_from == digest(package) else Core.STALE
+
+
+_CORE = _found()
+if _CORE is not Core.COMPILED:
+    sys.meta_path.insert(0, _Sources())
