@@ -1,9 +1,12 @@
 """The core does the same compiled and interpreted, and says which it is."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+from copy import copy, deepcopy
+from fractions import Fraction
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -11,6 +14,15 @@ import pytest
 
 from rrfp import compiled
 from rrfp.compiled import Core
+from rrfp.schedule.admission import ListedOrders
+from rrfp.schedule.hints.auto import AutoHint
+from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hold import Bytes, ShareOf1F1B
+from rrfp.schedule.policy import Policy
+from rrfp.schedule.rehearsal import order_of
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.sizes import Sizes
+from rrfp.simulate.world import TaskTimes
 
 PACKAGE = Path(compiled.__file__).parent
 TIMEOUT_S = 100
@@ -114,6 +126,29 @@ def test_all_of_the_core_is_compiled() -> None:
     ).split()
     assert len(files) == len(names)
     assert all(name.endswith(tuple(EXTENSION_SUFFIXES)) for name in files)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Shape(2, 3),
+        Sizes([[1, 2]], [[0, 1]]),
+        TaskTimes([[1]], [[2]], [[3]]),
+        ListedOrders("entry.csv", ((1, 0),)),
+        Bytes(5),
+        ShareOf1F1B(Fraction(1, 2)),
+        AutoHint(every=7),
+        *HINTS.values(),
+        HINTS["zb-h1"].on(Shape(2, 3)),
+        order_of(HINTS["bf"], Shape(2, 3)),
+        Policy(order_of(HINTS["1f1b"], Shape(2, 3)), hold=Fraction(3, 2)),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'name', '')}",
+)
+def test_values_travel_between_processes(value: object) -> None:
+    assert pickle.loads(pickle.dumps(value)) == value
+    assert deepcopy(value) == value
+    assert copy(value) == value
 
 
 def test_sources_run_where_they_are_asked_for() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rrfp.errors import UsageError
+from rrfp.schedule.values import Value
 
 
 class Admit(StrEnum):
@@ -24,7 +25,7 @@ class Admit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ListedOrders:
+class ListedOrders(Value):
     """The orders of an admission file, one per step; after the last they start over."""
 
     name: str

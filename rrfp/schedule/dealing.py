@@ -16,6 +16,7 @@ from enum import StrEnum
 from operator import add
 
 from rrfp.errors import UsageError
+from rrfp.schedule.values import Value
 
 Times = Sequence[float]
 """What an item takes on each pipeline rank, in any unit."""
@@ -33,7 +34,7 @@ class AdmitAcross(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ListedDealings:
+class ListedDealings(Value):
     """The dealings of a file, one per step; after the last they start over."""
 
     name: str

@@ -31,7 +31,7 @@ from rrfp.schedule.bounds import Bounds
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.lanes import KINDS, NOTHING
-from rrfp.schedule.order_progress import OrderProgress
+from rrfp.schedule.order import OrderProgress
 from rrfp.schedule.patience.announcements import NEVER, Announcements
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
@@ -39,6 +39,7 @@ from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import Announced, ComputeIdle, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.story import Account, Story
 from rrfp.schedule.tasks import Task
+from rrfp.schedule.values import Value
 
 _NUM_RECENT = 8
 """How many of the last stimuli a story keeps."""
@@ -47,7 +48,7 @@ _WAITS = {cause: Wait(cause) for cause in Cause}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Group(Value):
     """A rank's part among the ranks that must run their tasks in one order."""
 
     num_members: int

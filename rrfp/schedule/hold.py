@@ -11,6 +11,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from rrfp.errors import UsageError
+from rrfp.schedule.values import Value
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _MOST_BYTES = 2**60
@@ -19,7 +20,7 @@ _FORMS = "12 (microbatches), 1500000B, 512MiB, 40GiB, 1.0x (of 1F1B's largest pe
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(Value):
     """A number of bytes on each rank."""
 
     num: int
@@ -32,7 +33,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareOf1F1B:
+class ShareOf1F1B(Value):
     """A multiple of the largest peak, in bytes, that 1F1B has over the ranks and steps of a
     comparison."""
 

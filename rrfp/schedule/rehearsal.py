@@ -19,13 +19,14 @@ from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Task, format_task
+from rrfp.schedule.values import Value
 
 Timeline = tuple[tuple[Task | None, ...], ...]
 """What each rank ran in each unit of time, None where it was idle; equally long for all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocked:
+class Blocked(Value):
     """Where a rank is stuck in a deadlock."""
 
     rank: int
@@ -36,7 +37,7 @@ class Blocked:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class Rehearsal(Value):
     """A binding order run in lockstep, to its end or until it deadlocks."""
 
     order: Order

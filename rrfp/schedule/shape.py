@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from rrfp.errors import UsageError
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.values import Value
 
 
 class Placement(StrEnum):
@@ -23,7 +24,7 @@ SPLIT_BACKWARD = (Kind.F, Kind.B, Kind.W)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Value):
     """One step of one pipeline: ranks, microbatches, chunks per rank, and kinds of task."""
 
     num_ranks: int

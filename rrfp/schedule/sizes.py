@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rrfp.schedule.values import Value
+
 Rows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(Value):
     """Bytes of activations, a row per stage (or, of one rank, per chunk) with an entry per
     microbatch.
 

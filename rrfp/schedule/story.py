@@ -7,9 +7,10 @@ from typing import NamedTuple
 from rrfp.schedule.books import Books
 from rrfp.schedule.bounds import Bounds
 from rrfp.schedule.causes import Cause
-from rrfp.schedule.order_progress import OrderProgress
+from rrfp.schedule.order import OrderProgress
 from rrfp.schedule.stimuli import Stimulus
 from rrfp.schedule.tasks import Task
+from rrfp.schedule.values import Value
 
 _NUM_LISTED = 6
 """Tasks that the text lists; it counts the rest."""
@@ -37,7 +38,7 @@ class TaskStory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Story(Value):
     """What a dispatcher knows at one moment; `str` gives it as text."""
 
     rank: int

@@ -22,6 +22,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
+from rrfp.schedule.values import Value
 from rrfp.simulate.world import World
 
 ENDED: Final = 0
@@ -43,7 +44,7 @@ _push: Final = heappush
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineRun:
+class PipelineRun(Value):
     """The outcome of one pipeline's step, by pipeline rank."""
 
     ends_ns: tuple[int, ...]

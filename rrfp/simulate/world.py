@@ -10,10 +10,11 @@ from typing import Protocol
 
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.values import Value
 
 
 @dataclass(frozen=True, slots=True)
-class TaskTimes:
+class TaskTimes(Value):
     """Nanoseconds of every task of a step, `[stage][microbatch]`.
 
     `input_gradient` and `weight_gradient` are the two parts of a backward; a whole one takes their
@@ -59,7 +60,7 @@ class Lateness(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class World(Value):
     """Everything about one pipeline's step that dispatchers do not decide."""
 
     times: TaskTimes

@@ -6,10 +6,11 @@ from typing import Self
 from rrfp.schedule.hints.hint import Rounds, WeightGradients
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
+from rrfp.schedule.values import Value
 
 
 @dataclass(frozen=True, slots=True)
-class Alternation:
+class Alternation(Value):
     """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk
     (the largest if `deep`), backwards the largest; within a chunk the smallest microbatch wins."""
 

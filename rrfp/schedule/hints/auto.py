@@ -7,12 +7,13 @@ from rrfp.errors import UsageError
 from rrfp.schedule.hints.hint import Hint, Rounds, WeightGradients
 from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.values import Value
 
 NAME: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class AutoHint:
+class AutoHint(Value):
     """The wish for a choice. As a hint it is the one to begin with, which whatever knows of no
     choice has as well, such as an evaluation."""
 

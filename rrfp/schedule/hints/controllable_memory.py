@@ -21,6 +21,7 @@ from functools import lru_cache
 
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.values import Value
 
 F, B, W = Kind.F, Kind.B, Kind.W
 
@@ -31,7 +32,7 @@ _NUM_LANES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Block(Value):
     """A building block: the unit of time in which each stage runs a microbatch."""
 
     starts: dict[Kind, tuple[int, ...]]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
+from rrfp.schedule.values import Value
 
 Tier = tuple[Kind, ...]
 """Kinds whose ready tasks compete by their keys. A tier gets its chance when no task of the tiers
@@ -28,7 +29,7 @@ class WeightGradients(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(Value):
     """The tiers to try, in sequence, at each point of a round."""
 
     top: tuple[Tier, ...]

@@ -15,12 +15,13 @@ from rrfp.schedule.hints.hint import Rounds, WeightGradients
 from rrfp.schedule.order import Order, order_rounds
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.values import Value
 
 F, B, W = Kind.F, Kind.B, Kind.W
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
+class _Chunks(Value):
     """The chunks and placement that an order supports, and the flags that select them."""
 
     flags: str
@@ -43,7 +44,7 @@ _V = _Chunks("--placement v --chunks 2", 2, 2, Placement.V)
 
 
 @dataclass(frozen=True, slots=True)
-class NamedOrder:
+class NamedOrder(Value):
     """A named order, and the pipelines that it can be generated for."""
 
     name: str

@@ -37,8 +37,11 @@ def plan_all(
 
     def plan(known: Known) -> Plan:
         process = free.get()
-        found = _plan_in(process, known, num_simulations)
-        free.put(process)
+        try:
+            found = _plan_in(process, known, num_simulations)
+        finally:
+            # Whoever waits for a process must get one, if only to see that it has failed.
+            free.put(process)
         finished()
         return found
 
