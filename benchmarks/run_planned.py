@@ -2,7 +2,8 @@
 
 The `multimodal` costs with lognormal noise of 0.1 on top, 8 ranks, 32 microbatches: time over the
 load. A plan knows the costs and how large the noise is; the noise that the step then meets it never
-saw. The figures of docs/performance.md, "Planned entry".
+saw. `--in-time` plans as a run does by default, in a tenth of the step's time, on one core. The
+figures of docs/performance.md, "Planned entry".
 """
 
 import argparse
@@ -20,9 +21,12 @@ from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.budgets import peak_of_1f1b
 from rrfp.simulate.costs.table import preset
 from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.plan.known import Known, NoisySteps
 from rrfp.simulate.plan.many import plan_all
 from rrfp.simulate.plan.modelled import known_of
+from rrfp.simulate.plan.search import Plan, plan_entry
 from rrfp.simulate.trial import Setting, run_settings
+from rrfp.trace.records import NS_PER_S
 
 COSTS = preset("multimodal")
 JITTER = parse_jitter("lognormal:0.1")
@@ -54,9 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="100 simulations of a quarter of it")
     parser.add_argument("--sims", type=int, nargs="*", default=[400, 1600])
-    quick = parser.parse_args().quick
-    budgets = [100] if quick else parser.parse_args().sims
-    print("row, pyramid, " + ", ".join(f"planned by {number}" for number in budgets))
+    parser.add_argument("--in-time", action="store_true", help="in a tenth of each step's time")
+    given = parser.parse_args()
+    quick = given.quick
+    budgets = [None] if given.in_time else [100] if quick else given.sims
+    told = ", ".join(f"planned by {number or 'time'}" for number in budgets)
+    print(f"row, pyramid, {told}")
     for question in QUESTIONS:
         seeds = range(question.num_seeds // 4 if quick else question.num_seeds)
         start_s = time.monotonic()
@@ -69,24 +76,37 @@ def main() -> None:
 
 
 def over_load(
-    question: Question, seeds: Sequence[int], admit: Admission, num_simulations: int = 0
+    question: Question, seeds: Sequence[int], admit: Admission, num_simulations: int | None = None
 ) -> float:
-    """The mean time of the steps over their mean load."""
+    """The mean time of the steps over their mean load. Without a number of simulations, a plan
+    takes what it gets done in time."""
     settings = [_setting(question, seed, admit) for seed in seeds]
     if admit is Admit.PLAN:
         known = [
             known_of(COSTS, JITTER, setting.policy, setting.shape, seed, 0)
             for setting, seed in zip(settings, seeds, strict=True)
         ]
+        plans = (
+            [planned_in_time(each) for each in known]
+            if num_simulations is None
+            else plan_all(known, num_simulations)
+        )
         settings = [
             replace(setting, admit=ListedOrders("plan", (plan.order,)))
-            for setting, plan in zip(settings, plan_all(known, num_simulations), strict=True)
+            for setting, plan in zip(settings, plans, strict=True)
         ]
     trials = [
         run_settings([setting], [seed])[0].trials[0]
         for setting, seed in zip(settings, seeds, strict=True)
     ]
     return fmean(each.makespan_ns for each in trials) / fmean(each.load_ns for each in trials)
+
+
+def planned_in_time(known: Known) -> Plan:
+    """The plan that a tenth of the step's time allows, of processor time as in a run."""
+    step_ns = NoisySteps(known).makespan_ns(known.pyramid, 0)
+    end_s = time.process_time() + step_ns / 10 / NS_PER_S
+    return plan_entry(known, 10**6, lambda: time.process_time() > end_s)
 
 
 def _setting(question: Question, seed: int, admit: Admission) -> Setting:
