@@ -355,7 +355,17 @@ def admitted(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> 
 def dealt(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     """A step, twice, of items that ours deal to the replicas; Megatron's schedule is given what
     each of them gets."""
+    return _dealt(Rig(settings, layout), layout, settings, schedules)
+
+
+def dealt_by_tokens(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
+    """Likewise, where gradients are scaled by the tokens of all replicas."""
     rig = Rig(settings, layout)
+    with patch.object(rig.gpt.config, "calculate_per_token_loss", True):
+        return _dealt(rig, layout, settings, schedules)
+
+
+def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Any]:
     data = open_data(TrainSettings(**settings))
     given = [[*masked(data.batches(replica), loops.NUM)] for replica in range(layout.dp)]
     items = [item for of_replica in given for item in of_replica]
