@@ -29,9 +29,16 @@ class Core(StrEnum):
     STALE = "interpreted, because its sources have changed since it was compiled"
 
 
+_INTERPRETED = ("__init__.py", "policy.py")
+"""What is never compiled of `rrfp.schedule`: a policy says in a sentence what is wrong with a
+value of any type, which compiled code would refuse by itself, without one."""
+
+
 def sources(package: Path) -> list[Path]:
     """The sources of the core, given the directory of `rrfp`."""
-    schedule = [path for path in (package / "schedule").rglob("*.py") if path.name != "__init__.py"]
+    schedule = [
+        path for path in (package / "schedule").rglob("*.py") if path.name not in _INTERPRETED
+    ]
     return sorted(schedule) + [package / "simulate" / f"{name}.py" for name in _SIMULATOR]
 
 

@@ -246,7 +246,7 @@ def test_what_cannot_be_read_is_refused(rrfp: Rrfp, damage: Damage, words: str) 
                 "lost from the middle",
                 edit_packets(lose_from_the_middle),
                 "lacks 1 of the",
-                "lost: 1 of 396 events",
+                "lost: 1 of 366 events",
             ),
             (
                 "negative duration",

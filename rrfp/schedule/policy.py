@@ -17,7 +17,6 @@ from rrfp.schedule.hold import (
 )
 from rrfp.schedule.order import Order
 from rrfp.schedule.patience.setting import IMPATIENT, Patience, check_patience, described_patience
-from rrfp.schedule.values import Value
 
 DEFAULT_LIMIT = 32
 """The paper's limit on D (its App. C), for `ready` dispatch without a bound of its own."""
@@ -44,7 +43,7 @@ class AgreementRule(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy(Value):
+class Policy:
     """What steers every rank of a step: the effective policy, in which a bound of None withholds
     nothing. Raises UsageError for parts that do not fit together."""
 
