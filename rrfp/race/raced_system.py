@@ -21,6 +21,7 @@ from rrfp.runtime.pace import StepPace
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.patience.setting import IMPATIENT
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.sizes import Sizes
@@ -156,8 +157,11 @@ class RacedSystem:
         )
         assert pacer is not None
         self._pace = _RoundPace(pacer)
-        # The leader of a group decides ahead, based on how long its tasks took so far.
-        self._learns_times = settings.layout.tp > 1 and settings.policy.dispatch == Dispatch.READY
+        # The leader of a group decides ahead, based on how long its tasks took so far, and patience
+        # follows from how punctual announcements were.
+        self._learns_times = settings.policy.dispatch == Dispatch.READY and (
+            settings.layout.tp > 1 or settings.policy.patience != IMPATIENT
+        )
         self._schedule: NativeSchedule | ForwardBackward | PeerSchedule
         if entry.peer is not None:
             self._schedule = kind_of(entry.peer)(
