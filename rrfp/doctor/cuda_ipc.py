@@ -1,8 +1,8 @@
-"""CUDA IPC between two processes: one exports a slab of device memory, the other copies out of it.
+"""CUDA IPC: a process exports a slab of device memory, and another copies out of it.
 
-Neither needs torch. A round is what a message does: the exporter copies its data into the slab, sees
-the copy done and tells the importer over a socket, which copies the data out of the slab and sees
-that done.
+Neither needs torch. A round is what a message does: the exporter copies its data into the slab,
+sees the copy done and tells the importer over a socket, which copies the data out of the slab and
+sees that done.
 """
 
 import ctypes
@@ -88,7 +88,8 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
         try:
             _tell(ours, [handle.reserved.hex(), num_bytes, num_rounds, onto])
             _heard(ours)
-            one_way_ns = [_send(cuda, ours, data, slab, each, num_bytes) for each in range(num_rounds)]
+            rounds = range(num_rounds)
+            one_way_ns = [_send(cuda, ours, data, slab, each, num_bytes) for each in rounds]
             told = _heard(ours)
             # Only now is the slab no longer mapped by the importer.
             cuda.call("cudaFree", slab)

@@ -4,6 +4,7 @@ import statistics
 import time
 from datetime import timedelta
 from threading import Thread
+from typing import Any
 
 from rrfp.doctor.check import EVERY_RUN, Check, State, fails
 from rrfp.runtime.probe import NoAnswerError, probe
@@ -47,7 +48,7 @@ def sum_us() -> float:
     def rank(number: int) -> None:
         import torch
 
-        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_PATIENCE_S))
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=_PATIENCE_S))
         for _ in range(_NUM_ROUNDS):
             total = torch.ones(1)
             start_s = time.perf_counter()

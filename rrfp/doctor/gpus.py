@@ -1,7 +1,7 @@
 """What the GPUs of this machine can do, each of them and in pairs."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -94,7 +94,7 @@ def gpu_figures() -> dict[str, Any]:
     torch's own errors where that fails."""
     import torch
 
-    torch.cuda.init()
+    torch.cuda.current_device()
     devices = range(torch.cuda.device_count())
     return {
         "copy_gb_s": [copy_gb_s(index, index) for index in devices],
@@ -123,17 +123,19 @@ def _clock_mhz(index: int) -> float:
     """The clock of the GPU, by a kernel that spins for a number of its cycles."""
     import torch
 
-    return _SLEEP_CYCLES / _taken_s(index, lambda: torch.cuda._sleep(_SLEEP_CYCLES), 3) / 1e6
+    cuda: Any = torch.cuda  # declares no types here
+    return _SLEEP_CYCLES / _taken_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 3) / 1e6
 
 
-def _taken_s(index: int, work: Any, num_rounds: int = _NUM_COPIES) -> float:
+def _taken_s(index: int, work: Callable[[], object], num_rounds: int = _NUM_COPIES) -> float:
     """The shortest time that work takes on the current stream of a GPU, after a first round."""
     import torch
 
-    taken_s = []
+    cuda: Any = torch.cuda
+    taken_s: list[float] = []
     with torch.cuda.device(index):
         for _ in range(num_rounds + 1):
-            started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            started, ended = (cuda.Event(enable_timing=True) for _ in range(2))
             started.record()
             work()
             ended.record()

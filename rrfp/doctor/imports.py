@@ -20,7 +20,7 @@ def imports() -> Iterator[Check]:
     try:
         told = probe(seconds_to_import, list(_MODULES.values()), limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        told = {module: f"cannot be imported: {error}" for module in _MODULES.values()}
+        told = dict.fromkeys(_MODULES.values(), f"cannot be imported ({error})")
     for name, module in _MODULES.items():
         if isinstance(told[module], str):
             yield fails(name, f"{module} {told[module]}; install rrfp anew", EVERY_RUN)

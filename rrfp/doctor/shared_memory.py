@@ -31,7 +31,9 @@ def shared_memory(where: Path = _WHERE) -> Iterator[Check]:
         State.SLOW if is_little else State.OK,
         round(free_bytes / 1e9, 2),
         "GB",
-        f"free in {where}; start containers with --shm-size 8g" if is_little else f"free in {where}",
+        f"free in {where}; start containers with --shm-size 8g"
+        if is_little
+        else f"free in {where}",
     )
     try:
         gb_s = copied_gb_s(where, min(_TRIED_BYTES, free_bytes // 2))

@@ -106,7 +106,7 @@ def computing_gpus() -> list[dict[str, object]]:
     AssertionError, torch's own, where one cannot. Initialises CUDA in this process."""
     import torch
 
-    torch.cuda.init()
+    torch.cuda.current_device()
     found = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
