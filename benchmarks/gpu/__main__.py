@@ -5,6 +5,7 @@ Without a GPU it says so and exits with 0; a line that does not hold makes it 1.
 
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,16 +24,22 @@ def main() -> int:
     if presence.problem is not None:
         print(f"Nothing is measured: {presence.problem}")
         return 0
-    print(_row(HEAD))
-    print(_row(("---",) * len(HEAD)))
-    where = _when_and_where(presence)
-    failed = 0
-    for line in LINES:
+    all_hold = True
+    for row, holds in table(LINES, presence):
+        print(row, flush=True)
+        all_hold &= holds
+    return 0 if all_hold else 1
+
+
+def table(lines: Iterable[Line], presence: CudaPresence) -> Iterator[tuple[str, bool]]:
+    """The rows of the page, measured one after the other, and whether each holds."""
+    yield _row(HEAD), True
+    yield _row(("---",) * len(HEAD)), True
+    run = _run(presence)
+    for line in lines:
         figure, holds = _measured(line)
-        failed += not holds
-        ran = where if line.measure is not None else ("", "", "")
-        print(_row((line.name, line.goal, figure, *ran)), flush=True)
-    return 1 if failed else 0
+        ran = run if line.measure is not None else ("", "", "")
+        yield _row((line.name, line.goal, figure, *ran)), holds
 
 
 def _measured(line: Line) -> tuple[str, bool]:
@@ -46,7 +53,8 @@ def _measured(line: Line) -> tuple[str, bool]:
     return measured.figure if measured.holds else f"{measured.figure}: too little", measured.holds
 
 
-def _when_and_where(presence: CudaPresence) -> tuple[str, str, str]:
+def _run(presence: CudaPresence) -> tuple[str, str, str]:
+    """When, where and on what commit."""
     torch = installed_torch()
     assert torch is not None
     return (

@@ -89,7 +89,7 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
             _tell(ours, [handle.reserved.hex(), num_bytes, num_rounds, onto])
             _heard(ours)
             rounds = range(num_rounds)
-            one_way_ns = [_send(cuda, ours, data, slab, each, num_bytes) for each in rounds]
+            one_way_ns = [_send(cuda, ours, data, slab, num_bytes, each) for each in rounds]
             told = _heard(ours)
             # Only now is the slab no longer mapped by the importer.
             cuda.call("cudaFree", slab)
@@ -105,10 +105,10 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
 
 
 def _send(
-    cuda: "_Cuda", link: socket.socket, data: int, slab: int, number: int, num_bytes: int
+    cuda: "_Cuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
 ) -> int:
     """A round of the exporter: how long it took on its way (ns)."""
-    cuda.call("cudaMemset", data, number % 256, num_bytes)
+    cuda.call("cudaMemset", data, _filling(number), num_bytes)
     cuda.call("cudaDeviceSynchronize")
     start_ns = time.monotonic_ns()
     cuda.copy(slab, data, num_bytes)
@@ -133,7 +133,7 @@ def _import(link: socket.socket) -> None:
         cuda.copy(target, slab, num_bytes, ended)
         seen_ns = time.monotonic_ns()
         pull_s.append(cuda.call("cudaEventElapsedTime", started, ended) / 1e3)
-        cuda.check_filled(target, number % 256, num_bytes)
+        cuda.check_filled(target, _filling(number), num_bytes)
         _tell(link, seen_ns)
     cuda.call("cudaIpcCloseMemHandle", slab)
     _tell(link, {"pull_s": pull_s})
@@ -170,12 +170,17 @@ class _Cuda:
             self.call("cudaEventRecord", event, self.stream)
         self.call("cudaStreamSynchronize", self.stream)
 
-    def check_filled(self, source: int, number: int, num_bytes: int) -> None:
+    def check_filled(self, source: int, octet: int, num_bytes: int) -> None:
         """Raise RuntimeError unless all of it is this octet."""
         here = ctypes.create_string_buffer(num_bytes)
         self.copy(ctypes.addressof(here), source, num_bytes)
-        if here.raw != bytes([number]) * num_bytes:
+        if here.raw != bytes([octet]) * num_bytes:
             raise RuntimeError("what came over CUDA IPC is corrupt")
+
+
+def _filling(number: int) -> int:
+    """The octet that a round's data consist of: not that of the round before, nor of new memory."""
+    return number % 255 + 1
 
 
 def _tell(link: socket.socket, words: object) -> None:
