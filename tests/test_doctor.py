@@ -265,7 +265,7 @@ def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nixl_reads_what_was_there() -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed")
-    assert read_gb_s() > 0
+    assert probe(read_gb_s, limit_s=60) > 0
 
 
 # What GPUs are said to reach is made up; benchmarks/gpu has the real ones.

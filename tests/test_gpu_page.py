@@ -79,7 +79,7 @@ def test_the_table_has_the_form_of_the_page() -> None:
     head, _, *told = rows("\n".join(row for row, _ in printed))
     assert tuple(head) == HEAD
     assert [holds for _, holds in printed] == [True, True, True, False, False, True]
-    figures = ["9 us", "90 us: too little", "failed: it was killed by SIGBUS"]
+    figures = ["9 us", "90 us: missed", "failed: it was killed by SIGBUS"]
     assert [line[2] for line in told] == [*figures, f"{NOT_BUILT}: there is nothing to measure"]
     assert told[0][4].startswith("1 x NVIDIA H200, torch ")
     assert told[3][3:] == ["", "", ""]

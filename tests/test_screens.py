@@ -223,7 +223,7 @@ def test_a_machine_that_was_tried_out(
     shared = "of 8 in this machine, by the quota of the control group; 4 ranks share them by "
     checks = [
         absent("gpu", f"{told}--gpus all, or use --device cpu"),
-        *(absent(name, "as gpu") for name in ("gpu-clock", "peer-access", "cuda-ipc")),
+        *(absent(name, "see gpu") for name in ("gpu-clock", "peer-access", "cuda-ipc")),
         Check("pid-namespace", State.OK, 4026531836, "", "that of the host"),
         Check("nixl", State.OK, 7.2, "GB/s", "to READ 64 MiB on this host"),
         absent("fabric", "no InfiniBand, RoCE or EFA device; other hosts are reached by TCP"),

@@ -50,7 +50,7 @@ def _measured(line: Line) -> tuple[str, bool]:
         measured = line.measure()
     except NoAnswerError as error:
         return f"failed: {error}", False
-    return measured.figure if measured.holds else f"{measured.figure}: too little", measured.holds
+    return measured.figure if measured.holds else f"{measured.figure}: missed", measured.holds
 
 
 def _run(presence: CudaPresence) -> tuple[str, str, str]:

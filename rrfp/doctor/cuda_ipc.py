@@ -38,7 +38,7 @@ def cuda_ipc(presence: CudaPresence) -> Check:
     """The speed at which another process copies what this one exports: to the second GPU, or within
     the only one."""
     if presence.problem is not None:
-        return absent("cuda-ipc", "as gpu")
+        return absent("cuda-ipc", "see gpu")
     if not has_bindings():
         return absent("cuda-ipc", "cuda-bindings is not installed; pip install cuda-bindings")
     onto = min(1, len(presence.gpus) - 1)

@@ -1,6 +1,7 @@
 """What the GPUs of this machine can do, each of them and in pairs."""
 
 import ctypes
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import Any
@@ -24,8 +25,8 @@ def gpus(presence: CudaPresence) -> Iterator[Check]:
     """The speed of copies on each GPU, their clocks, and the speed of copies between them."""
     if presence.problem is not None:
         yield absent("gpu", presence.problem, CUDA_RUNS)
-        yield absent("gpu-clock", "as gpu")
-        yield absent("peer-access", "as gpu")
+        yield absent("gpu-clock", "see gpu")
+        yield absent("peer-access", "see gpu")
         return
     try:
         told = probe(gpu_figures, limit_s=_LIMIT_S)
@@ -56,10 +57,11 @@ def _copies(presence: CudaPresence, copy_gb_s: Sequence[float]) -> Check:
 
 
 def _clocks(clock_mhz: Sequence[float], highest_mhz: Sequence[float]) -> Check:
-    shares = [clock / highest for clock, highest in zip(clock_mhz, highest_mhz, strict=True)]
-    slowest = min(range(len(shares)), key=shares.__getitem__)
-    is_slow = shares[slowest] < _LAG
-    advice = f"GPU {slowest} under a light load, of {highest_mhz[slowest]:.0f} at most"
+    # Some drivers tell no highest clock.
+    of_mhz = [max(each, clock) for each, clock in zip(highest_mhz, clock_mhz, strict=True)]
+    slowest = min(range(len(of_mhz)), key=lambda index: clock_mhz[index] / of_mhz[index])
+    is_slow = clock_mhz[slowest] < _LAG * of_mhz[slowest]
+    advice = f"GPU {slowest} under a light load, of {of_mhz[slowest]:.0f} at most"
     return Check(
         "gpu-clock",
         State.SLOW if is_slow else State.OK,
@@ -128,7 +130,7 @@ def _clock_mhz(index: int) -> float:
 
 
 def _taken_s(index: int, work: Callable[[], object], num_rounds: int = _NUM_COPIES) -> float:
-    """The shortest time that work takes on the current stream of a GPU, after a first round."""
+    """The median time that work takes on the current stream of a GPU, after a first round."""
     import torch
 
     cuda: Any = torch.cuda
@@ -141,7 +143,7 @@ def _taken_s(index: int, work: Callable[[], object], num_rounds: int = _NUM_COPI
             ended.record()
             ended.synchronize()
             taken_s.append(started.elapsed_time(ended) / 1e3)
-    return min(taken_s[1:])
+    return statistics.median(taken_s[1:])
 
 
 def _highest_mhz(index: int) -> float:

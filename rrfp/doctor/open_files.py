@@ -16,7 +16,8 @@ def open_files(allowed: int | None = None) -> Check:
     state = State.FAILS if allowed < _NEEDED else State.SLOW if allowed < _ENOUGH else State.OK
     advice = {
         State.OK: "may be open in a process",
-        State.SLOW: "ranks with many peers run out; raise it: ulimit -n 4096",
-        State.FAILS: f"a rank needs {_NEEDED} at least; raise the limit: ulimit -n 4096",
+        State.SLOW: "may be open in a process, too few with many peers; raise it: ulimit -n 4096",
+        State.FAILS: f"a process may have {allowed} files open and a rank needs {_NEEDED}; raise it: "
+        "ulimit -n 4096",
     }
     return Check("open-files", state, allowed, "files", advice[state], EVERY_RUN)
