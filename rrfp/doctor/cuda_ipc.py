@@ -24,7 +24,8 @@ from rrfp.runtime.device.cuda_presence import CudaPresence
 from rrfp.runtime.probe import NoAnswerError, probe
 
 _NUM_BYTES = 1 << 26
-_NUM_ROUNDS = 20
+_NUM_ROUNDS = 5
+_NUM_TIMINGS, _NUM_COPIES = 5, 20
 _SLOW_GB_S = 20.0
 """PCIe of the fourth generation reaches as much between two GPUs."""
 _PATIENCE_S = 30.0
@@ -70,9 +71,9 @@ def has_bindings() -> bool:
 
 
 def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, float]:
-    """Medians over rounds, of which every one is checked: `pull_s`, which the importer's copy takes
-    on its device, and `one_way_s`, from before the copy into the slab until the importer's host has
-    seen its data.
+    """Medians: `one_way_s` of rounds, every one checked, from before the copy into the slab until
+    the importer's host has seen its data, and `pull_s`, which a copy of the importer's takes on its
+    device.
 
     Exports from GPU 0 to a process that it starts, which imports `onto` another, or the same.
     Raises RuntimeError if either fails.
@@ -90,7 +91,7 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
             _heard(ours)
             rounds = range(num_rounds)
             one_way_ns = [_send(cuda, ours, data, slab, num_bytes, each) for each in rounds]
-            told = _heard(ours)
+            pull_s = _heard(ours)
             # Only now is the slab no longer mapped by the importer.
             cuda.call("cudaFree", slab)
         finally:
@@ -98,10 +99,7 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
             with suppress(subprocess.TimeoutExpired):
                 importer.wait(_PATIENCE_S)
             importer.kill()
-    return {
-        "pull_s": statistics.median(told["pull_s"]),
-        "one_way_s": statistics.median(one_way_ns) / 1e9,
-    }
+    return {"pull_s": pull_s, "one_way_s": statistics.median(one_way_ns) / 1e9}
 
 
 def _send(
@@ -112,6 +110,7 @@ def _send(
     cuda.call("cudaDeviceSynchronize")
     start_ns = time.monotonic_ns()
     cuda.copy(slab, data, num_bytes)
+    cuda.synchronize()
     link.sendall(_NUMBER.pack(number))
     return int(_heard(link)) - start_ns
 
@@ -124,19 +123,17 @@ def _import(link: socket.socket) -> None:
     handle.reserved = bytes.fromhex(octets)
     slab = cuda.call("cudaIpcOpenMemHandle", handle, cuda.runtime.cudaIpcMemLazyEnablePeerAccess)
     target = cuda.allocated(num_bytes)
-    started, ended = cuda.call("cudaEventCreate"), cuda.call("cudaEventCreate")
-    pull_s = []
     _tell(link, "ready")
     for _ in range(num_rounds):
         (number,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
-        cuda.call("cudaEventRecord", started, cuda.stream)
-        cuda.copy(target, slab, num_bytes, ended)
+        cuda.copy(target, slab, num_bytes)
+        cuda.synchronize()
         seen_ns = time.monotonic_ns()
-        pull_s.append(cuda.call("cudaEventElapsedTime", started, ended) / 1e3)
         cuda.check_filled(target, _filling(number), num_bytes)
         _tell(link, seen_ns)
+    pull_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
     cuda.call("cudaIpcCloseMemHandle", slab)
-    _tell(link, {"pull_s": pull_s})
+    _tell(link, pull_s)
 
 
 class _Cuda:
@@ -162,18 +159,30 @@ class _Cuda:
         """The address of so much device memory, in blocks of its own: IPC exports whole blocks."""
         return int(self.call("cudaMalloc", -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES))
 
-    def copy(self, target: int, source: int, num_bytes: int, event: Any = None) -> None:
-        """Copy on the stream, record the event behind it, and wait until both are done."""
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Begin a copy on the stream."""
         kind = self.runtime.cudaMemcpyKind.cudaMemcpyDefault
         self.call("cudaMemcpyAsync", target, source, num_bytes, kind, self.stream)
-        if event is not None:
-            self.call("cudaEventRecord", event, self.stream)
+
+    def copy_s(self, target: int, source: int, num_bytes: int) -> float:
+        """How long a copy takes on the device: of several in a row, which hide their launches."""
+        started, ended = self.call("cudaEventCreate"), self.call("cudaEventCreate")
+        self.call("cudaEventRecord", started, self.stream)
+        for _ in range(_NUM_COPIES):
+            self.copy(target, source, num_bytes)
+        self.call("cudaEventRecord", ended, self.stream)
+        self.synchronize()
+        return float(self.call("cudaEventElapsedTime", started, ended)) / 1e3 / _NUM_COPIES
+
+    def synchronize(self) -> None:
+        """Wait until the stream is done."""
         self.call("cudaStreamSynchronize", self.stream)
 
     def check_filled(self, source: int, octet: int, num_bytes: int) -> None:
         """Raise RuntimeError unless all of it is this octet."""
         here = ctypes.create_string_buffer(num_bytes)
         self.copy(ctypes.addressof(here), source, num_bytes)
+        self.synchronize()
         if here.raw != bytes([octet]) * num_bytes:
             raise RuntimeError("what came over CUDA IPC is corrupt")
 
@@ -206,7 +215,7 @@ def _exactly(link: socket.socket, num_octets: int) -> bytes:
                 f"the importing process did not answer within {_PATIENCE_S:g} s"
             ) from None
         if not more:
-            raise RuntimeError("the other process is gone")
+            raise RuntimeError("the importing process is gone")
         octets += more
     return octets
 

@@ -12,6 +12,8 @@ from rrfp.runtime.probe import NoAnswerError, probe
 
 _COPY_BYTES = 1 << 26
 _NUM_COPIES = 20
+"""In a row, which hide their launches."""
+_NUM_TIMINGS = 5
 _SLEEP_CYCLES = 50_000_000
 """Some 30 ms."""
 _CLOCK_RATE = 13
@@ -115,7 +117,7 @@ def copy_gb_s(source: int, target: int, num_bytes: int = _COPY_BYTES) -> float:
 
     data = torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{source}")
     copied = torch.empty_like(data, device=f"cuda:{target}")
-    taken_s = _taken_s(source, lambda: copied.copy_(data, non_blocking=True))
+    taken_s = _taken_s(source, lambda: copied.copy_(data, non_blocking=True), _NUM_COPIES)
     if not bool((copied == 1).all()):
         raise RuntimeError(f"a copy from GPU {source} to GPU {target} is corrupt")
     return num_bytes / taken_s / 1e9
@@ -126,23 +128,25 @@ def _clock_mhz(index: int) -> float:
     import torch
 
     cuda: Any = torch.cuda  # declares no types here
-    return _SLEEP_CYCLES / _taken_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 3) / 1e6
+    return _SLEEP_CYCLES / _taken_s(index, lambda: cuda._sleep(_SLEEP_CYCLES), 1) / 1e6
 
 
-def _taken_s(index: int, work: Callable[[], object], num_rounds: int = _NUM_COPIES) -> float:
-    """The median time that work takes on the current stream of a GPU, after a first round."""
+def _taken_s(index: int, work: Callable[[], object], num_times: int) -> float:
+    """The median time of work on the current stream of a GPU, done so many times in a row."""
     import torch
 
     cuda: Any = torch.cuda
     taken_s: list[float] = []
     with torch.cuda.device(index):
-        for _ in range(num_rounds + 1):
+        for _ in range(_NUM_TIMINGS + 1):
             started, ended = (cuda.Event(enable_timing=True) for _ in range(2))
             started.record()
-            work()
+            for _ in range(num_times):
+                work()
             ended.record()
             ended.synchronize()
-            taken_s.append(started.elapsed_time(ended) / 1e3)
+            taken_s.append(started.elapsed_time(ended) / 1e3 / num_times)
+    # The first one may wait for code to be loaded, and for clocks to rise.
     return statistics.median(taken_s[1:])
 
 

@@ -30,7 +30,7 @@ def imports() -> Iterator[Check]:
 
 def _timed(name: str, seconds: float) -> Check:
     is_slow = seconds > _SLOW_S
-    found = f"to import {name} {metadata.version(name)}"
+    found = f"to import {name} {_version(name)}"
     advice = f"{found}, as every rank does; keep the environment on a local disk"
     return Check(
         name,
@@ -40,6 +40,13 @@ def _timed(name: str, seconds: float) -> Check:
         advice if is_slow else found,
         EVERY_RUN,
     )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "from a checkout"
 
 
 def seconds_to_import(modules: list[str]) -> dict[str, float | str]:

@@ -60,7 +60,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _why(exit_code: int, stderr: IO[bytes]) -> str:
     if exit_code < 0:
-        return f"it was killed by {signal.Signals(-exit_code).name}"
+        return f"it was killed: {signal.strsignal(-exit_code)}"
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
@@ -73,14 +73,15 @@ def _answer(module: str, name: str, arguments: str, limit_s: str) -> None:
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)
         question = getattr(importlib.import_module(module), name)
+        failed = 0
         try:
-            told = json.dumps(question(*json.loads(arguments)))
+            stdout.write(json.dumps(question(*json.loads(arguments))))
+            stdout.flush()
         except Exception as error:
-            sys.exit(f"{type(error).__name__}: {first_line(str(error))}")
-        stdout.write(told)
-        stdout.flush()
+            failed = 1
+            os.write(2, f"\n{type(error).__name__}: {first_line(str(error))}\n".encode())
         # Some libraries crash when they are torn down.
-        os._exit(0)
+        os._exit(failed)
 
 
 if __name__ == "__main__":
