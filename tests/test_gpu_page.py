@@ -3,10 +3,13 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks.gpu import figures
 from benchmarks.gpu.__main__ import HEAD, NOT_BUILT, table
 from benchmarks.gpu.lines import LINES, Line, Measured
 from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
@@ -62,6 +65,35 @@ def test_without_a_gpu_the_kit_says_so() -> None:
         f"Nothing is measured: {problem}\n",
         "",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "figure", "holds"),
+    [
+        ("Copies within", 1900.2, "1900 GB/s", True),
+        ("Launch of", {"spinning": 8.26, "blocking": 31.0}, "8.3 us spinning, 31.0 us", True),
+        ("device, 64 MB", {"ipc": 1600.0, "own": 2000.0}, "1600 GB/s, 80%", True),
+        ("device, 64 MB", {"ipc": 1500.0, "own": 2000.0}, "1500 GB/s, 75%", False),
+        ("64 KB one way", 59.9, "59.9 us", True),
+        ("64 KB one way", 60.0, "60.0 us", False),
+    ],
+)
+def test_a_line_holds_up_to_its_goal(
+    monkeypatch: pytest.MonkeyPatch, name: str, told: object, figure: str, holds: bool
+) -> None:
+    monkeypatch.setattr("benchmarks.gpu.lines.probe", lambda *_, **__: told)
+    *_, line = (line for line in LINES if name in line.name)
+    assert line.measure is not None
+    measured = line.measure()
+    assert measured.figure.startswith(figure)
+    assert measured.holds is holds
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("measure", [figures.copies, figures.large_ipc, figures.wake_ups])
+def test_measuring_refuses_without_a_driver(measure: Callable[[], object]) -> None:
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        measure()
 
 
 def fails() -> Measured:
