@@ -19,7 +19,7 @@ LOCKS := requirements-3.11.lock requirements-3.12.lock
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-all lint format bench docs pictures screenshots lock clean
+.PHONY: help setup train test test-core test-all test-gpu lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -66,6 +66,9 @@ test-core: setup  ## The core's quick tests on its sources, not compiled
 
 test-all: lint  ## The same with every test, and more examples a property
 	$(VENV)/bin/pytest -q -rs --hypothesis-profile thorough $(ARGS)
+
+test-gpu: setup  ## What is to hold on a GPU; without one it says so
+	$(VENV)/bin/pytest -q -rs tests/test_gpu.py $(ARGS)
 
 lint: setup  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

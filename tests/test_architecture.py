@@ -50,6 +50,7 @@ ROOMS = {
         "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
+    "rrfp.doctor": room("runtime train", "torch cuda nixl"),
     "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
     "rrfp.race": room(
@@ -58,7 +59,7 @@ ROOMS = {
     ),
     "rrfp.cli": room(
         "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
-        "race tune watch",
+        "race tune watch doctor",
         "typer rich polars torch",
     ),
 }

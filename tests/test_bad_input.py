@@ -12,6 +12,7 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
+from rrfp.runtime.device.cuda_presence import cuda_problem
 from rrfp.trace.perfetto.writer import write_trace
 from tests.recordings import make_recording
 
@@ -116,8 +117,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--admit pyramid --admit-cost heavy", "'heavy' is not a microbatch's cost; choose work, "),
         ("--admit pyramid --admit-cost no:cost", "the cost no:cost cannot be imported: ModuleNotF"),
         ("--dropout 1", "--dropout is 1.0; it must be at least 0 and below 1"),
-        ("--device cuda", "--device cuda has no transport in this version; use --device cpu"),
-        ("--device tpu", "'tpu' is not a device; use --device cpu"),
+        ("--device tpu", "--device is 'tpu'; it must be one of cpu, cuda; did you mean 'cpu'?"),
         ("--nnodes 0", "--nnodes is 0; it must be at least 1"),
         ("--nnodes 3 --rdzv-endpoint a:1", "4 ranks do not divide over 3 hosts"),
         ("--nnodes 2", "several hosts need --rdzv-endpoint HOST:PORT"),
@@ -130,6 +130,13 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 )
 def test_a_wrong_flag(refused: Callable[..., str], flags: str, words: str) -> None:
     assert words in refused(*flags.split())
+
+
+def test_a_run_on_a_gpu_where_there_is_none(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert refused("--device", "cuda") == f"rrfp: {cuda_problem()}\n"
 
 
 def test_several_hosts_share_a_directory(rrfp: Rrfp) -> None:

@@ -30,6 +30,7 @@ from typer.core import TyperGroup
 from rrfp.analyze.charts.colours import KIND_COLOURS
 from rrfp.cli import main as cli
 from rrfp.cli.analyze.screen import Part, fitted
+from rrfp.doctor.check import Check, State, absent
 from rrfp.errors import RrfpError
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.rundir import RunDir, create_run_dir
@@ -213,6 +214,26 @@ def test_a_race(run: Run, held: Held, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     asked = ("--scale=tiny", "--steps=6", "--profile=multimodal", "--hold=paper", "--hold=1.5x")
     held("bench", *run("bench", "rq1", *asked, "--system=torch-1f1b", "--system=bfw"))
+
+
+def test_a_machine_that_was_tried_out(
+    run: Run, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "this machine has no NVIDIA driver (libcuda.so.1 is not there); start containers with "
+    shared = "of 8 in this machine, by the quota of the control group; 4 ranks share them by "
+    checks = [
+        absent("gpu", f"{told}--gpus all, or use --device cpu"),
+        *(absent(name, "see gpu") for name in ("gpu-clock", "peer-access", "cuda-ipc")),
+        Check("pid-namespace", State.OK, 4026531836, "", "that of the host"),
+        Check("nixl", State.OK, 7.2, "GB/s", "to READ 64 MiB on this host"),
+        absent("fabric", "no InfiniBand, RoCE or EFA device; other hosts are reached by TCP"),
+        Check("cores", State.SLOW, 2, "cores", f"{shared}default, so pace runs or take fewer"),
+        Check("open-files", State.OK, 1048576, "files", "may be open in a process"),
+        Check("megatron-core", State.OK, 3.1, "s", "to import megatron-core 0.16.1"),
+        Check("gloo", State.OK, 98, "us", "for a sum of two ranks on 127.0.0.1"),
+    ]
+    monkeypatch.setattr("rrfp.doctor.diagnosis.diagnose", lambda: checks)
+    held("doctor", *run("doctor"), scrolls=True)
 
 
 def test_what_a_run_kept_in_memory(run: Run, held: Held, tmp_path: Path) -> None:

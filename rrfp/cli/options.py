@@ -41,6 +41,13 @@ Stage = Annotated[
 ]
 
 
+class PlainFormat(StrEnum):
+    """How findings about no run are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
 class RowFormat(StrEnum):
     """How rows of a comparison are printed."""
 

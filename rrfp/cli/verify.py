@@ -3,13 +3,13 @@
 import json
 import shutil
 import tempfile
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rrfp.cli.completion import hint_names
+from rrfp.cli.options import PlainFormat
 from rrfp.errors import RrfpError, UsageError
 
 if TYPE_CHECKING:
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
     from rrfp.verify.sameness import Verdict
     from rrfp.verify.variants import Variant
-
-
-class Format(StrEnum):
-    """How the verdicts are printed."""
-
-    TABLE = "table"
-    JSON = "json"
 
 
 def verify(
@@ -47,8 +40,8 @@ def verify(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 5,
     output_format: Annotated[
-        Format, typer.Option("--format", help="How to print the verdicts.")
-    ] = Format.TABLE,
+        PlainFormat, typer.Option("--format", help="How to print the verdicts.")
+    ] = PlainFormat.TABLE,
 ) -> None:
     """Show that no hint, agreement or timing changes what is learned.
 
@@ -116,8 +109,8 @@ def verify(
     )
 
 
-def _print(verdicts: "list[Verdict]", output_format: Format) -> None:
-    if output_format is Format.JSON:
+def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
+    if output_format is PlainFormat.JSON:
         print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
         from rich.console import Console

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
+from rrfp.runtime.device.cuda_presence import cuda_problem
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
@@ -13,6 +14,7 @@ from rrfp.schedule.shape import Placement
 from rrfp.train.setting_groups import (
     NUM_EXPERTS_PER_TOKEN,
     DataSettings,
+    DeviceKind,
     LayoutSettings,
     ModelKind,
     ModelSettings,
@@ -20,7 +22,10 @@ from rrfp.train.setting_groups import (
 )
 from rrfp.train.settings import DECLARED, TrainSettings
 
-_DEVICES = ("cpu",)
+CUDA_IS_NOT_WIRED = (
+    "--device cuda finds a GPU that works, and training does not run on GPUs yet; use --device cpu"
+)
+"""Why a run is refused where CUDA can be used."""
 
 _MAX_PORT = 2**16 - 1
 
@@ -36,7 +41,6 @@ def check_settings(settings: TrainSettings) -> None:
     data are there, is checked elsewhere."""
     for flag, value in settings.by_flag().items():
         DECLARED[flag].check(value)
-    _check_device(settings.run.device)
     for is_so, sentence in _TOGETHER:
         _require(not is_so(settings), sentence.format(settings))
     settings.check_policy()
@@ -44,13 +48,13 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.layout.stages is not None:
         _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
+    # Last: it may take seconds.
+    _check_device(settings.run.device)
 
 
-def _check_device(device: str) -> None:
-    _require(device != "cuda", "--device cuda has no transport in this version; use --device cpu")
-    _require(
-        device in _DEVICES, f"'{device}' is not a device; use --device {' or '.join(_DEVICES)}"
-    )
+def _check_device(device: DeviceKind) -> None:
+    if device is DeviceKind.CUDA:
+        raise UsageError(cuda_problem() or CUDA_IS_NOT_WIRED)
 
 
 def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:

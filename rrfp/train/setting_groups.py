@@ -51,6 +51,13 @@ class Dtype(StrEnum):
     BF16 = "bf16"
 
 
+class DeviceKind(StrEnum):
+    """Where tensors live."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Recompute(StrEnum):
     """Which activations the backward recomputes instead of keeping."""
 
@@ -294,7 +301,9 @@ class RunSettings:
         "Steps between evaluations on held-out images [after the last step only].",
         must=AT_LEAST_1,
     )
-    device: str = setting("cpu", "cpu, the only device in this version.")
+    device: DeviceKind = setting(
+        DeviceKind.CPU, "cpu (default) or cuda, which 'rrfp doctor --device cuda' tries out."
+    )
     out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
     no_trace: bool = setting(False, "Record nothing.")

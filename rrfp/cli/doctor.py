@@ -1,0 +1,70 @@
+"""`rrfp doctor`: what this machine can do for a run, measured, and what to do about it."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rrfp.cli.options import PlainFormat
+from rrfp.errors import RrfpError
+from rrfp.train.setting_groups import DeviceKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from rrfp.doctor.check import Check
+
+
+def doctor(
+    device: Annotated[
+        DeviceKind, typer.Option(help="The device of the run that is asked about.")
+    ] = DeviceKind.CPU,
+    output_format: Annotated[
+        PlainFormat, typer.Option("--format", help="How to print the checks.")
+    ] = PlainFormat.TABLE,
+) -> None:
+    """Try out what a run needs of this machine, and say what to do.
+
+    Exits with 1 where a run on the device would fail. What is slow or absent
+    ends no run. Takes some ten seconds.
+
+    Example: rrfp doctor --device cuda
+    """
+    from rrfp.cli.progress import working
+    from rrfp.doctor.diagnosis import diagnose
+    from rrfp.train.checks import CUDA_IS_NOT_WIRED
+
+    with working("Trying out this machine"):
+        checks = diagnose()
+    if output_format is PlainFormat.JSON:
+        print(json.dumps({"checks": [check.as_json() for check in checks]}))
+    else:
+        from rich.console import Console
+
+        Console(highlight=False).print(_table(checks))
+    for check in checks:
+        if check.ends_runs_on(device):
+            raise RrfpError(check.advice)
+    if device is DeviceKind.CUDA:
+        raise RrfpError(CUDA_IS_NOT_WIRED)
+
+
+def _table(checks: "Iterable[Check]") -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("check", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("figure", no_wrap=True, justify="right")
+    table.add_column("what was found, and what to do", overflow="fold")
+    for check in checks:
+        table.add_row(check.name, check.state, _told_figure(check), Text(check.advice))
+    return table
+
+
+def _told_figure(check: "Check") -> str:
+    return "" if check.figure is None else f"{check.figure:.10g} {check.unit}".rstrip()

@@ -1,0 +1,32 @@
+"""All checks, one after the other, so that none disturbs what another measures."""
+
+from rrfp.doctor.check import Check
+from rrfp.doctor.clock import clock
+from rrfp.doctor.cores import cores
+from rrfp.doctor.cuda_ipc import cuda_ipc
+from rrfp.doctor.gloo import gloo
+from rrfp.doctor.gpus import gpus
+from rrfp.doctor.imports import imports
+from rrfp.doctor.nixl import fabric, nixl
+from rrfp.doctor.open_files import open_files
+from rrfp.doctor.pid_namespace import pid_namespace
+from rrfp.doctor.shared_memory import shared_memory
+from rrfp.runtime.device.cuda_presence import cuda_presence
+
+
+def diagnose() -> list[Check]:
+    """What this machine can do; GPUs come first. Takes some ten seconds."""
+    presence = cuda_presence()
+    return [
+        *gpus(presence),
+        cuda_ipc(presence),
+        pid_namespace(),
+        nixl(),
+        fabric(),
+        clock(),
+        cores(),
+        open_files(),
+        *shared_memory(),
+        *imports(),
+        gloo(),
+    ]

@@ -1,0 +1,1 @@
+"""What tensors live on and are copied by."""

@@ -1,0 +1,90 @@
+"""Why CUDA cannot be used: each reason in its sentence, and without a driver every call refuses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rrfp.runtime.device import cuda_presence as file
+from rrfp.runtime.device.cuda_presence import (
+    CudaPresence,
+    Gpu,
+    InstalledTorch,
+    computing_gpus,
+    cuda_presence,
+    cuda_problem,
+    installed_torch,
+)
+from rrfp.runtime.probe import NoAnswerError
+
+WITH_CUDA = InstalledTorch("2.13.0+cu130", "13.0")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make up a driver, a build of torch and what CUDA answers."""
+
+    def made_up(torch: InstalledTorch | None = WITH_CUDA, answer: object = ()) -> None:
+        def probe(*_: object, **__: object) -> object:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(file, "_has_driver", lambda: True)
+        monkeypatch.setattr(file, "installed_torch", lambda: torch)
+        monkeypatch.setattr(file, "probe", probe)
+
+    return made_up
+
+
+def test_the_installed_torch_is_the_one_that_is_imported() -> None:
+    assert installed_torch() == InstalledTorch(torch.__version__, torch.version.cuda)
+
+
+@pytest.mark.skipif(file._has_driver(), reason="this machine has a driver")
+def test_without_a_driver() -> None:
+    assert cuda_presence() == CudaPresence(
+        (),
+        "this machine has no NVIDIA driver (libcuda.so.1 is not there); start containers with "
+        "--gpus all, or use --device cpu",
+    )
+
+
+def test_without_cuda_in_torch(machine: Callable[..., None]) -> None:
+    machine(InstalledTorch("2.13.0+cpu", None))
+    assert cuda_problem() == (
+        "torch 2.13.0+cpu is built without CUDA; install a build with it, or use --device cpu"
+    )
+    machine(None)
+    assert cuda_problem() == "torch is not installed; install a build with CUDA"
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_with_every_gpu_hidden(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    machine()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert cuda_problem() == (
+        f"CUDA_VISIBLE_DEVICES is '{hidden}' and hides every GPU; unset it, or use --device cpu"
+    )
+
+
+def test_with_a_driver_that_does_not_work(machine: Callable[..., None]) -> None:
+    machine(answer=NoAnswerError("it did not answer within 120 s"))
+    assert cuda_problem() == (
+        "CUDA cannot be used here (it did not answer within 120 s); see whether nvidia-smi works, "
+        "or use --device cpu"
+    )
+
+
+def test_with_gpus(machine: Callable[..., None]) -> None:
+    machine(answer=[{"name": "NVIDIA H200", "memory_bytes": 150 << 30}])
+    assert cuda_presence() == CudaPresence((Gpu("NVIDIA H200", 150 << 30),), None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_trying_cuda_out_refuses_without_a_driver() -> None:
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        computing_gpus()

@@ -1,0 +1,382 @@
+"""`rrfp doctor`: each check says what it finds, and only what a run needs ends it."""
+
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rrfp.doctor import cuda_ipc as ipc_file
+from rrfp.doctor import diagnosis
+from rrfp.doctor import gloo as gloo_file
+from rrfp.doctor import gpus as gpus_file
+from rrfp.doctor import imports as imports_file
+from rrfp.doctor import nixl as nixl_file
+from rrfp.doctor.check import CUDA_RUNS, EVERY_RUN, Check, State, absent, fails
+from rrfp.doctor.clock import clock
+from rrfp.doctor.cores import cores, quota_cores
+from rrfp.doctor.cuda_ipc import cuda_ipc, has_bindings, ipc_figures
+from rrfp.doctor.gloo import gloo, sum_us
+from rrfp.doctor.gpus import copy_gb_s, gpu_figures, gpus
+from rrfp.doctor.imports import imports, seconds_to_import
+from rrfp.doctor.nixl import fabric, nixl, read_gb_s
+from rrfp.doctor.open_files import open_files
+from rrfp.doctor.pid_namespace import pid_namespace
+from rrfp.doctor.shared_memory import shared_memory
+from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
+from rrfp.runtime.probe import NoAnswerError, probe
+from rrfp.train.checks import CUDA_IS_NOT_WIRED
+from rrfp.train.setting_groups import DeviceKind
+from tests import cuda_in_files
+from tests.trained import rrfp, rrfp_here
+
+NAMES = [
+    *("gpu", "gpu-clock", "peer-access", "cuda-ipc", "pid-namespace", "nixl", "fabric", "clock"),
+    *("cores", "open-files", "shm-room", "shm-speed", "torch", "megatron-core", "gloo"),
+]
+NO_GPU = CudaPresence((), "there is none")
+TWO_GPUS = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),) * 2, None)
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+Answers = Callable[..., None]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """`answers(file, told)`: what the checks of a file are answered, or the reason why nothing."""
+
+    def answer(file: Any, told: object) -> None:
+        def told_or_raised(*_: object, **__: object) -> object:
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+        monkeypatch.setattr(file, "probe", told_or_raised)
+
+    return answer
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """Run `rrfp doctor` where these checks are what is found: exit code, stdout, stderr."""
+
+    def run(checks: list[Check], *flags: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(diagnosis, "diagnose", lambda: checks)
+        done = rrfp_here(tmp_path, "doctor", *flags)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_this_machine_can_train_on_its_cpu(tmp_path: Path) -> None:
+    done = rrfp(tmp_path, "doctor", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [*told] == ["checks"]
+    assert [each["name"] for each in told["checks"]] == NAMES
+    for each in told["checks"]:
+        assert [*each] == ["name", "state", "figure", "unit", "advice"]
+        assert each["state"] in [*State]
+        assert (each["figure"] is None) is (each["state"] in ("absent", "fails"))
+        assert each["advice"]
+    if (problem := cuda_problem()) is not None:
+        assert told["checks"][0]["advice"] == problem
+
+
+def test_a_run_is_refused_with_what_the_doctor_says(
+    found: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for problem, told in ((NO_GPU.problem, NO_GPU.problem), (None, CUDA_IS_NOT_WIRED)):
+        monkeypatch.setattr("rrfp.train.checks.cuda_problem", lambda problem=problem: problem)
+        checks = [*gpus(NO_GPU)] if problem else [Check("gpu", State.OK, 1, "", "", CUDA_RUNS)]
+        code, _, stderr = found(checks, "--device", "cuda")
+        train = rrfp_here(tmp_path, "train", "--device", "cuda")
+        assert (code, train.returncode) == (1, 2)
+        assert stderr == train.stderr == f"rrfp: {told}\n"
+        assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("check", "on_cpu", "on_cuda"),
+    [
+        (absent("gpu", "no GPU", CUDA_RUNS), 0, 1),
+        (fails("gloo", "no gloo", EVERY_RUN), 1, 1),
+        (fails("nixl", "no NIXL"), 0, 0),
+        (Check("clock", State.SLOW, 2000, "ns", "slow", EVERY_RUN), 0, 0),
+    ],
+)
+def test_only_what_a_run_needs_ends_it(
+    found: Callable[..., tuple[int, str, str]], check: Check, on_cpu: int, on_cuda: int
+) -> None:
+    code, stdout, stderr = found([check], "--format", "json")
+    assert (code, json.loads(stdout)) == (on_cpu, {"checks": [check.as_json()]})
+    assert stderr == (f"rrfp: {check.advice}\n" if on_cpu else "")
+    assert check.ends_runs_on(DeviceKind.CUDA) is bool(on_cuda)
+
+
+# Of each check, what it says of a machine that is not this one.
+
+
+def test_the_quota_of_a_container_counts(tmp_path: Path) -> None:
+    assert quota_cores(tmp_path) is None
+    first = tmp_path / "cpu"
+    first.mkdir()
+    (first / "cpu.cfs_period_us").write_text("100000\n")
+    (first / "cpu.cfs_quota_us").write_text("-1\n")
+    assert quota_cores(tmp_path) is None
+    (first / "cpu.cfs_quota_us").write_text("50000\n")
+    assert quota_cores(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert quota_cores(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    check = cores(tmp_path)
+    assert check.figure == min(1.5, len(os.sched_getaffinity(0)))
+    assert check.state is State.SLOW
+    assert "4 ranks share them" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("allowed", "state"),
+    [(63, State.FAILS), (64, State.SLOW), (1023, State.SLOW), (1024, State.OK)],
+)
+def test_few_open_files_are_too_few(allowed: int, state: State) -> None:
+    check = open_files(allowed)
+    assert (check.state, check.figure, check.unit) == (state, allowed, "files")
+    assert check.ends_runs_on(DeviceKind.CPU) is (state is State.FAILS)
+
+
+def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
+    (check,) = shared_memory(tmp_path / "shm")
+    assert check.state is State.ABSENT
+    assert "(No such file or directory); mount a tmpfs there" in check.advice
+
+
+def test_shared_memory_without_room_is_an_error_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    room, speed = shared_memory(tmp_path)
+    assert speed.state in (State.OK, State.SLOW)
+    assert speed.figure
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    _, speed = shared_memory(tmp_path)
+    assert speed.state is State.FAILS
+    assert "(No space left on device)" in speed.advice
+    few = os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: few)
+    room, _ = shared_memory(tmp_path)
+    assert room.state is State.SLOW
+    assert "--shm-size 8g" in room.advice
+
+
+def test_the_clock_is_named(tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("hpet\n")
+    assert "clock source is hpet" in clock(tmp_path / "source").advice
+    assert "clock source is unknown" in clock(tmp_path / "none").advice
+
+
+def test_a_pid_namespace_is_told_from_the_hosts(tmp_path: Path) -> None:
+    for name, number in (("host", 4026531836), ("container", 4026532999)):
+        (tmp_path / name).symlink_to(f"pid:[{number}]")
+    assert pid_namespace(tmp_path / "host").advice == "that of the host"
+    check = pid_namespace(tmp_path / "container")
+    assert (check.state, check.figure) == (State.OK, 4026532999)
+    assert "--pid=host" in check.advice
+    assert pid_namespace(tmp_path / "none").state is State.ABSENT
+
+
+def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
+    told = seconds_to_import(["json", "rrfp.no_such_module"])
+    assert isinstance(told["json"], float)
+    answers(imports_file, {"torch": 25.0, "rrfp.train.rank": told["rrfp.no_such_module"]})
+    torch_check, megatron = imports()
+    assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
+    assert megatron.advice == (
+        "rrfp.train.rank cannot be imported (ModuleNotFoundError: No module named "
+        "'rrfp.no_such_module'); install rrfp anew"
+    )
+    answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
+    for check in imports():
+        assert check.ends_runs_on(DeviceKind.CPU)
+        assert "cannot be imported (it was killed: Illegal instruction)" in check.advice
+
+
+def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
+    assert sum_us() > 0
+    answers(gloo_file, 30_000.0)
+    assert gloo().state is State.SLOW
+    answers(gloo_file, NoAnswerError("it did not answer within 120 s"))
+    check = gloo()
+    assert check.ends_runs_on(DeviceKind.CPU)
+    assert check.advice == (
+        "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether a firewall "
+        "fences it"
+    )
+
+
+@pytest.fixture
+def ports(tmp_path: Path) -> Callable[..., Path]:
+    """Ports of devices as the kernel shows them."""
+
+    def port(device: str, state: str, rate: str) -> Path:
+        directory = tmp_path / device / "ports" / "1"
+        directory.mkdir(parents=True)
+        (directory / "state").write_text(f"{state}\n")
+        (directory / "rate").write_text(f"{rate}\n")
+        return tmp_path
+
+    return port
+
+
+def test_a_fabric_is_as_fast_as_its_fastest_active_port(ports: Callable[..., Path]) -> None:
+    root = ports("mlx5_0", "1: DOWN", "400 Gb/sec (4X NDR)")
+    assert fabric(root).state is State.FAILS
+    ports("mlx5_1", "4: ACTIVE", "200 Gb/sec (4X HDR)")
+    ports("mlx5_2", "4: ACTIVE", "100 Gb/sec (4X EDR)")
+    check = fabric(root, resource.RLIM_INFINITY)
+    assert (check.state, check.figure, check.unit) == (State.OK, 200, "Gbit/s")
+    assert check.advice == "mlx5_1, mlx5_2"
+    locked = fabric(root, 8 << 20)
+    assert locked.state is State.SLOW
+    assert "ulimit -l unlimited" in locked.advice
+    assert fabric(root / "none").state is State.ABSENT
+
+
+def test_nixl(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_file, "find_spec", lambda _: None)
+    assert nixl().state is State.ABSENT
+    monkeypatch.setattr(nixl_file, "find_spec", lambda _: object())
+    answers(nixl_file, NoAnswerError("it was killed: Segmentation fault"))
+    assert nixl().advice == (
+        "a READ on this host fails (it was killed: Segmentation fault); install nixl anew"
+    )
+    answers(nixl_file, 0.2)
+    assert nixl().state is State.SLOW
+
+
+def test_nixl_reads_what_was_there() -> None:
+    pytest.importorskip("nixl", reason="NIXL is not installed")
+    assert probe(read_gb_s, limit_s=60) > 0
+
+
+# What GPUs are said to reach is made up; benchmarks/gpu has the real ones.
+FIGURES = {
+    "copy_gb_s": [1900.0, 1880.0],
+    "clock_mhz": [1950.0, 1960.0],
+    "highest_mhz": [1980.0, 1980.0],
+    "peer_gb_s": [[0, 1, True, 380.0], [1, 0, True, 370.0]],
+}
+
+
+def test_gpus_that_are_well(answers: Answers) -> None:
+    answers(gpus_file, FIGURES)
+    gpu, gpu_clock, peers = gpus(TWO_GPUS)
+    assert {gpu.state, gpu_clock.state, peers.state} == {State.OK}
+    assert (gpu.figure, gpu.advice) == (1880, "2 x NVIDIA H200, 140 GiB")
+    assert (gpu_clock.figure, gpu_clock.unit) == (1950, "MHz")
+    assert (peers.figure, peers.advice) == (370, "from GPU 1 to 0, the slowest pair")
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "words"),
+    [
+        ({"copy_gb_s": [1900.0, 900.0]}, "gpu", "GPU 1 is far slower than the best"),
+        ({"clock_mhz": [1200.0, 1960.0]}, "gpu-clock", "GPU 0 under a light load, of 1980 at most"),
+        ({"peer_gb_s": [[0, 1, False, 9.0], [1, 0, True, 37.0]]}, "peer-access", "1 of 2 pairs"),
+    ],
+)
+def test_a_gpu_that_lags_is_named(
+    answers: Answers, changed: dict[str, Any], name: str, words: str
+) -> None:
+    answers(gpus_file, FIGURES | changed)
+    (check,) = (each for each in gpus(TWO_GPUS) if each.state is not State.OK)
+    assert (check.name, check.state) == (name, State.SLOW)
+    assert words in check.advice
+
+
+def test_one_gpu_has_no_peer_and_a_failing_one_ends_runs_on_it(answers: Answers) -> None:
+    answers(gpus_file, FIGURES | {"peer_gb_s": []})
+    assert [*gpus(TWO_GPUS)][2].state is State.ABSENT
+    answers(gpus_file, NoAnswerError("RuntimeError: CUDA error: unspecified launch failure"))
+    check, *_ = gpus(TWO_GPUS)
+    assert check.state is State.FAILS
+    assert check.ends_runs_on(DeviceKind.CUDA)
+    assert "unspecified launch failure" in check.advice
+
+
+@without_gpu
+@pytest.mark.parametrize("measure", [gpu_figures, lambda: copy_gb_s(0, 0)])
+def test_measuring_a_gpu_refuses_without_a_driver(measure: Callable[[], object]) -> None:
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        measure()
+
+
+@pytest.fixture
+def in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have files in the place of CUDA, here and in the importing process; plant a fault in it."""
+    bindings = tmp_path / "path" / "cuda" / "bindings"
+    bindings.mkdir(parents=True)
+    (bindings / "__init__.py").touch()
+    (bindings / "runtime.py").write_text("from tests.cuda_in_files import *\n")
+    (tmp_path / "memory").mkdir()
+    path = os.pathsep.join([str(tmp_path / "path"), str(Path(__file__).parent.parent)])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv(cuda_in_files.DIRECTORY, str(tmp_path / "memory"))
+    return lambda fault: monkeypatch.setenv(cuda_in_files.FAULT, fault)
+
+
+@pytest.mark.usefixtures("in_files")
+def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> None:
+    told = probe(ipc_figures, 3 << 20, 5, limit_s=60)
+    assert told.keys() == {"pull_s", "one_way_s"}
+    assert min(told.values()) > 0
+    assert [*(tmp_path / "memory").glob("*.open")] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (cuda_in_files.CORRUPT, "the importing process: RuntimeError: what came over CUDA IPC is"),
+        (cuda_in_files.REFUSED, "cudaIpcOpenMemHandle: mapping of buffer object failed"),
+        (cuda_in_files.GONE, "RuntimeError: the importing process is gone"),
+    ],
+)
+def test_what_goes_wrong_in_the_importing_process_is_told(
+    in_files: Callable[[str], None], fault: str, reason: str
+) -> None:
+    in_files(fault)
+    with pytest.raises(NoAnswerError) as refused:
+        probe(ipc_figures, 1 << 20, 1, limit_s=60)
+    assert reason in str(refused.value)
+
+
+def test_cuda_ipc_is_told(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_ipc(NO_GPU).state is State.ABSENT
+    monkeypatch.setattr(ipc_file, "has_bindings", lambda: False)
+    assert "pip install cuda-bindings" in cuda_ipc(TWO_GPUS).advice
+    monkeypatch.setattr(ipc_file, "has_bindings", lambda: True)
+    answers(ipc_file, {"pull_s": (1 << 26) / 300e9, "one_way_s": 1e-3})
+    check = cuda_ipc(TWO_GPUS)
+    assert (check.state, check.figure) == (State.OK, 300)
+    assert check.advice == "from GPU 0 to GPU 1, 64 MiB"
+    answers(ipc_file, NoAnswerError("RuntimeError: cudaIpcOpenMemHandle: invalid argument"))
+    assert cuda_ipc(TWO_GPUS).state is State.FAILS
+
+
+@without_gpu
+def test_cuda_ipc_refuses_without_a_driver() -> None:
+    if not has_bindings():
+        with pytest.raises(ModuleNotFoundError, match="cuda"):
+            ipc_figures(1 << 16, 1)
+        pytest.skip("cuda-bindings is not installed")
+    with pytest.raises(RuntimeError, match="cudaSetDevice: CUDA driver version is insufficient"):
+        ipc_figures(1 << 16, 1)
