@@ -50,7 +50,7 @@ ROOMS = {
         "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
-    "rrfp.doctor": room("runtime train", "torch cuda nixl"),
+    "rrfp.doctor": room("schedule runtime simulate train", "torch cuda nixl"),
     "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
     "rrfp.race": room(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rrfp.compiled import Core
 from rrfp.doctor import cuda_ipc as ipc_file
 from rrfp.doctor import diagnosis
 from rrfp.doctor import gloo as gloo_file
@@ -18,6 +19,7 @@ from rrfp.doctor import imports as imports_file
 from rrfp.doctor import nixl as nixl_file
 from rrfp.doctor.check import CUDA_RUNS, EVERY_RUN, Check, State, absent, fails
 from rrfp.doctor.clock import clock
+from rrfp.doctor.core import compiled_core
 from rrfp.doctor.cores import cores, quota_cores
 from rrfp.doctor.cuda_ipc import cuda_ipc, has_bindings, ipc_figures
 from rrfp.doctor.gloo import gloo, sum_us
@@ -36,7 +38,7 @@ from tests.trained import rrfp, rrfp_here
 
 NAMES = [
     *("gpu", "gpu-clock", "peer-access", "cuda-ipc", "pid-namespace", "nixl", "fabric", "clock"),
-    *("cores", "open-files", "shm-room", "shm-speed", "torch", "megatron-core", "gloo"),
+    *("cores", "open-files", "shm-room", "shm-speed", "torch", "megatron-core", "core", "gloo"),
 ]
 NO_GPU = CudaPresence((), "there is none")
 TWO_GPUS = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),) * 2, None)
@@ -284,6 +286,19 @@ def test_gpus_that_are_well(answers: Answers) -> None:
     assert (gpu.figure, gpu.advice) == (1880, "2 x NVIDIA H200, 140 GiB")
     assert (gpu_clock.figure, gpu_clock.unit) == (1950, "MHz")
     assert (peers.figure, peers.advice) == (370, "from GPU 1 to 0, the slowest pair")
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [(Core.COMPILED, State.OK), (Core.INTERPRETED, State.SLOW), (Core.STALE, State.SLOW)],
+)
+def test_a_core_that_is_not_compiled_is_slow(found: Core, state: State) -> None:
+    check = compiled_core(found)
+    assert check.state is state
+    assert check.figure is not None
+    assert check.figure > 0
+    assert str(found) in check.advice
+    assert ("make setup" in check.advice) is (found is not Core.COMPILED)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from rrfp.doctor.check import Check
 from rrfp.doctor.clock import clock
+from rrfp.doctor.core import compiled_core
 from rrfp.doctor.cores import cores
 from rrfp.doctor.cuda_ipc import cuda_ipc
 from rrfp.doctor.gloo import gloo
@@ -28,5 +29,6 @@ def diagnose() -> list[Check]:
         open_files(),
         *shared_memory(),
         *imports(),
+        compiled_core(),
         gloo(),
     ]
