@@ -1,0 +1,1 @@
+"""The device under a rank's tensors, behind one small seam."""
