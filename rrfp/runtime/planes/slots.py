@@ -38,6 +38,10 @@ class Slots:
                 return offset
         return None
 
+    def size_of(self, offset: int) -> int:
+        """Of a slot that is taken."""
+        return self._taken[offset]
+
     def release(self, offset: int) -> bool:
         """Give a slot back; tells whether there was one."""
         size = self._taken.pop(offset, None)
