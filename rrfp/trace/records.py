@@ -51,8 +51,9 @@ class WaitRecord(NamedTuple):
 
 
 class SendRecord(NamedTuple):
-    """A message from its first byte written to its last. (kind, stage, microbatch) is the task
-    that consumes it; `sequence` counts the messages of the directed link rank -> peer."""
+    """A message from its first byte written, or copied into a slot of the outbox, to its last
+    written. (kind, stage, microbatch) is the task that consumes it; `sequence` counts the messages
+    of the directed link rank -> peer."""
 
     start_ns: int
     end_ns: int
@@ -63,6 +64,12 @@ class SendRecord(NamedTuple):
     peer: int
     sequence: int
     num_bytes: int
+    plane: str = "inline"
+    """What carried its tensors (`rrfp.runtime.planes.names`)."""
+    queued_ns: int = 0
+    """How long it waited on this rank before: for the link, for a slot, for a device."""
+    copy_ns: int = 0
+    """How long it was copied into its slot; the rest, up to the end, is the wire's."""
 
 
 class ReceiveRecord(NamedTuple):
@@ -78,6 +85,11 @@ class ReceiveRecord(NamedTuple):
     peer: int
     sequence: int
     num_bytes: int
+    plane: str = "inline"
+    queued_ns: int = 0
+    """How long it waited on this rank to be pulled."""
+    copy_ns: int = 0
+    """How long it was pulled out of its sender's slot, or taken to the device."""
 
 
 class AgreementRecord(NamedTuple):

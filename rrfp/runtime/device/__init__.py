@@ -1,1 +1,1 @@
-"""What tensors live on and are copied by."""
+"""The device under a rank's tensors, behind one small seam."""

@@ -1,22 +1,55 @@
 """The receiving end of a directed link."""
 
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.plane import Form, Posted, Pull, sizes_of
 from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, bare
+from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, State, bare
 from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
+from rrfp.schedule.tasks import Task
 from rrfp.trace.records import ReceiveRecord
+
+_INLINE = str(TransportName.INLINE)
 
 _BATCHES = 8
 """In which credits are given back, of a link that holds as many or more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlane:
+    """What the receiving end of a link knows of its data plane."""
+
+    name: str
+    piece_bytes: int
+    """In pieces of which size messages are posted."""
+    lands: bool = False
+    """Whether tensors that the socket has carried are still to be taken to the device."""
 
 
 class DestinationLink(Link):
     """The end that receives messages and what is announced, and gives credits."""
 
     def __init__(
-        self, rank: int, peer: int, options: LinkOptions, now_ns: int, num_credits: int
+        self,
+        rank: int,
+        peer: int,
+        options: LinkOptions,
+        now_ns: int,
+        num_credits: int,
+        plane: LinkPlane | None = None,
     ) -> None:
-        """The link must be able to hold `num_credits` messages that were not consumed."""
+        """The link must be able to hold `num_credits` messages that were not consumed; `plane`
+        serves its posted messages."""
         super().__init__(rank, peer, options, now_ns)
+        self._plane = plane
+        self._pulls: dict[int, Pull] = {}
+        """What is being pulled, by its sequence number."""
+        self._releases: deque[int] = deque()
+        """The offsets of slots that the peer may fill again."""
         self._bound = num_credits
         self._batch = _batch(num_credits)
         self._num_unannounced = _granted(num_credits)
@@ -43,18 +76,45 @@ class DestinationLink(Link):
             self._batch = _batch(num_credits)
         return self._num_unannounced >= self._batch
 
+    @property
+    def is_pulling(self) -> bool:
+        return bool(self._pulls)
+
+    @property
+    def may_detach(self) -> bool:
+        """Whether nothing is pulled any more: its farewell is next or out, or the link is over."""
+        return self.state is State.OVER or (self.state is not State.OPEN and not self._pulls)
+
+    def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
+        """What there was of a message is here."""
+        if self.state is State.OVER or not pull.is_whole:
+            return []
+        del self._pulls[pull.sequence]
+        plane = self._plane
+        assert plane is not None
+        if pull.inline is None:
+            self._releases.append(pull.offset)
+        message = Message(pull.step, pull.task, tuple(pull.tensors))
+        num_bytes = sum(sizes_of(pull.forms))
+        outputs = self._arrived(
+            *(message, pull.sequence, pull.heard_ns, now_ns, num_bytes, str(plane.name), pull.copy_ns)
+        )
+        return outputs + self._answer_farewell()
+
     def _num_queued(self) -> int:
-        # Credits are of no use to a source once this end closes.
-        return 0
+        # Credits are of no use to a source once this end closes, and its farewell frees its slots.
+        return len(self._pulls)
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
+        if self._releases:
+            return bare(Header(Purpose.RELEASED, number=self._releases.popleft()))
         if self._num_unannounced < self._batch:
             return None
         number, self._num_unannounced = self._num_unannounced, 0
         self._num_announced += number
         return bare(Header(Purpose.CREDIT, self._last_step, number=number))
 
-    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
+    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
         raise AssertionError("a destination sends no message")
 
     def _peer_left(self) -> list[Output]:
@@ -62,6 +122,8 @@ class DestinationLink(Link):
 
     def _take(self, frame: Frame, now_ns: int) -> list[Output]:
         header, task = frame.header, frame.header.task
+        if header.purpose is Purpose.FILLED:
+            return self._filled(header.sequence, header.number)
         if task is None:
             raise FrameError(f"a source sent a {header.purpose.name.lower()}")
         match header.purpose:
@@ -72,20 +134,89 @@ class DestinationLink(Link):
             case Purpose.FORECAST:
                 return [Forecast(self.peer, header.step, task, frame.arrived_ns, header.number)]
         self._admit(header.sequence)
+        if header.purpose is Purpose.POSTED:
+            return self._posted(frame, task)
+        plane = self._plane
+        if plane is not None and plane.lands and frame.tensors:
+            return self._begin(plane, frame, task, 0, frame.tensors)
         message = Message(header.step, task, frame.tensors)
+        return self._arrived(message, header.sequence, frame.arrived_ns, now_ns, frame.num_bytes)
+
+    def _posted(self, frame: Frame, task: Task) -> list[Output]:
+        plane = self._plane
+        if plane is None:
+            raise FrameError(f"a source posted {task} on a link without an outbox")
+        return self._begin(plane, frame, task, frame.header.number)
+
+    def _begin(
+        self,
+        plane: LinkPlane,
+        frame: Frame,
+        task: Task,
+        offset: int,
+        inline: tuple[torch.Tensor | None, ...] | None = None,
+    ) -> list[Output]:
+        """Have a message pulled."""
+        if self._is_closing:
+            return []
+        header = frame.header
+        forms = frame.forms
+        if inline is not None:
+            forms = tuple(
+                None if tensor is None else Form(tensor.dtype, tuple(tensor.shape))
+                for tensor in inline
+            )
+        pull = Pull(
+            *(header.step, task, header.sequence, forms, offset, plane.piece_bytes),
+            heard_ns=frame.arrived_ns,
+            inline=inline,
+        )
+        if inline is not None:
+            pull.num_filled = pull.num_pieces
+        self._pulls[header.sequence] = pull
+        return [pull]
+
+    def _filled(self, sequence: int, num_filled: int) -> list[Output]:
+        pull = self._pulls.get(sequence)
+        if pull is None:
+            if self._is_closing:
+                return []
+            raise FrameError(f"a source filled a slot of message {sequence}, which is not posted")
+        if not pull.num_filled < num_filled <= pull.num_pieces:
+            raise FrameError(
+                f"a source filled piece {num_filled} of {pull.num_pieces} of message {sequence}"
+                f" after piece {pull.num_filled}"
+            )
+        pull.num_filled = num_filled
+        return [pull]
+
+    def _arrived(
+        self,
+        message: Message,
+        sequence: int,
+        heard_ns: int,
+        now_ns: int,
+        num_bytes: int,
+        plane: str = _INLINE,
+        copy_ns: int = 0,
+    ) -> list[Output]:
         outputs: list[Output] = [Arrived(self.peer, message, now_ns)]
         if self._options.keeps_records:
+            task = message.task
             outputs.append(
                 ReceiveRecord(
-                    frame.arrived_ns,
+                    heard_ns,
                     now_ns,
-                    header.step,
+                    message.step,
                     task.kind,
                     task.stage,
                     task.microbatch,
                     self.peer,
-                    header.sequence,
-                    frame.num_bytes,
+                    sequence,
+                    num_bytes,
+                    plane,
+                    0,
+                    copy_ns,
                 )
             )
         return outputs

@@ -16,14 +16,16 @@ import select
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Generic, TypeVar
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.pace import sleep_until
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.plane import Posted, Pull, Puller
 from rrfp.runtime.protocols import Clock, Inbox, Message, monotonic
 from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import Link, Output, State
+from rrfp.runtime.transport.link import Link, Output, Released, State
 from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import Purpose
 from rrfp.schedule.tasks import Task
@@ -32,6 +34,7 @@ from rrfp.trace.records import ReceiveRecord, Record, SendRecord
 _MAX_BUFFERS_PER_WRITE = 64
 _NS_PER_MS = 1_000_000
 _RECORDS = (SendRecord, ReceiveRecord)
+_OF_PLANES = (Pull, Released)
 
 L = TypeVar("L", bound=Link)
 
@@ -71,6 +74,8 @@ class LinkDriver(Generic[L]):
         self._connection.setblocking(False)
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
+        self._wake_poller = select.poll()
+        self._wake_poller.register(self._wake_reader, select.POLLIN)
         self._poller = select.poll()
         self._poller.register(self._wake_reader, select.POLLIN)
         self._poller.register(self._connection, select.POLLIN)
@@ -94,10 +99,21 @@ class LinkDriver(Generic[L]):
 
     def _tell(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            if not isinstance(output, _RECORDS):
+            if isinstance(output, _RECORDS):
+                if self._record is not None:
+                    self._record(output)
+            elif isinstance(output, _OF_PLANES):
+                self._serve(output)
+            else:
                 self._inbox.put(output)
-            elif self._record is not None:
-                self._record(output)
+
+    def _serve(self, output: Pull | Released) -> None:
+        """Hand on what concerns the link's data plane."""
+        raise AssertionError(f"a link without a data plane told {output}")
+
+    def _let_go(self) -> None:
+        """Detach from the peer's memory, if nothing is pulled any more; called before a
+        farewell."""
 
     # The thread.
 
@@ -117,6 +133,7 @@ class LinkDriver(Generic[L]):
             self._end()
 
     def _end(self) -> None:
+        self._let_go()
         with self._lock:
             self._has_ended = True
             os.close(self._wake_reader)
@@ -134,6 +151,8 @@ class LinkDriver(Generic[L]):
     def _exchange(self) -> None:
         link = self._link
         while True:
+            if link.state is not State.OPEN:
+                self._let_go()
             with self._write_lock:
                 self._write()
             with self._lock:
@@ -157,7 +176,9 @@ class LinkDriver(Generic[L]):
             patience_ms = min(patience_ms, left_ms)
             if left_ms == 0:
                 sleep_until(due_ns)
-        events = dict(self._poller.poll(patience_ms))
+        # A peer that has left leaves a closed connection, of which `poll` never tires.
+        poller = self._wake_poller if self._link.awaits_pulls_only else self._poller
+        events = dict(poller.poll(patience_ms))
         if self._wake_reader in events:
             with self._lock:
                 os.read(self._wake_reader, 1)
@@ -225,6 +246,14 @@ class LinkDriver(Generic[L]):
 class SourceDriver(LinkDriver[SourceLink]):
     """The end that sends. Any thread may send; none waits."""
 
+    outbox: Outbox | None = None
+    """Where large messages wait for their receiver; set before the first one is sent."""
+
+    def _serve(self, output: Pull | Released) -> None:
+        assert isinstance(output, Released)
+        assert self.outbox is not None
+        self.outbox.release(output.offset)
+
     def send(self, message: Message) -> None:
         """Send a message that `prepare_message` made."""
         now_ns = self._clock()
@@ -232,6 +261,27 @@ class SourceDriver(LinkDriver[SourceLink]):
             outputs = self._link.send(message, now_ns)
             buffers = self._begin_at_once(now_ns)
         self._go_on(outputs, buffers)
+
+    def post(self, posted: Posted) -> None:
+        """Send a message that lies in the outbox."""
+        now_ns = self._clock()
+        with self._lock:
+            outputs = self._link.post(posted)
+            buffers = self._begin_at_once(now_ns)
+        self._go_on(outputs, buffers)
+
+    def filled(self, posted: Posted) -> None:
+        """One more piece of a posted message lies in the outbox."""
+        with self._lock:
+            buffers = self._begin_at_once(self._clock())
+        self._go_on([], buffers)
+
+    def fail(self, error: RrfpError) -> None:
+        """The outbox has failed."""
+        with self._lock:
+            outputs = self._link.fail(error)
+            self._wake()
+        self._tell(outputs)
 
     def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> None:
         """Send a report, a decision or a forecast: it needs no credit and overtakes messages."""
@@ -279,6 +329,30 @@ class SourceDriver(LinkDriver[SourceLink]):
 
 class DestinationDriver(LinkDriver[DestinationLink]):
     """The end that receives; its thread alone writes."""
+
+    puller: Puller | None = None
+    """What takes messages out of the peer's outbox; set before the thread starts."""
+
+    def _serve(self, output: Pull | Released) -> None:
+        assert isinstance(output, Pull)
+        assert self.puller is not None
+        self.puller.pull(output, self._pulled)
+
+    def _pulled(self, pull: Pull, error: RrfpError | None) -> None:
+        with self._lock:
+            if error is not None:
+                outputs = self._link.fail(error)
+            else:
+                outputs = self._link.pulled(pull, self._clock())
+            if current_thread() is not self._thread:
+                self._wake()
+        self._tell(outputs)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            may_detach = self._link.may_detach
+        if self.puller is not None and may_detach:
+            self.puller.detach()
 
     def consumed(self, step: int) -> None:
         """The compute thread took a message: give its credit back."""

@@ -3,8 +3,8 @@
 No thread, lock, socket or clock is in here. Whoever drives an end (`driver.py` over a socket,
 `memory.py` in virtual time) carries its bytes, passes the time in, and makes one call at a time.
 
-Messages, reports, decisions and forecasts go from source to destination; credits come back on the
-same connection; heartbeats and the farewell go both ways.
+Messages, reports, decisions and forecasts go from source to destination; credits and released slots
+come back on the same connection; heartbeats and the farewell go both ways.
 
 | state     | writes                            | reads | ends with                           |
 |-----------|-----------------------------------|-------|-------------------------------------|
@@ -19,6 +19,10 @@ for one end. A loss is told once, and never by an end that closes: it is nobody'
 
 Credits: the destination owns the bound. It gives all of it when the link opens and one back for
 each message consumed, some at a time; messages wait for credit in the source's queue.
+
+Of a posted message (`rrfp.runtime.planes.plane`) only the frame travels here. The destination gives
+out what is to be pulled, is told when it is here (`pulled`), and releases the slot. It says
+farewell once nothing is being pulled, so that its source may then free the memory.
 """
 
 from abc import ABC, abstractmethod
@@ -27,6 +31,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.planes.plane import Posted, Pull
 from rrfp.runtime.protocols import Event, Failed, Message, PeerLostError, PeerSilentError
 from rrfp.runtime.transport.wire import (
     Frame,
@@ -38,8 +43,16 @@ from rrfp.runtime.transport.wire import (
 )
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, SendRecord
 
-Output = Event | SendRecord | ReceiveRecord
-"""What an end has to tell: to its rank's inbox, or to its recorder."""
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A slot of this rank's outbox is free again."""
+
+    offset: int
+
+
+Output = Event | SendRecord | ReceiveRecord | Pull | Released
+"""What an end has to tell: to its rank's inbox, to its recorder, or to the link's data plane."""
 
 
 class State(Enum):
@@ -81,7 +94,10 @@ class Outbound:
     buffers: list[memoryview]
     """What of it is still to be written; tensors stay where they lie."""
     header: Header
-    message: Message | None = None
+    message: Message | Posted | None = None
+    """The message that has left once this is written."""
+    queued_ns: int = 0
+    """When the message was queued."""
     start_ns: int | None = None
     """When its first byte was written; in a paced run, when its modelled time began."""
 
@@ -135,12 +151,22 @@ class Link(ABC):
         """Act on a frame that is neither a heartbeat nor a farewell."""
 
     @abstractmethod
-    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
+    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
         """A message was written whole."""
 
     @abstractmethod
     def _peer_left(self) -> list[Output]:
         """What the peer's farewell says to a rank that does not close the link itself."""
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether a message is on its way out of the peer's outbox."""
+        return False
+
+    @property
+    def awaits_pulls_only(self) -> bool:
+        """Whether the peer has left, and its last messages are still being pulled."""
+        return self._has_peer_left and self.is_pulling
 
     @property
     def due_ns(self) -> int | None:
@@ -269,6 +295,8 @@ class Link(ABC):
         """Once the peer has left so does this end, unless something was still to go to the peer.
         A write under way ends first: its frame may be the last."""
         if not self._has_peer_left or self._is_writing or self.state is State.OVER:
+            return []
+        if self.is_pulling:
             return []
         num_left = self._num_queued()
         if self._outbound is not None and self._outbound.header.task is not None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
+from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Inbox, Message
 from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import Link, LinkOptions, Output, State
+from rrfp.runtime.transport.link import Link, LinkOptions, Output, Released, State
 from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
@@ -281,6 +282,7 @@ class MemoryTransport:
         return end
 
     def _tell(self, output: Output) -> None:
+        assert not isinstance(output, Pull | Released), "a transport in memory has no data plane"
         if not isinstance(output, SendRecord | ReceiveRecord):
             self._inbox.put(output)
         elif self._record is not None:

@@ -1,13 +1,17 @@
-"""The socket transport: CPU tensors between the ranks of a run, without a wait for compute.
+"""The socket transport: tensors between the ranks of a run, without a wait for compute.
 
 Ranks on one host meet at Unix sockets, others at TCP ports; the addresses travel through torch's
 store. Each listener has a secret: a Unix socket's lies beside it, for this user alone; a TCP port's
 travels through the store too, and protects the link as far as that store is protected. The wire is
 authenticated when a connection is made, not encrypted: it belongs on a cluster's own network.
+
+The sockets carry small tensors of the CPU themselves. Large ones, and those of a device, a data
+plane carries beside them (`rrfp.runtime.planes.plane`).
 """
 
 import socket
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from threading import Lock
 from typing import TypeVar
 
@@ -15,15 +19,20 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.protocols import Inbox, Message, PeerLostError, monotonic
+from rrfp.runtime.device.cpu import CpuDevice
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.planes.settling import Settled, SettlingError
+from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, monotonic
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener, dial
-from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.destination_link import DestinationLink, LinkPlane
 from rrfp.runtime.transport.driver import DestinationDriver, SourceDriver
 from rrfp.runtime.transport.link import LinkOptions
 from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.whereabouts import Where
-from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
+from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
@@ -56,13 +65,15 @@ class SocketTransport:
         allow_unix: bool = True,
         address: str | None = None,
         delays: Delays | None = None,
+        planes: RankPlanes | None = None,
     ) -> None:
         """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
         how many messages each incoming link must be able to hold that were not `consumed` yet: all
         of a step's in fixed dispatch, or a rank waits for ever behind the wrong microbatch. It
         holds up to an eighth more. `record` is called by the links' threads and by whoever sends.
         `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
-        other hosts. Raises UsageError for settings that cannot work.
+        other hosts. `planes` are its own from here on; None: the sockets carry all tensors. Raises
+        UsageError for settings that cannot work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -84,6 +95,8 @@ class SocketTransport:
         self._allow_unix = allow_unix
         self._address = address
         self._delays = delays
+        self._planes = planes or RankPlanes(CpuDevice(), TransportName.INLINE, 0)
+        self._device_type = self._planes.device.torch_device.type
         self._lock = Lock()
         self._is_closed = False
         self._sources: dict[int, DestinationDriver] = {}
@@ -110,6 +123,7 @@ class SocketTransport:
         is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
+        self._planes.open(has_near=any(is_near.values()), has_far=not all(is_near.values()))
         listener = Listener(
             rank,
             self._receives_from,
@@ -120,13 +134,15 @@ class SocketTransport:
         )
         listener.open()
         try:
-            rendezvous.publish(f"address/{rank}", listener.where.to_json())
+            where = replace(listener.where, transport=self._planes.asked)
+            rendezvous.publish(f"address/{rank}", where.to_json())
             for peer in self._sends_to:
                 where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
+                self._check_is_same(peer, where)
                 left_s = max(rendezvous.remaining_s, 0.001)
-                self._open_destination(
-                    peer, dial(rank, peer, where, unix=is_near[peer], timeout_s=left_s)
-                )
+                connection = dial(rank, peer, where, unix=is_near[peer], timeout_s=left_s)
+                outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
+                self._open_destination(peer, connection, outbox)
             listener.wait(rendezvous, self._connect_s)
         except PeerLostError:
             # It says why, where it could.
@@ -135,20 +151,66 @@ class SocketTransport:
         finally:
             listener.close()
 
-    def _open_destination(self, peer: int, connection: socket.socket) -> None:
+    def _check_is_same(self, peer: int, where: Where) -> None:
+        if where.transport != self._planes.asked:
+            raise UsageError(
+                f"rank {self._rank} has transport {self._planes.asked} and rank {peer}"
+                f" {where.transport}; give all ranks the same"
+            )
+
+    def _offer(
+        self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
+    ) -> Outbox | None:
+        if not self._planes.settles:
+            return None
+        try:
+            left_s = max(rendezvous.remaining_s, 0.001)
+            return self._planes.offer(connection, peer, is_near=is_near, timeout_s=left_s)
+        except SettlingError as error:
+            connection.close()
+            raise self._unsettled(peer, error) from None
+
+    def _unsettled(self, peer: int, error: SettlingError) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._rank} settled on no data plane with rank {peer}: {error}; see rank"
+            f" {peer}'s own output for the cause"
+        )
+
+    def _open_destination(
+        self, peer: int, connection: socket.socket, outbox: Outbox | None
+    ) -> None:
+        connection.settimeout(None)
         draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
-        link = SourceLink(self._rank, peer, self._options, monotonic(), draw)
+        plane = TransportName.INLINE if outbox is None else outbox.plane.name
+        link = SourceLink(self._rank, peer, self._options, monotonic(), draw, plane)
         driver = SourceDriver(
             link, self._rank, connection, self._inbox, self._record, f"rrfp-send-to-{peer}"
         )
+        driver.outbox = outbox
         driver.start()
         self._destinations[peer] = driver
 
     def _open_source(self, peer: int, connection: socket.socket) -> None:
-        link = DestinationLink(self._rank, peer, self._options, monotonic(), self._num_credits)
+        """Settle on a plane and start the link; on a thread of the listener."""
+        served = None
+        if self._planes.settles:
+            try:
+                served = self._planes.answer(connection, peer, self._connect_s)
+            except SettlingError as error:
+                # The source says it, too; this rank finds a link that is over.
+                self._inbox.put(Failed(self._unsettled(peer, error)))
+            connection.settimeout(None)
+        plane = None
+        if served is not None:
+            plane = LinkPlane(served[0].name, served[0].piece_bytes, served[0].is_inline)
+        link = DestinationLink(
+            self._rank, peer, self._options, monotonic(), self._num_credits, plane
+        )
         driver = DestinationDriver(
             link, self._rank, connection, self._inbox, self._record, f"rrfp-receive-from-{peer}"
         )
+        if served is not None:
+            driver.puller = served[1]
         driver.start()
         self._sources[peer] = driver
 
@@ -159,8 +221,15 @@ class SocketTransport:
         Raises UsageError for tensors that cannot travel (not on the CPU, of an unknown dtype, too
         large) and for a peer that this rank does not send to.
         """
-        prepared = prepare_message(message, self._options.max_message_bytes)
-        _driver(self._destinations, peer, f"rank {self._rank} does not send to").send(prepared)
+        prepared = prepare_message(message, self._options.max_message_bytes, self._device_type)
+        driver = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
+        outbox = driver.outbox
+        if outbox is None or not self._planes.posts(
+            outbox, prepared, payload_bytes(prepared.tensors)
+        ):
+            driver.send(prepared)
+        else:
+            outbox.put(driver, prepared)
 
     def consumed(self, peer: int, step: int) -> None:
         """Give the link peer -> here one credit back: the compute thread took a message of it."""
@@ -187,6 +256,11 @@ class SocketTransport:
         destination = _driver(self._destinations, peer, f"rank {self._rank} does not send to")
         destination.announce(Purpose.DECISION, step, task, position)
 
+    @property
+    def settled(self) -> dict[int, Settled]:
+        """What carries the tensors of each link from this rank, by peer."""
+        return self._planes.settled
+
     def close(self, *, farewell: bool = True) -> None:
         """Write what is queued, say farewell on every link, and stop every thread, within about
         `close_s`; a second call does nothing.
@@ -201,10 +275,14 @@ class SocketTransport:
         drivers: list[SourceDriver | DestinationDriver]
         drivers = [*self._destinations.values(), *self._sources.values()]
         deadline_ns = monotonic() + round(self._close_s * NS_PER_S)
+        if farewell:
+            self._planes.drain(self._close_s)
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
         for driver in drivers:
             driver.join()
+        # Each peer has let go of this rank's memory before its farewell.
+        self._planes.close(self._close_s)
 
 
 def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:

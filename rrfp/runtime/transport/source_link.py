@@ -3,13 +3,27 @@
 Reports, decisions and forecasts need no credit and overtake messages. In a paced run a message
 stays in front of the queue until its modelled time has passed, one after the other, as on a link of
 the simulator; the wire's own time comes after that.
+
+A posted message (`rrfp.runtime.planes.plane`) waits in the same queue as others, and its slot is
+lent to the peer from its frame on until the peer releases it.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.plane import Posted, sizes_of
 from rrfp.runtime.protocols import Message
-from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, State, bare
+from rrfp.runtime.transport.link import (
+    Link,
+    LinkOptions,
+    Outbound,
+    Output,
+    Released,
+    State,
+    bare,
+)
 from rrfp.runtime.transport.wire import (
     Frame,
     FrameError,
@@ -22,6 +36,8 @@ from rrfp.runtime.transport.wire import (
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, SendRecord
 
+_INLINE = str(TransportName.INLINE)
+
 
 class SourceLink(Link):
     """The end that sends messages, and announces what needs no credit."""
@@ -33,10 +49,16 @@ class SourceLink(Link):
         options: LinkOptions,
         now_ns: int,
         draw_delay_s: Callable[[], float] | None = None,
+        plane: str = TransportName.INLINE,
     ) -> None:
-        """`draw_delay_s` draws by how long each message is delayed, for tests of whole runs."""
+        """`draw_delay_s` draws by how long each message is delayed, for tests of whole runs;
+        `plane` is named in the records of posted messages."""
         super().__init__(rank, peer, options, now_ns)
-        self._messages: deque[tuple[Message, int]] = deque()
+        self._plane = str(plane)
+        self._filling: deque[_Filling] = deque()
+        self._lent: set[int] = set()
+        """The offsets of slots that the peer has not released."""
+        self._messages: deque[tuple[Message | Posted, int]] = deque()
         """Each with the time at which it was queued."""
         self._announcements: deque[Header] = deque()
         self._num_credits = 0
@@ -52,6 +74,13 @@ class SourceLink(Link):
         if self.state is State.OVER:
             return self._tell_unsent(message.task)
         self._messages.append((message, now_ns))
+        return []
+
+    def post(self, posted: Posted) -> list[Output]:
+        """Queue a message whose first piece is in its slot."""
+        if self.state is State.OVER:
+            return self._tell_unsent(posted.task)
+        self._messages.append((posted, posted.queued_ns))
         return []
 
     def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> list[Output]:
@@ -73,6 +102,8 @@ class SourceLink(Link):
     def waits_for_peer(self) -> bool:
         """Whether there is nothing to do before the peer says something."""
         is_empty = self._outbound is None and not self._announcements
+        if self._filling and self._filling[0].is_told_late:
+            return False
         return is_empty and not (self._messages and self._num_credits)
 
     @property
@@ -90,14 +121,16 @@ class SourceLink(Link):
         return max(self._messages[0][1], self._free_ns)
 
     def _num_queued(self) -> int:
-        return len(self._messages) + len(self._announcements)
+        return len(self._messages) + len(self._announcements) + len(self._filling)
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
         if self._announcements:
             return bare(self._announcements.popleft())
+        if self._filling and self._filling[0].is_told_late:
+            return self._next_piece()
         if not self._messages or self._num_credits == 0:
             return None
-        message = self._messages[0][0]
+        message, queued_ns = self._messages[0]
         start_ns = None
         if message.latency_ns:
             start_ns = self._start_ns()
@@ -111,41 +144,102 @@ class SourceLink(Link):
             self._delayed_until_ns = None
         self._messages.popleft()
         self._num_credits -= 1
-        header = Header(Purpose.MESSAGE, message.step, message.task, self._num_sent)
+        sequence = self._num_sent
         self._num_sent += 1
-        buffers = [memoryview(encode_header(header, message.tensors))]
+        if isinstance(message, Posted) and message.inline is None:
+            return self._posting(message, sequence, start_ns)
+        tensors = message.tensors if isinstance(message, Message) else message.inline
+        assert tensors is not None
+        header = Header(Purpose.MESSAGE, message.step, message.task, sequence)
+        buffers = [memoryview(encode_header(header, tensors))]
         buffers += [
-            tensor_bytes(tensor)
-            for tensor in message.tensors
-            if tensor is not None and tensor.numel()
+            tensor_bytes(tensor) for tensor in tensors if tensor is not None and tensor.numel()
         ]
-        return Outbound(buffers, header, message, start_ns)
+        return Outbound(buffers, header, message, queued_ns, start_ns)
 
-    def _sent(self, outbound: Outbound, message: Message, now_ns: int) -> list[Output]:
+    def _posting(self, posted: Posted, sequence: int, start_ns: int | None) -> Outbound:
+        self._lent.add(posted.offset)
+        header = Header(Purpose.POSTED, posted.step, posted.task, sequence, posted.offset)
+        buffers = [memoryview(encode_header(header, posted.forms))]
+        if posted.num_pieces == 1:
+            return Outbound(buffers, header, posted, posted.queued_ns, start_ns)
+        self._filling.append(_Filling(posted, sequence))
+        return Outbound(buffers, header, None, posted.queued_ns, start_ns)
+
+    def _next_piece(self) -> Outbound:
+        """Tell of what has come into the slot of a posted message since its frame left."""
+        filling = self._filling[0]
+        posted = filling.posted
+        filling.num_told = posted.num_filled
+        outbound = bare(
+            Header(Purpose.FILLED, posted.step, sequence=filling.sequence, number=filling.num_told)
+        )
+        if filling.num_told == posted.num_pieces:
+            self._filling.popleft()
+            outbound.message, outbound.queued_ns = posted, posted.queued_ns
+        return outbound
+
+    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
         self._free_ns = now_ns
+        outputs: list[Output] = []
+        if isinstance(message, Posted) and message.inline is not None:
+            outputs.append(Released(message.offset))
         if not self._options.keeps_records:
-            return []
-        assert outbound.start_ns is not None
-        return [
+            return outputs
+        start_ns = outbound.start_ns
+        assert start_ns is not None
+        plane, copy_ns = _INLINE, 0
+        if isinstance(message, Posted):
+            start_ns, plane = min(start_ns, message.begun_ns), self._plane
+            copy_ns = message.copied_ns - message.begun_ns
+            num_bytes = sum(sizes_of(message.forms))
+        else:
+            num_bytes = payload_bytes(message.tensors)
+        outputs.append(
             SendRecord(
-                outbound.start_ns,
+                start_ns,
                 now_ns,
                 message.step,
                 message.task.kind,
                 message.task.stage,
                 message.task.microbatch,
                 self.peer,
+                # A message and its last frame have the same.
                 outbound.header.sequence,
-                payload_bytes(message.tensors),
+                num_bytes,
+                plane,
+                start_ns - outbound.queued_ns,
+                copy_ns,
             )
-        ]
+        )
+        return outputs
 
     def _peer_left(self) -> list[Output]:
         # A later `send` tells it, and what the peer sent comes on another link.
         return []
 
     def _take(self, frame: Frame, now_ns: int) -> list[Output]:
-        if frame.header.purpose is not Purpose.CREDIT:
-            raise FrameError(f"a destination sent a {frame.header.purpose.name.lower()}")
-        self._num_credits += frame.header.number
-        return []
+        header = frame.header
+        if header.purpose is Purpose.CREDIT:
+            self._num_credits += header.number
+            return []
+        if header.purpose is Purpose.RELEASED:
+            if header.number not in self._lent:
+                raise FrameError(f"a destination released the slot at {header.number}, not its own")
+            self._lent.discard(header.number)
+            return [Released(header.number)]
+        raise FrameError(f"a destination sent a {header.purpose.name.lower()}")
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A posted message whose frame has left before its last piece was in its slot."""
+
+    posted: Posted
+    sequence: int
+    num_told: int = 1
+    """Pieces that the peer knows of."""
+
+    @property
+    def is_told_late(self) -> bool:
+        return self.posted.num_filled > self.num_told

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from rrfp.runtime.decoding import integer, member, text
+from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.transport.handshake import SECRET_BYTES
 
 
@@ -28,6 +29,8 @@ class Where:
     directory: str | None
     """Where its Unix socket is, with the secret; None: it has none."""
     tcp: Port | None
+    transport: TransportName = TransportName.INLINE
+    """What is to carry tensors, as this rank was asked."""
 
     def to_json(self) -> str:
         values = asdict(self)
@@ -42,6 +45,7 @@ class Where:
         return cls(
             None if directory is None else _plain_path(text(directory)),
             None if tcp is None else _port(tcp),
+            TransportName(text(member(value, "transport"))),
         )
 
 

@@ -1,8 +1,10 @@
 """The frames that travel on a link: a fixed binary header, then tensors as they lie in memory.
 
 A frame is a prefix (48 bytes), one descriptor (72 bytes) for each tensor, and the bytes of the
-tensors in that order. Only messages carry tensors. Everything in prefix and descriptors is checked
-before memory is allocated for the tensors, and nothing on the wire is ever executed or unpickled.
+tensors in that order. Only messages carry tensors; those of a posted one lie in its sender's outbox
+(`rrfp.runtime.planes.plane`), and its frame has descriptors only. Everything in prefix and
+descriptors is checked before memory is allocated for the tensors, and nothing on the wire is ever
+executed or unpickled.
 Integers are little-endian; tensors travel in the byte order of the (little-endian) hosts.
 """
 
@@ -15,11 +17,12 @@ from enum import IntEnum
 import torch
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.runtime.planes.plane import Form, sizes_of
 from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
 
 MAGIC = b"RRFP"
-VERSION = 3
+VERSION = 4
 MAX_DIMENSIONS = 8
 MAX_TENSORS = 255
 MAX_FORECAST_NS = 3_600_000_000_000
@@ -58,9 +61,13 @@ class Purpose(IntEnum):
     REPORT = 5
     DECISION = 6
     FORECAST = 7
+    POSTED = 8
+    FILLED = 9
+    RELEASED = 10
 
 
-_WITH_TASK = frozenset({Purpose.MESSAGE, Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST})
+_WITH_TENSORS = frozenset({Purpose.MESSAGE, Purpose.POSTED})
+_WITH_TASK = _WITH_TENSORS | {Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST}
 
 
 class FrameError(RrfpError):
@@ -75,10 +82,12 @@ class Header:
     step: int = 0
     task: Task | None = None
     sequence: int = 0
-    """Messages on this link before this one; 0 for every other purpose."""
+    """Messages on this link before this one, posted ones too, or before the one whose next piece is
+    told of (filled); 0 for every other purpose."""
     number: int = 0
     """The position in the agreed sequence (decision); how many credits (credit); in how many ns to
-    expect a task's input (forecast)."""
+    expect a task's input (forecast); the offset of a slot (posted, released); how many pieces of a
+    message are in their slot (filled)."""
     num_tensors: int = 0
 
 
@@ -92,6 +101,8 @@ class Frame:
     """When its prefix was here."""
     num_bytes: int
     """Of its tensors."""
+    forms: tuple[Form | None, ...] = ()
+    """What the tensors of a posted message are."""
 
 
 def payload_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
@@ -99,8 +110,8 @@ def payload_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
-def prepare_message(message: Message, max_message_bytes: int) -> Message:
-    """The message as the wire can take it: detached, contiguous, on the CPU.
+def prepare_message(message: Message, max_message_bytes: int, device: str = "cpu") -> Message:
+    """The message as the wire can take it: detached, contiguous, on a device of this type.
 
     Shares memory with the tensors that are contiguous already. Raises UsageError for a tensor that
     cannot travel.
@@ -115,10 +126,10 @@ def prepare_message(message: Message, max_message_bytes: int) -> Message:
         if tensor is None:
             tensors.append(None)
             continue
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device.type != device or tensor.layout != torch.strided:
             raise UsageError(
                 f"a tensor for {message.task} is {tensor.layout} on {tensor.device};"
-                " the socket transport takes dense tensors on the cpu"
+                f" the socket transport takes dense tensors on the {device}"
             )
         if tensor.dtype not in DTYPES:
             raise UsageError(
@@ -140,8 +151,8 @@ def prepare_message(message: Message, max_message_bytes: int) -> Message:
     return replace(message, tensors=tuple(tensors))
 
 
-def encode_header(header: Header, tensors: Sequence[torch.Tensor | None] = ()) -> bytes:
-    """The prefix and the descriptors of the tensors."""
+def encode_header(header: Header, tensors: Sequence[torch.Tensor | Form | None] = ()) -> bytes:
+    """The prefix and the descriptors of the tensors, or of what they are."""
     task = header.task
     parts = [
         _PREFIX.pack(
@@ -189,7 +200,7 @@ def decode_prefix(data: bytes | bytearray) -> Header:
         raise FrameError(f"a frame has the unknown kind {kind}")
     if (kind != 0) != (purpose in _WITH_TASK):
         raise FrameError(f"a frame of purpose {purpose.name} has the kind {kind}")
-    if num_tensors and purpose != Purpose.MESSAGE:
+    if num_tensors and purpose not in _WITH_TENSORS:
         raise FrameError(f"a frame of purpose {purpose.name} has {num_tensors} tensors")
     # The step of an evaluation is negative (`rrfp.trace.steps`).
     if min(stage, microbatch, sequence, number) < 0 or zero:
@@ -206,13 +217,9 @@ def decode_prefix(data: bytes | bytearray) -> Header:
     return Header(purpose, step, task, sequence, number, num_tensors)
 
 
-TensorForm = tuple[torch.dtype, tuple[int, ...]] | None
-"""A tensor's dtype and shape, or None where there is no tensor."""
-
-
-def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[TensorForm]:
+def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[Form | None]:
     """Read and check the descriptors of one message; raises FrameError that says what is wrong."""
-    forms: list[TensorForm] = []
+    forms: list[Form | None] = []
     total_bytes = 0
     for code, num_dimensions, *dimensions in _DESCRIPTOR.iter_unpack(data):
         if code >= len(_DTYPES):
@@ -237,7 +244,7 @@ def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[
                 f" {max(total_bytes, bound_bytes)} bytes or more, above the maximum of"
                 f" {max_message_bytes}"
             )
-        forms.append((dtype, shape))
+        forms.append(Form(dtype, shape))
     return forms
 
 
@@ -283,8 +290,11 @@ class FrameReader:
             return Frame(header, (), arrived_ns, 0)
         descriptors = bytearray(_DESCRIPTOR.size * header.num_tensors)
         yield memoryview(descriptors)
+        forms = decode_descriptors(descriptors, self._max_message_bytes)
+        if header.purpose is Purpose.POSTED:
+            return Frame(header, (), arrived_ns, sum(sizes_of(forms)), tuple(forms))
         tensors: list[torch.Tensor | None] = []
-        for form in decode_descriptors(descriptors, self._max_message_bytes):
+        for form in forms:
             if form is None:
                 tensors.append(None)
                 continue

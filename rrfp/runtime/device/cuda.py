@@ -1,0 +1,77 @@
+"""A GPU as a device, through torch: the only place that touches `torch.cuda`."""
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+
+from rrfp.errors import UsageError
+from rrfp.runtime.device.device import Event, Stream
+
+
+class CudaDevice:
+    """Implements `rrfp.runtime.device.device.Device`."""
+
+    is_synchronous = False
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises UsageError where there is no such GPU."""
+        if torch.version.cuda is None:
+            raise UsageError(
+                f"the model is on {device} and this torch ({torch.__version__}) is built without"
+                " CUDA; install a build with it, or choose device cpu"
+            )
+        num_devices = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= num_devices:
+            raise UsageError(
+                f"the model is on {device} and torch sees {num_devices} GPUs; see nvidia-smi and"
+                " CUDA_VISIBLE_DEVICES, or choose device cpu"
+            )
+        self.torch_device = torch.device("cuda", index)
+
+    def compute_stream(self) -> Stream:
+        return Stream(torch.cuda.current_stream(self.torch_device))
+
+    def new_stream(self) -> Stream:
+        return Stream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call] # torch's own
+
+    def record(self, stream: Stream) -> Event:
+        # A thread that waits for it sleeps instead of spinning: ranks may share cores.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's own
+        event.record(_cuda(stream))
+        return Event(event)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        _cuda(stream).wait_event(cast(torch.cuda.Event, event))
+
+    def query(self, event: Event) -> bool:
+        return bool(cast(torch.cuda.Event, event).query())  # type: ignore[no-untyped-call] # as above
+
+    def synchronize(self, event: Event) -> None:
+        cast(torch.cuda.Event, event).synchronize()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        with torch.cuda.stream(_cuda(stream)):
+            target.copy_(source, non_blocking=True)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        with torch.cuda.stream(_cuda(stream)):
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def empty_on_host(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(_cuda(stream))
+
+    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        compute = self.compute_stream()
+        for tensor in tensors:
+            # The caching allocator would give it out again to the stream that made it.
+            if tensor is not None and tensor.is_cuda:
+                self.record_stream(tensor, compute)
+
+
+def _cuda(stream: Stream) -> torch.cuda.Stream:
+    return cast(torch.cuda.Stream, stream)

@@ -1,0 +1,67 @@
+"""What the runtime needs of a device: queues of work, the order between them, memory, copies.
+
+A *stream* is a queue of work that runs in order, beside the host and beside other streams. An
+*event* marks a place in a stream: it is complete once all work before it has run. Only the device
+that made a stream or an event looks inside.
+"""
+
+from collections.abc import Iterable
+from typing import NewType, Protocol
+
+import torch
+
+Stream = NewType("Stream", object)
+Event = NewType("Event", object)
+
+
+class Device(Protocol):
+    """A device on which tensors lie. Any thread may call it."""
+
+    torch_device: torch.device
+    """Where torch says that its tensors lie."""
+    is_synchronous: bool
+    """Whether work is done by the time its call returns, so that events are always complete."""
+
+    def compute_stream(self) -> Stream:
+        """The stream to which the calling thread's operations of torch go."""
+        ...
+
+    def new_stream(self) -> Stream:
+        """A stream beside all others."""
+        ...
+
+    def record(self, stream: Stream) -> Event:
+        """Mark what the stream has been given so far."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let what the stream is given from now on run only after the event. The host does not
+        wait."""
+
+    def query(self, event: Event) -> bool:
+        """Whether the event is complete, as the host sees it."""
+        ...
+
+    def synchronize(self, event: Event) -> None:
+        """Let the host wait until the event is complete."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Copy bytes on the stream; both are flat, of equal size and of uint8. Neither is kept
+        alive until the copy has run: that is the caller's."""
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+        """Memory for work of this stream. Once its tensor is gone it is given out again, to work
+        that comes later on the same stream."""
+        ...
+
+    def empty_on_host(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the host that copies to and from the device reach directly: flat, uint8."""
+        ...
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Also another stream uses this memory: what that has been given by the time at which the
+        tensor is gone runs before the memory is given out again."""
+
+    def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """What the calling thread computes from now on uses tensors that are complete, and came
+        from another stream."""

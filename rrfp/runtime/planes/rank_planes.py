@@ -1,0 +1,137 @@
+"""Which data planes a rank has, and which of them serve a link: the one place that chooses."""
+
+import socket
+from collections.abc import Callable, Mapping
+from threading import Lock
+
+from rrfp.errors import UsageError
+from rrfp.runtime.device.device import Device
+from rrfp.runtime.planes.bounce import BouncePlane
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
+from rrfp.runtime.planes.settling import Settled, answer_offer, offer_planes
+from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
+from rrfp.runtime.protocols import Message
+
+LEAST_POSTED_BYTES = 256 * 2**10
+"""A smaller message of the CPU's travels on the socket, which is quicker: no thread is woken."""
+
+DEFAULT_OUTBOX_MB = 256
+
+_A, _I, _S, _C, _N, _B = TransportName
+
+CHOICES: Mapping[str, Mapping[TransportName, tuple[tuple[TransportName, ...], ...]]] = {
+    "cpu": {_A: ((_S,), ()), _I: ((), ()), _S: ((_S,), ()), _N: ((_N,), (_N,)), _B: ((_B,), (_B,))},
+    "cuda": {
+        _A: ((_C, _B), (_N, _B)),
+        _C: ((_C, _B), (_B,)),
+        _N: ((_N, _B), (_N, _B)),
+        _B: ((_B,), (_B,)),
+    },
+}
+"""By the device's type and what was asked for: what a link takes to a peer on this host, and to one
+on another; the first that works, and else the socket itself."""
+
+
+PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
+    TransportName.SHM: SharedMemoryPlane,
+    TransportName.BOUNCE: BouncePlane,
+}
+"""What makes each, with a slab of so many bytes. Raises PlaneRefusal."""
+
+
+class RankPlanes:
+    """The data planes of one rank, with an outbox for each that a link to a peer has taken."""
+
+    def __init__(self, device: Device, asked: TransportName, outbox_bytes: int) -> None:
+        """Raises UsageError for a plane that tensors on this device cannot take."""
+        self.device = device
+        self.asked = asked
+        choices = CHOICES[device.torch_device.type]
+        if asked not in choices:
+            raise UsageError(
+                f"transport {asked} does not carry tensors on {device.torch_device}; choose one of"
+                f" {', '.join(choices)}"
+            )
+        self._near, self._far = choices[asked]
+        self._outbox_bytes = outbox_bytes
+        self._planes: dict[TransportName, Plane] = {}
+        self._refusals: dict[TransportName, str] = {}
+        self._lock = Lock()
+        # Guarded by the lock: links are settled on several threads.
+        self._outboxes: dict[TransportName, Outbox] = {}
+        self._settled: dict[int, Settled] = {}
+
+    @property
+    def settles(self) -> bool:
+        """Whether links have something to settle; the same on all ranks."""
+        return bool(self._near or self._far)
+
+    def open(self, *, has_near: bool, has_far: bool) -> None:
+        """Make what links to peers on this host, and on others, may take."""
+        for name in {*(self._near if has_near else ()), *(self._far if has_far else ())}:
+            try:
+                self._planes[name] = PLANES[name](self.device, self._outbox_bytes)
+            except PlaneRefusal as refusal:
+                self._refusals[name] = str(refusal)
+
+    def offer(
+        self, connection: socket.socket, peer: int, *, is_near: bool, timeout_s: float
+    ) -> Outbox | None:
+        """Settle on a plane for the link to this peer: its outbox, or None where the socket carries
+        tensors itself. Raises SettlingError."""
+        names = self._near if is_near else self._far
+        planes = [self._planes[name] for name in names if name in self._planes]
+        refused = [name for name in names if name not in self._planes]
+        why = self._refusals[refused[0]] if refused else ""
+        if not names and self.asked is TransportName.SHM:
+            why = f"rank {peer} is on another host"
+        settled = offer_planes(connection, planes, why, timeout_s)
+        with self._lock:
+            self._settled[peer] = settled
+            if settled.plane is TransportName.INLINE:
+                return None
+            if settled.plane not in self._outboxes:
+                outbox = Outbox(self._planes[settled.plane])
+                outbox.open()
+                self._outboxes[settled.plane] = outbox
+            return self._outboxes[settled.plane]
+
+    def answer(
+        self, connection: socket.socket, peer: int, timeout_s: float
+    ) -> tuple[Plane, Puller] | None:
+        """Settle on a plane for the link from this peer; None where the socket carries tensors
+        itself. Raises SettlingError."""
+        settled, puller = answer_offer(connection, self._planes, peer, timeout_s)
+        return None if puller is None else (self._planes[settled.plane], puller)
+
+    @property
+    def settled(self) -> dict[int, Settled]:
+        """What each link from this rank has taken, by peer."""
+        with self._lock:
+            return dict(self._settled)
+
+    def posts(self, outbox: Outbox, message: Message, num_bytes: int) -> bool:
+        """Whether a message goes by the outbox. Raises UsageError for one that must and cannot."""
+        if self.device.is_synchronous:
+            return num_bytes >= LEAST_POSTED_BYTES and outbox.takes(message)
+        if message.tensors and not outbox.takes(message):
+            raise UsageError(
+                f"the message for {message.task} has {num_bytes} bytes, above the outbox of"
+                f" {self._outbox_bytes}; raise outbox_mb"
+            )
+        return bool(message.tensors)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was put into the outboxes is posted."""
+        for outbox in self._outboxes.values():
+            outbox.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Free everything. All links are over."""
+        for outbox in self._outboxes.values():
+            outbox.close(timeout_s)
+        for plane in self._planes.values():
+            plane.close()
+        self._planes.clear()

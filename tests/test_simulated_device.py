@@ -1,0 +1,136 @@
+"""The protocol of outbox, pull and release on simulated devices: right as it is, and wrong in every
+seed where one of its rules is broken."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.planes.mapped import MappedPuller
+from rrfp.runtime.planes.outbox import _Piece
+from rrfp.runtime.planes.plane import Pull
+from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.driver import DestinationDriver
+from rrfp.runtime.transport.link import Output
+from tests.simulated_ranks import Mistake, PoisoningOutbox, exchange
+
+NUM_SEEDS = 20
+LARGE_OUTBOX_BYTES = 64 * 2**20
+"""In which no slot is used twice."""
+SLOW_S = 2e-3
+
+seeds = pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < 2 else pytest.mark.slow) for seed in range(NUM_SEEDS)],
+)
+
+
+class HeaderEarly(PoisoningOutbox):
+    """The frame leaves when the copy into the slot is queued."""
+
+    def _copy_next(self) -> None:
+        super()._copy_next()
+        super()._tell(self._copying[-1])
+
+    def _tell(self, piece: _Piece) -> None:
+        pass
+
+
+class SourceFreedEarly(PoisoningOutbox):
+    """The tensors are let go when the copy into the slot is queued."""
+
+    def _copy_next(self) -> None:
+        super()._copy_next()
+        self._copying[-1].tensors = ()
+
+
+class ArrivalEarly(MappedPuller):
+    """The arrival is told when the pull is queued."""
+
+    def _await_copies(self) -> None:
+        pass
+
+    def detach(self) -> None:
+        super()._await_copies()
+        super().detach()
+
+
+class NeverReleases(DestinationLink):
+    """So that no slot is used twice, and an early arrival is the only mistake."""
+
+    def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
+        outputs = super().pulled(pull, now_ns)
+        self._releases.clear()
+        return outputs
+
+
+class ReleaseEarly(DestinationLink):
+    """The slot is released when its message is heard of."""
+
+    def _posted(self, *args: object) -> list[Output]:
+        outputs = super()._posted(*args)  # type: ignore[arg-type] # as it was called
+        self._releases.extend(each.offset for each in outputs if isinstance(each, Pull))
+        return outputs
+
+    def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
+        self._releases.append(pull.offset)
+        outputs = super().pulled(pull, now_ns)
+        self._releases = type(self._releases)(
+            offset for offset in self._releases if offset != pull.offset
+        )
+        return outputs
+
+
+class DetachesLate(DestinationDriver):
+    """It lets go of the peer's memory after its farewell."""
+
+    def _let_go(self) -> None:
+        pass
+
+    def join(self) -> None:
+        super().join()
+        time.sleep(0.05)
+        super()._let_go()
+
+
+class DoesNotWait(SimulatedDevice):
+    """The copy into the slot does not wait for the compute that makes the tensors."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        pass
+
+
+class DoesNotTakeOver(SimulatedDevice):
+    """What has arrived is not known to be used by the compute stream."""
+
+    def take_over(self, tensors: object) -> None:
+        pass
+
+
+MISTAKES = {
+    "header early": Mistake(outbox=HeaderEarly),
+    "arrival early": Mistake(
+        puller=ArrivalEarly, link=NeverReleases, outbox_bytes=LARGE_OUTBOX_BYTES
+    ),
+    "source freed early": Mistake(outbox=SourceFreedEarly),
+    "slot released early": Mistake(link=ReleaseEarly),
+    "compute that does not wait": Mistake(device=DoesNotWait, compute_delay_s=SLOW_S),
+    "compute that does not take over": Mistake(device=DoesNotTakeOver, compute_delay_s=SLOW_S),
+    "detach after free": Mistake(driver=DetachesLate),
+}
+
+
+@seeds
+def test_nothing_is_corrupt(seed: int) -> None:
+    findings = exchange(seed, 500, Mistake())
+    assert findings.num_arrived == 500
+    assert findings.are_clean
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@seeds
+def test_a_broken_rule_is_found(name: str, seed: int) -> None:
+    assert not exchange(seed, 200, MISTAKES[name], until_found=True).are_clean
