@@ -1,5 +1,6 @@
 """Holds the first proposal of `rrfp tune` against the best that a plain random search finds, and
-against a real paced run: `python -m benchmarks.run_tune [--seed N] [--only NAME] [--real]`.
+against a real paced run: `python -m benchmarks.run_tune [--seed N] [--only NAME] [--real]`. With
+`--slower 8` all times are eight times as long: a machine with few cores keeps the pace of that.
 
 The plain search shares the costs and the simulator with `rrfp tune`, and none of the code that
 searches. Both are judged on steps that neither has seen.
@@ -218,12 +219,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="")
     parser.add_argument("--real", action="store_true", help="Run the first proposal, paced.")
+    parser.add_argument("--slower", type=float, default=1.0, help="Factor of all times.")
     asked = parser.parse_args()
     print("costs | predicted | tuned | plain | tuned / plain | real | predicted / real")
     with tempfile.TemporaryDirectory() as directory:
         for case in cases(asked.seed):
             if asked.only not in case.name:
                 continue
+            case = case.slower(asked.slower)
             path = Path(directory) / f"{case.name.replace(' ', '-')}.toml"
             path.write_text(case.document, encoding="utf-8")
             plain = plain_of(case, path)

@@ -1,8 +1,9 @@
 """Cost files of ten kinds, drawn by seeds, to hold `rrfp tune` against a plain search on."""
 
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,19 @@ class Case:
     """None: the model says it itself."""
     uneven: str = "ranks"
     jitter: str = "none"
+
+    def slower(self, factor: float) -> "Case":
+        """The same costs with all times so much longer."""
+
+        def longer(found: re.Match[str]) -> str:
+            name, number = found.groups()
+            by = 1 / factor if name == "flops_per_s" else factor
+            return f"{name} = {float(number) * by:.6g}"
+
+        document = re.sub(
+            r"\b([FBW]|latency_s|layer_s|flops_per_s) = ([\d.e+-]+)", longer, self.document
+        )
+        return replace(self, document=document)
 
 
 def cases(seed: int) -> list[Case]:
