@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Self, TypeVar
 
 import torch
@@ -13,14 +13,19 @@ from torch.distributed import HashStore, TCPStore
 
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.protocols import Clock, Compute, Inbox, Links, Transport, monotonic
+from rrfp.runtime.device.device import Device
+from rrfp.runtime.device_worker import DeviceWorker
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.protocols import Clock, Compute, Inbox, Links, StepSummary, Transport, monotonic
 from rrfp.runtime.stall import StoreStallBoard
 from rrfp.runtime.transport.memory import MemoryNetwork, MemoryTransport
 from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.worker import StepSummary, Worker
+from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.order import Order
+from rrfp.schedule.patience.just_in_time import JustInTime
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
@@ -29,6 +34,8 @@ from rrfp.trace.records import NS_PER_S, Record
 from tests.memory_ranks import MemoryRanks
 
 T = TypeVar("T")
+
+OUTBOX_BYTES = 1 << 20
 
 PAYLOAD = (torch.zeros(1024),)
 """4 KiB: what every task hands on."""
@@ -143,10 +150,12 @@ def open_rig(
     delays_s: float | None = None,
     record: Callable[[Record], None] | None = None,
     wrap: Callable[[Links], Links] = lambda links: links,
+    device: Device | None = None,
+    in_time: JustInTime | None = None,
 ) -> Iterator[RankRig]:
     """This process' rank among `num_pp_ranks` times `num_members`, in the environment of
     `run_ranks`. What the worker and the agreement send goes through `wrap`. Records go to `record`,
-    or into the rig's own list."""
+    or into the rig's own list. With a device, tensors lie on it and go by shared memory."""
     torch.set_num_threads(1)
     place = Place(int(os.environ["RANK"]), num_pp_ranks, num_members)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -164,10 +173,12 @@ def open_rig(
         num_credits=num_credits,
         record=record,
         delays=delays,
+        planes=None if device is None else RankPlanes(device, TransportName.SHM, OUTBOX_BYTES),
     )
     links = wrap(transport)
     agreement = StarAgreement(place.rank, place.members, links, record)
-    worker = Worker(
+    make = Worker if device is None else partial(DeviceWorker, device=device, in_time=in_time)
+    worker = make(
         place.pp_ranks,
         inbox,
         links,
@@ -175,7 +186,7 @@ def open_rig(
         record,
         StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
         stall_s=stall_s,
-        decides_ahead=decides_ahead,
+        decides_ahead=decides_ahead and device is None,
         delays=delays,
     )
     rig = RankRig(place, transport, agreement, worker, records, monotonic, time.sleep)

@@ -216,6 +216,9 @@ class _Latencies:
     def task(self, task: Task) -> Any:
         raise NotImplementedError
 
+    def left_ns(self, task: Task, worked_ns: int) -> int:
+        raise NotImplementedError
+
     def expected_ns(self, task: Task) -> int | None:
         raise NotImplementedError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rrfp.race.peers import PEERS, Project, why_not
-from rrfp.runtime.worker import StepSummary
+from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement
 from rrfp.schedule.tasks import Kind, Task

@@ -4,8 +4,6 @@ seed where one of its rules is broken."""
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rrfp.runtime.device.device import Event, Stream
 from rrfp.runtime.device.simulated import SimulatedDevice

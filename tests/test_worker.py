@@ -26,10 +26,11 @@ from rrfp.runtime.protocols import (
     PeerLostError,
     Reported,
     StallError,
+    StepSummary,
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StoreStallBoard
 from rrfp.runtime.transport.memory import MemoryNetwork
-from rrfp.runtime.worker import StepSummary, Worker
+from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.hints.table import HINTS

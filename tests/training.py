@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rrfp.megatron.step_policy import StepPolicy
-from rrfp.runtime.worker import StepSummary
+from rrfp.runtime.protocols import StepSummary
 from rrfp.trace.records import Record, TaskRecord
 from rrfp.train.checks import check_settings
 from rrfp.train.ranks.parallel import Layout

@@ -45,9 +45,8 @@ from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
-from rrfp.runtime.protocols import monotonic
+from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.runtime.rendezvous import default_store
-from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape

@@ -14,11 +14,11 @@ from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import StepPace
-from rrfp.runtime.protocols import Compute, Inbox
+from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
 from rrfp.runtime.transport.factory import transport_maker
-from rrfp.runtime.worker import StepSummary, Worker
+from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape

@@ -17,8 +17,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step
 from rrfp.errors import UsageError
 from rrfp.race.peers import PEERS
 from rrfp.runtime.pace import Pace, StepPace, sleep_until
-from rrfp.runtime.protocols import Clock, monotonic
-from rrfp.runtime.worker import StepSummary
+from rrfp.runtime.protocols import Clock, StepSummary, monotonic
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task

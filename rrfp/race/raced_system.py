@@ -52,6 +52,9 @@ class _AtOnce:
     def task(self, task: Task) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def left_ns(self, task: Task, worked_ns: int) -> int:
+        return 0
+
     def expected_ns(self, task: Task) -> None:
         return None
 

@@ -36,6 +36,12 @@ class StepPace(Protocol):
         modelled time since entry has passed, and counts tasks that took longer."""
         ...
 
+    def left_ns(self, task: Task, worked_ns: int) -> int:
+        """How much longer a task is to take whose work takes so long, on a device that cannot be
+        asked while it works. Called once for each task, in the order in which the rank launches
+        them, which is taken for their start."""
+        ...
+
     def expected_ns(self, task: Task) -> int | None:
         """What the task is known to take before it runs; None where nothing is."""
         ...

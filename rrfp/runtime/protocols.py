@@ -87,13 +87,18 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """This rank's device has ended a task."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A link broke, or its peer fell silent; the run cannot go on."""
 
     error: RrfpError
 
 
-Event = Arrived | Forecast | Reported | Decided | Left | Failed
+Event = Arrived | Forecast | Reported | Decided | Ended | Left | Failed
 
 
 class PeerLostError(RrfpError):
@@ -242,3 +247,19 @@ class Compute(Protocol):
     def waiting_gradient_bytes(self) -> int:
         """Bytes of gradients that wait now for those of earlier microbatches."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """What one rank's step amounted to; times on this rank's clock."""
+
+    start_ns: int
+    """The rank's entry into the schedule."""
+    end_ns: int
+    """The rank's return from the schedule."""
+    busy_ns: int
+    """Time in F, B and W."""
+    peak_held: float
+    """The most activations held, in microbatches of the whole rank."""
+    peak_held_bytes: int | None = None
+    """Likewise in bytes, as measured or else as modelled; None where neither is known."""

@@ -13,8 +13,7 @@ a group it lends them, while a task runs, to the thread that decides on the next
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import or_
 
@@ -30,6 +29,7 @@ from rrfp.runtime.protocols import (
     Clock,
     Compute,
     Decided,
+    Ended,
     Event,
     Failed,
     Forecast,
@@ -40,6 +40,7 @@ from rrfp.runtime.protocols import (
     PeerLostError,
     Reported,
     StallError,
+    StepSummary,
     monotonic,
 )
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, listed
@@ -52,22 +53,6 @@ from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
-
-
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """What one rank's step amounted to; times on this rank's clock."""
-
-    start_ns: int
-    """The rank's entry into the schedule."""
-    end_ns: int
-    """The rank's return from the schedule."""
-    busy_ns: int
-    """Time in F, B and W."""
-    peak_held: float
-    """The most activations held, in microbatches of the whole rank."""
-    peak_held_bytes: int | None = None
-    """Likewise in bytes, as measured or else as modelled; None where neither is known."""
 
 
 class Worker:
@@ -148,13 +133,7 @@ class Worker:
         """Run every task of one step, paced if `pace` is given. Raises what a task raises,
         PeerLostError or StallError."""
         step_start_ns = self._clock()
-        self._step = step
-        self._dispatcher = dispatcher
-        self._pace = pace
-        self._start_patience()
-        self._agreement.start_step()
-        self._take_in(self._early.pop(step, ()))
-        self._peak_held_bytes = 0
+        self._begin_step(step, dispatcher, pace)
         busy_ns = 0
         while True:
             self._take_in(self._inbox.take())
@@ -176,11 +155,22 @@ class Worker:
                     case Wait(cause):
                         self._wait(cause)
                     case StepDone():
-                        peak_held = dispatcher.peak_held / dispatcher.shape.num_chunks
-                        peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
-                        return StepSummary(
-                            step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None
-                        )
+                        return self._summary(step_start_ns, busy_ns)
+
+    def _begin_step(self, step: int, dispatcher: Dispatcher, pace: StepPace | None) -> None:
+        self._step = step
+        self._dispatcher = dispatcher
+        self._pace = pace
+        self._start_patience()
+        self._agreement.start_step()
+        self._take_in(self._early.pop(step, ()))
+        self._peak_held_bytes = 0
+
+    def _summary(self, step_start_ns: int, busy_ns: int) -> StepSummary:
+        dispatcher = self._dispatcher
+        peak_held = dispatcher.peak_held / dispatcher.shape.num_chunks
+        peak_bytes = self._peak_held_bytes or dispatcher.peak_held_bytes
+        return StepSummary(step_start_ns, self._clock(), busy_ns, peak_held, peak_bytes or None)
 
     def _start_patience(self) -> None:
         """Begin to announce tasks, and to take in what is announced, if the policy asks for it; in
@@ -212,6 +202,8 @@ class Worker:
             if isinstance(event, Left):
                 self._left.add(event.peer)
                 continue
+            if isinstance(event, Ended):
+                continue
             step = event.message.step if isinstance(event, Arrived) else event.step
             if step != self._step:
                 self._early[step].append(event)
@@ -232,15 +224,8 @@ class Worker:
 
     def _run(self, compute: Compute, run: RunTask) -> int:
         """Run one task and pass on its output; returns how long the task itself took, in ns."""
-        task, shape, step = run.task, self._dispatcher.shape, self._step
-        pp_rank = self._dispatcher.rank
-        inputs: tuple[torch.Tensor | None, ...] = ()
-        sender = shape.sender(task)
-        if sender is not None:
-            inputs = self._inputs.pop(task)
-            sending_rank = shape.rank_of(sender.stage)
-            if sending_rank != pp_rank:
-                self._links.consumed(self._pp_ranks[sending_rank], step)
+        task = run.task
+        inputs = self._take_inputs(task)
         waiting_bytes = compute.waiting_gradient_bytes
         if self._punctuality is not None:
             self._announce(task, run.chunk)
@@ -249,37 +234,71 @@ class Worker:
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
             nullcontext() if pace is None else pace.task(task),
-            told_when_out_of_memory(
-                self._pp_ranks[pp_rank], task, compute.held_bytes, run.held / shape.num_chunks
-            ),
+            self._told_when_out_of_memory(compute, run),
         ):
             if self._delay is not None:
                 self._delay()
             outputs = compute.run(task, inputs)
         end_ns = self._clock()
         self._durations.took(task.kind, run.chunk, end_ns - start_ns)
+        held_bytes = self._measured_bytes(compute, run)
+        self._pass_on(task, outputs)
+        self._record_task(run, start_ns, end_ns, held_bytes, waiting_bytes)
+        return end_ns - start_ns
+
+    def _take_inputs(self, task: Task) -> tuple[torch.Tensor | None, ...]:
+        """What a task takes of other tasks."""
+        shape = self._dispatcher.shape
+        sender = shape.sender(task)
+        if sender is None:
+            return ()
+        inputs = self._inputs.pop(task)
+        sending_rank = shape.rank_of(sender.stage)
+        if sending_rank != self._dispatcher.rank:
+            self._links.consumed(self._pp_ranks[sending_rank], self._step)
+        return inputs
+
+    def _told_when_out_of_memory(
+        self, compute: Compute, run: RunTask
+    ) -> AbstractContextManager[None]:
+        dispatcher = self._dispatcher
+        num_held = run.held / dispatcher.shape.num_chunks
+        rank = self._pp_ranks[dispatcher.rank]
+        return told_when_out_of_memory(rank, run.task, compute.held_bytes, num_held)
+
+    def _measured_bytes(self, compute: Compute, run: RunTask) -> int:
+        """What is held with this task, in bytes: what the decision was made by, where that was
+        bytes, or else as measured."""
         measured_bytes = compute.held_bytes
         self._peak_held_bytes = max(self._peak_held_bytes, measured_bytes)
+        return run.held_bytes or measured_bytes
+
+    def _pass_on(self, task: Task, outputs: tuple[torch.Tensor | None, ...]) -> None:
+        """Give a task's outputs to the task that takes them."""
+        shape, pace = self._dispatcher.shape, self._pace
         receiver = shape.receiver(task)
-        if receiver is not None:
-            receiving_rank = shape.rank_of(receiver.stage)
-            if receiving_rank == pp_rank:
-                self._inputs[receiver] = outputs
-            else:
-                latency_ns = 0 if pace is None else pace.message_ns(receiver)
-                self._links.send(
-                    self._pp_ranks[receiving_rank], Message(step, receiver, outputs, latency_ns)
-                )
+        if receiver is None:
+            return
+        receiving_rank = shape.rank_of(receiver.stage)
+        if receiving_rank == self._dispatcher.rank:
+            self._inputs[receiver] = outputs
+            return
+        latency_ns = 0 if pace is None else pace.message_ns(receiver)
+        message = Message(self._step, receiver, outputs, latency_ns)
+        self._links.send(self._pp_ranks[receiving_rank], message)
+
+    def _record_task(
+        self, run: RunTask, start_ns: int, end_ns: int, held_bytes: int, waiting_bytes: int
+    ) -> None:
+        stage, kind, microbatch = run.task
         self._record(
             TaskRecord(
-                *(start_ns, end_ns, step, task.kind, task.stage, run.chunk, task.microbatch),
+                *(start_ns, end_ns, self._step, kind, stage, run.chunk, microbatch),
                 *run[2:-1],
-                # What the decision was made by, where that was bytes.
-                held_bytes=run.held_bytes or measured_bytes,
+                held_bytes=held_bytes,
                 waiting_bytes=waiting_bytes,
             )
         )
-        return end_ns - start_ns
 
     def _announce(self, task: Task, chunk: int) -> None:
         """Tell the rank that takes this task's output when to expect it."""

@@ -7,14 +7,19 @@ The members of a group (tensor parallelism) run each task together, because it c
 only their messages arrive at different times. The leader's dispatcher counts them all. It decides
 on the next task while one runs, just early enough for the round of agreement to be over when that
 task ends. If nothing was ready by then, the group waits for a decision and its round.
+
+Where a device works beside its host and launches take time, every rank decides on its next task
+while one runs, as late as it dares, and again with every arrival from then on. At most one task
+waits behind the running one.
 """
 
 from collections import defaultdict
 
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.instructions import Waited
-from rrfp.schedule.lanes import NO_RANK, NOTHING
+from rrfp.schedule.lanes import KINDS, NO_RANK, NOTHING
 from rrfp.schedule.patience.announcements import NEVER
+from rrfp.schedule.patience.just_in_time import JustInTime
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.announcing import Announcing
@@ -48,6 +53,13 @@ class TravellingStep(Step):
         """With `announcing`, ranks tell each other when to expect their output."""
         super().__init__(shape, policy, world, log)
         self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
+        self._launch_ns = world.launch_ns
+        # By rank, where launches take time: what it knows, when it may decide on its next task, and
+        # when its device began what it runs.
+        num_deciding = shape.num_ranks if world.launch_ns else 0
+        self._in_time = [JustInTime(world.launch_risk) for _ in range(num_deciding)]
+        self._due_ns = [NEVER] * shape.num_ranks
+        self._began_ns = [0] * shape.num_ranks
         self._is_busy = [False] * shape.num_ranks
         # Ranks that something happened to, each once.
         self._to_decide = list(range(shape.num_ranks))
@@ -73,11 +85,15 @@ class TravellingStep(Step):
                 if what == ENDED:
                     self._is_busy[rank] = False
                     self._ask(rank)
+                    if self._launch_ns:
+                        self._ran(rank, now_ns, number)
                     self._send_output(rank, now_ns, number)
                 elif what == CAME:
                     self._came(rank, member, now_ns, number)
                 elif what == DECIDES_AHEAD:
-                    self._decide_ahead(rank, now_ns)
+                    # It may be over, if the task took less than was expected.
+                    if self._is_busy[rank] and rank not in self._ahead:
+                        self._decide_ahead(rank, now_ns)
                 elif what == ANNOUNCED:
                     self._heard(rank, now_ns, number)
                 elif self._deadline_ns[rank] == now_ns:
@@ -94,13 +110,14 @@ class TravellingStep(Step):
             self._is_to_decide[rank] = False
             if not self._is_busy[rank]:
                 self._decide(rank, now_ns)
+            elif NEVER < self._due_ns[rank] <= now_ns and rank not in self._ahead:
+                self._decide_ahead(rank, now_ns)
         self._to_decide.clear()
 
     def _decide(self, rank: int, now_ns: int) -> None:
         """Let a free rank begin a task, if one may run."""
         if rank in self._ahead:
             number, agreed_ns = self._ahead.pop(rank)
-            start_ns = max(now_ns, agreed_ns)
         else:
             number = self.decide(rank, now_ns)
             if number == NOTHING:
@@ -110,19 +127,42 @@ class TravellingStep(Step):
                     self.push(deadline_ns, LOSES_PATIENCE, rank, 0, 0)
                 self._idle_followers(rank, now_ns)
                 return
-            start_ns = now_ns + self._agreement_ns
-            self._log_round(rank, now_ns, start_ns, number)
-        if self.log is not None and start_ns > now_ns:
-            self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, start_ns))
+            agreed_ns = now_ns + self._agreement_ns
+            self._log_round(rank, now_ns, agreed_ns, number)
+        if self.log is not None and agreed_ns > now_ns:
+            self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, agreed_ns))
             # The followers have the task's input too, and wait for the decision.
             self._idle_followers(rank, now_ns)
         self._is_busy[rank] = True
+        start_ns = max(now_ns, agreed_ns + self._launch_ns)
         end_ns = self.run(rank, start_ns, number)
         if self._announcing is not None:
             self._deadline_ns[rank] = NEVER
             self._announce(self._announcing, rank, start_ns, end_ns, number)
-        if self._agreement_ns:
+        if self._launch_ns:
+            self._decide_in_time(rank, start_ns, end_ns, number)
+        elif self._agreement_ns:
             self.push(max(start_ns, end_ns - self._agreement_ns), DECIDES_AHEAD, rank, 0, number)
+
+    def _decide_in_time(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
+        """Let a rank decide on its next task while its device runs this one."""
+        lanes, in_time = self.lanes[rank], self._in_time[rank]
+        lane = number // lanes.num_microbatches
+        kind, chunk = KINDS[lanes.kinds[lane]], lanes.chunks[lane]
+        self._began_ns[rank] = start_ns
+        in_time.launched(kind, chunk, self._launch_ns + self._agreement_ns)
+        due_ns = in_time.due_ns(kind, chunk, start_ns)
+        self._due_ns[rank] = NEVER
+        if due_ns is not None and due_ns < end_ns:
+            self._due_ns[rank] = due_ns
+            self.push(due_ns, DECIDES_AHEAD, rank, 0, number)
+
+    def _ran(self, rank: int, now_ns: int, number: int) -> None:
+        """The device of a rank has ended a task."""
+        lanes = self.lanes[rank]
+        lane = number // lanes.num_microbatches
+        taken_ns = now_ns - self._began_ns[rank]
+        self._in_time[rank].ran(KINDS[lanes.kinds[lane]], lanes.chunks[lane], taken_ns)
 
     def _idle_followers(self, rank: int, now_ns: int) -> None:
         # Without a log there are none.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rrfp.schedule.patience.just_in_time import RISK
 from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.schedule.values import Value
@@ -82,6 +83,11 @@ class World(Value):
     expected: TaskTimes | None = None
     """What ranks know of their tasks' times beforehand, if they announce when they will be done;
     None: only what their earlier tasks took."""
+    launch_ns: int = 0
+    """How long a rank's host takes to launch a task on its device, which decides just in time
+    (`rrfp.schedule.patience.just_in_time`). 0: ranks decide when a task has ended."""
+    launch_risk: float = RISK
+    """What a rank risks by waiting with its decision (`JustInTime`)."""
     agreement_ns: int = 0
     """The time of a round of agreement. It is hidden if it is over before the task that runs
     meanwhile; otherwise the group waits."""

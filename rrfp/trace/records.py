@@ -131,6 +131,8 @@ class Phase(StrEnum):
     """From the rank's entry into the schedule to its return: its share of the step's window."""
     DATA = "data"
     OPTIMIZER = "optimizer"
+    LAUNCH = "launch"
+    """The host handed a task to the device, which runs tasks beside it."""
     PLAN = "plan"
     """The planner's process searched for the step's order of entry, while the step before ran."""
     SCRIPT = "script"

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rrfp.runtime.worker import StepSummary
+from rrfp.runtime.protocols import StepSummary
 from rrfp.trace.records import NS_PER_S, RankInfo
 from rrfp.train.pacing import PaceTally
 from rrfp.train.ranks.parallel import Layout

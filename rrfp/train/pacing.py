@@ -239,6 +239,14 @@ class PacedStep:
             self._count(worked_ns - time_ns)
         self._sleep(start_ns + time_ns)
 
+    def left_ns(self, task: Task, worked_ns: int) -> int:
+        time_ns = self._model(task, worked_ns)
+        if self._stretch is not None:
+            time_ns = self._stretch(self._clock() - self._start_ns, task, time_ns)
+        if self._count is not None:
+            self._count(worked_ns - time_ns)
+        return max(0, time_ns - worked_ns)
+
     def expected_ns(self, task: Task) -> int | None:
         if self._known_ns is None:
             return None

@@ -21,7 +21,7 @@ from rrfp.megatron.installation import megatrons
 from rrfp.megatron.native.pace import NativePace
 from rrfp.megatron.native.timing import HostTimer, Timer
 from rrfp.runtime.pace import Pace
-from rrfp.runtime.worker import StepSummary
+from rrfp.runtime.protocols import StepSummary
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind

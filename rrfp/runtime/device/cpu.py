@@ -1,6 +1,8 @@
 """The CPU as a device: everything is done when its call returns."""
 
+import time
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 
@@ -15,6 +17,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     is_synchronous = True
+    clock_error_ns = 0
 
     def compute_stream(self) -> Stream:
         return _STREAM
@@ -24,6 +27,18 @@ class CpuDevice:
 
     def record(self, stream: Stream) -> Event:
         return _EVENT
+
+    def record_timed(self, stream: Stream) -> Event:
+        return Event(time.monotonic_ns())
+
+    def time_ns(self, event: Event) -> int:
+        return cast(int, event)
+
+    def relate_clocks(self) -> None:
+        pass
+
+    def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        time.sleep(time_ns / 1e9)
 
     def wait(self, stream: Stream, event: Event) -> None:
         pass

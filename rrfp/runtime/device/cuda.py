@@ -1,5 +1,6 @@
 """A GPU as a device, through torch: the only place that touches `torch.cuda`."""
 
+import time
 from collections.abc import Iterable
 from typing import cast
 
@@ -29,6 +30,11 @@ class CudaDevice:
                 " CUDA_VISIBLE_DEVICES, or choose device cpu"
             )
         self.torch_device = torch.device("cuda", index)
+        self.clock_error_ns = 0
+        # A moment on both clocks.
+        self._origin: torch.cuda.Event
+        self._origin_ns = 0
+        self._cycles_per_ns: float | None = None
 
     def compute_stream(self) -> Stream:
         return Stream(torch.cuda.current_stream(self.torch_device))
@@ -41,6 +47,46 @@ class CudaDevice:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's own
         event.record(_cuda(stream))
         return Event(event)
+
+    def record_timed(self, stream: Stream) -> Event:
+        event = _timed_event()
+        event.record(_cuda(stream))
+        return Event(event)
+
+    def time_ns(self, event: Event) -> int:
+        # elapsed_time is in ms, with the precision of a float32.
+        passed_ms = float(self._origin.elapsed_time(cast(torch.cuda.Event, event)))
+        return self._origin_ns + round(passed_ms * 1e6)
+
+    def relate_clocks(self) -> None:
+        stream = _cuda(self.compute_stream())
+        stream.synchronize()
+        self._origin = _timed_event()
+        before_ns = time.monotonic_ns()
+        self._origin.record(stream)
+        self._origin.synchronize()
+        after_ns = time.monotonic_ns()
+        self._origin_ns = (before_ns + after_ns) // 2
+        self.clock_error_ns = (after_ns - before_ns + 1) // 2
+
+    def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        if self._cycles_per_ns is None:
+            self._cycles_per_ns = self._measured_cycles_per_ns()
+        with torch.cuda.stream(_cuda(stream)):
+            _sleep(round(time_ns * self._cycles_per_ns))
+
+    def _measured_cycles_per_ns(self) -> float:
+        """How many of its cycles the device counts in a nanosecond."""
+        num_cycles = 10_000_000
+        stream = _cuda(self.new_stream())
+        with torch.cuda.stream(stream):
+            _sleep(num_cycles)  # The first one is compiled or loaded.
+            start, end = _timed_event(), _timed_event()
+            start.record(stream)
+            _sleep(num_cycles)
+            end.record(stream)
+        end.synchronize()
+        return num_cycles / (float(start.elapsed_time(end)) * 1e6)
 
     def wait(self, stream: Stream, event: Event) -> None:
         _cuda(stream).wait_event(cast(torch.cuda.Event, event))
@@ -71,6 +117,14 @@ class CudaDevice:
             # The caching allocator would give it out again to the stream that made it.
             if tensor is not None and tensor.is_cuda:
                 self.record_stream(tensor, compute)
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call] # torch's own
+
+
+def _sleep(num_cycles: int) -> None:
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call] # torch's own
 
 
 def _cuda(stream: Stream) -> torch.cuda.Stream:

@@ -21,6 +21,8 @@ class Device(Protocol):
     """Where torch says that its tensors lie."""
     is_synchronous: bool
     """Whether work is done by the time its call returns, so that events are always complete."""
+    clock_error_ns: int
+    """How far `time_ns` may be off."""
 
     def compute_stream(self) -> Stream:
         """The stream to which the calling thread's operations of torch go."""
@@ -33,6 +35,21 @@ class Device(Protocol):
     def record(self, stream: Stream) -> Event:
         """Mark what the stream has been given so far."""
         ...
+
+    def record_timed(self, stream: Stream) -> Event:
+        """Likewise, and `time_ns` says later when the stream came there."""
+        ...
+
+    def time_ns(self, event: Event) -> int:
+        """When a complete event of `record_timed` was completed, on the host's monotonic clock."""
+        ...
+
+    def relate_clocks(self) -> None:
+        """Relate the device's clock to the host's anew: the two drift, and what a device tells of
+        long times is coarse. The host waits for what the compute stream was given."""
+
+    def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        """Let the stream do nothing for so long before what it is given next."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let what the stream is given from now on run only after the event. The host does not

@@ -22,6 +22,7 @@ from typing import cast
 import torch
 
 from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.pace import sleep_until
 
 POISON = 0xA5
 _CAPACITY_UNIT = 256
@@ -57,6 +58,16 @@ class _Stream:
         self._thread.join()
 
 
+class _TimedEvent(threading.Event):
+    """Knows when it was set."""
+
+    time_ns = 0
+
+    def set(self) -> None:
+        self.time_ns = time.monotonic_ns()
+        super().set()
+
+
 class _Memory:
     """A piece of the device's memory. The device keeps it: work that comes too late finds poison
     there, and not another process' error."""
@@ -72,6 +83,7 @@ class SimulatedDevice:
 
     torch_device = torch.device("cpu")
     is_synchronous = False
+    clock_error_ns = 0
 
     def __init__(
         self, seed: int = 0, *, mean_delay_s: float = 100e-6, compute_delay_s: float | None = None
@@ -115,6 +127,20 @@ class SimulatedDevice:
         event = threading.Event()
         _stream(stream).put(event.set)
         return Event(event)
+
+    def record_timed(self, stream: Stream) -> Event:
+        event = _TimedEvent()
+        _stream(stream).put(event.set)
+        return Event(event)
+
+    def time_ns(self, event: Event) -> int:
+        return cast(_TimedEvent, event).time_ns
+
+    def relate_clocks(self) -> None:
+        self.synchronize(self.record(self.compute_stream()))
+
+    def keep_busy(self, stream: Stream, time_ns: int) -> None:
+        _stream(stream).put(lambda: sleep_until(time.monotonic_ns() + time_ns))
 
     def wait(self, stream: Stream, event: Event) -> None:
         passed = cast(threading.Event, event)
