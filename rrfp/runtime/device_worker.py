@@ -60,6 +60,8 @@ class DeviceWorker(Worker):
         """When to decide on what follows the running task; None: when it has ended."""
         self._ended_ns = 0
         """When the device had nothing left to do, the last time it had not."""
+        self._asked_ns = 0
+        """Since when the next decision could be made."""
         self._busy_ns = 0
         self._to_watch: SimpleQueue[seam.Event | None] = SimpleQueue()
         self._watcher = Thread(target=self._watch, name="rrfp-device", daemon=True)
@@ -92,6 +94,7 @@ class DeviceWorker(Worker):
         step_start_ns = self._clock()
         self._begin_step(step, dispatcher, pace)
         self._launched.clear()
+        self._asked_ns = step_start_ns
         self._busy_ns = 0
         group = self._agreement.group
         follows = group is not None and not group.leads
@@ -108,6 +111,8 @@ class DeviceWorker(Worker):
                 if follows or left_s > 0:
                     self._look(left_s if left_s > 0 else LOOK_S)
                     continue
+                if self._due_ns is not None:
+                    self._asked_ns = max(self._asked_ns, self._due_ns)
                 stimulus = DecideAhead()
             instructions = self._handle(stimulus)
             if not instructions:
@@ -131,7 +136,9 @@ class DeviceWorker(Worker):
 
     def _look(self, timeout_s: float) -> None:
         """Wait until something arrives or a task ends, at most for so long."""
-        self._take_in(self._inbox.take(timeout_s))
+        events = self._inbox.take(timeout_s)
+        self._asked_ns = self._clock()
+        self._take_in(events)
 
     def _left_s(self) -> float:
         """How long it is too early to decide on the next task; at most for a look."""
@@ -161,7 +168,8 @@ class DeviceWorker(Worker):
             ended = device.record_timed(stream)
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.LAUNCH))
-        self._in_time.launched(task.kind, run.chunk, end_ns - start_ns)
+        # A thread that wakes up late launches late.
+        self._in_time.launched(task.kind, run.chunk, end_ns - min(start_ns, self._asked_ns))
         held_bytes = self._measured_bytes(compute, run)
         launched = _Launched(run, began, ended, start_ns, known_ns, held_bytes, waiting_bytes)
         self._launched.append(launched)
@@ -185,7 +193,7 @@ class DeviceWorker(Worker):
             start_ns = max(device.time_ns(launched.began), launched.launch_start_ns)
             end_ns = max(device.time_ns(launched.ended), start_ns)
             self._busy_ns += end_ns - start_ns
-            self._ended_ns = end_ns
+            self._ended_ns = self._asked_ns = end_ns
             kind = run.task.kind
             self._in_time.ran(kind, run.chunk, end_ns - start_ns, launched.known_ns)
             self._durations.took(kind, run.chunk, end_ns - start_ns)

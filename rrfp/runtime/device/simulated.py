@@ -97,6 +97,7 @@ class SimulatedDevice:
         self._free: defaultdict[int, list[_Memory]] = defaultdict(list)
         """By their size. Appended to without the lock, which a finalizer must not take."""
         self._by_address: dict[int, _Memory] = {}
+        self._poisoner = self._make("rrfp-simulated-memory", 0.0)
         self._compute = self._make(
             "rrfp-simulated-compute", mean_delay_s if compute_delay_s is None else compute_delay_s
         )
@@ -186,19 +187,20 @@ class SimulatedDevice:
 
     def _give_back(self, memory: _Memory, address: int, owner: _Stream) -> None:
         """A tensor is gone: poison what it had, once those that may use it have done so."""
-        others = []
-        for stream in memory.streams:
+        done = []
+        for stream in {owner, *memory.streams}:
             event = threading.Event()
             stream.put(event.set)
-            others.append(event)
+            done.append(event)
 
         def poison() -> None:
-            for event in others:
+            for event in done:
                 event.wait()
             ctypes.memset(address, POISON, len(memory.buffer))
             self._free[len(memory.buffer)].append(memory)
 
-        owner.put(poison)
+        # Beside the owner's stream, whose work must not wait for another stream's.
+        self._poisoner.put(poison)
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -215,7 +217,7 @@ class SimulatedDevice:
 
     def close(self) -> None:
         """End its streams, once they have run what they were given."""
-        for stream in self._streams:
+        for stream in [*self._streams[1:], self._poisoner]:
             stream.close()
 
 
