@@ -38,7 +38,7 @@ from rrfp.schedule.tasks import Kind, Task
 MOST_BYTES = 8 * 2**10
 SMALL_OUTBOX_BYTES = 4 * MOST_BYTES
 """So small that slots are waited for, and used again at once."""
-PATIENCE_S = 30.0
+PATIENCE_S = 5.0
 
 
 @dataclass
@@ -121,6 +121,7 @@ class Mistake:
     driver: type[DestinationDriver] = DestinationDriver
     device: type[SimulatedDevice] = SimulatedDevice
     outbox_bytes: int = SMALL_OUTBOX_BYTES
+    delay_s: float = 50e-6
     compute_delay_s: float | None = None
 
 
@@ -170,9 +171,10 @@ class _Rank:
         self._findings = findings
         self._draws = random.Random(f"{seed}/{rank}")
         self._device = mistake.device(
-            2 * seed + rank, mean_delay_s=50e-6, compute_delay_s=mistake.compute_delay_s
+            2 * seed + rank, mean_delay_s=mistake.delay_s, compute_delay_s=mistake.compute_delay_s
         )
         self._inbox = Inbox()
+        self._is_done = False
         self._transport = SocketTransport(
             rank,
             store,
@@ -197,9 +199,12 @@ class _Rank:
             for _ in range(min(len(unsent), self._draws.randint(0, 4))):
                 self._send(unsent.pop())
             for event in self._inbox.take(0.0 if unsent else 0.05):
-                assert isinstance(event, Arrived), event
+                if not isinstance(event, Arrived):
+                    assert until_found, event
+                    return
                 self._check(event)
                 num_missing -= 1
+        self._is_done = True
 
     def _send(self, microbatch: int) -> None:
         """Make a message on the compute stream, hand it over, and forget it."""
@@ -228,7 +233,8 @@ class _Rank:
         device.launch(check, device.compute_stream())
 
     def close(self) -> None:
-        self._transport.close()
+        # With a mistake found, nobody takes what is still under way.
+        self._transport.close(farewell=self._is_done)
         self._device.close()
 
 

@@ -46,6 +46,7 @@ class DestinationLink(Link):
         serves its posted messages."""
         super().__init__(rank, peer, options, now_ns)
         self._plane = plane
+        self._has_let_go = plane is None
         self._pulls: dict[int, Pull] = {}
         """What is being pulled, by its sequence number."""
         self._releases: deque[int] = deque()
@@ -85,6 +86,10 @@ class DestinationLink(Link):
         """Whether nothing is pulled any more: its farewell is next or out, or the link is over."""
         return self.state is State.OVER or (self.state is not State.OPEN and not self._pulls)
 
+    def let_go(self) -> None:
+        """This rank has let go of the peer's memory."""
+        self._has_let_go = True
+
     def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
         """What there was of a message is here."""
         if self.state is State.OVER or not pull.is_whole:
@@ -95,15 +100,21 @@ class DestinationLink(Link):
         if pull.inline is None:
             self._releases.append(pull.offset)
         message = Message(pull.step, pull.task, tuple(pull.tensors))
-        num_bytes = sum(sizes_of(pull.forms))
         outputs = self._arrived(
-            *(message, pull.sequence, pull.heard_ns, now_ns, num_bytes, str(plane.name), pull.copy_ns)
+            *(message, pull.sequence, pull.heard_ns, now_ns),
+            *(sum(sizes_of(pull.forms)), plane.name, pull.copy_ns),
         )
         return outputs + self._answer_farewell()
 
     def _num_queued(self) -> int:
         # Credits are of no use to a source once this end closes, and its farewell frees its slots.
         return len(self._pulls)
+
+    def _own_outbound(self, now_ns: int) -> Outbound | None:
+        # The peer frees its memory once it has this end's farewell.
+        if self.state is State.DRAINING and not self._has_let_go:
+            return None
+        return super()._own_outbound(now_ns)
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
         if self._releases:

@@ -353,6 +353,8 @@ class DestinationDriver(LinkDriver[DestinationLink]):
             may_detach = self._link.may_detach
         if self.puller is not None and may_detach:
             self.puller.detach()
+            with self._lock:
+                self._link.let_go()
 
     def consumed(self, step: int) -> None:
         """The compute thread took a message: give its credit back."""
