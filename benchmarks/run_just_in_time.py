@@ -2,20 +2,24 @@
 
 `python -m benchmarks.run_just_in_time`. Eight real ranks with simulated devices, 32 microbatches,
 tasks of 20 ms with a lognormal factor of 0.5, and launches of 0, 1 and 5 ms, over real links. For
-each: the time of a step over that of a simulation of the same launches and decisions, and for how
-much of the step a device was idle between two tasks of which the second was ready when the first
-ended. The table of docs/performance.md, "Just in time".
+each: the time of a step over that of a simulation of the same launches, decisions and (median)
+times of messages, and for how much of the step a device was idle between two tasks of which the
+second was ready when the first ended. The table of docs/performance.md, "Just in time".
 """
 
 import argparse
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from random import Random
 from statistics import fmean, median
 
 import torch
+from torch.distributed import Store, TCPStore
 
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.pace import sharpen_sleep, sleep_until
@@ -27,7 +31,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.play import play
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import StimulusRecord
+from rrfp.trace.records import ReceiveRecord, StimulusRecord
 from rrfp.trace.stimuli import task_of
 from tests.rank_rig import RankRig, open_rig
 from tests.ranks import run_ranks
@@ -37,8 +41,6 @@ LAUNCHES_MS = (0.0, 1.0, 5.0)
 SHAPE = Shape(8, 32)
 MEAN_MS = 20.0
 SIGMA = 0.5
-HOP_NS = 1_000_000
-"""Of a message in the simulation: about what one takes here, two cores serving eight ranks."""
 TIMEOUT_S = 300.0
 
 
@@ -50,6 +52,10 @@ class Outcome:
     end_ns: int
     idle_ns: int
     """Between two tasks that were both ready."""
+    ended_ns: dict[Task, int]
+    """When the device ended each task."""
+    came_ns: dict[Task, int]
+    """When the input of each was here."""
 
 
 def times_of(step: int, sigma: float = SIGMA) -> TaskTimes:
@@ -115,21 +121,57 @@ def idle_ns(rig: RankRig, step: int, shape: Shape, ran: list[tuple[int, int, Tas
     return idle
 
 
+def meet(store: Store, step: int, num_ranks: int) -> None:
+    """Wait until all ranks are here."""
+    if store.add(f"step {step}", 1) == num_ranks:
+        store.set(f"begin {step}", "")
+    store.wait([f"begin {step}"])
+
+
 def run_rank(hint_name: str, launch_s: float, risk: float, num_steps: int) -> list[Outcome]:
     """One rank's steps; the first is to learn from."""
     sharpen_sleep()
     hint = hint_named(hint_name).on(SHAPE)
     shape = replace(SHAPE, kinds=kinds_of(hint))
     device = SimulatedDevice(mean_delay_s=0)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+    )
     found = []
     with open_rig(shape.num_ranks, device=device, in_time=JustInTime(risk), num_credits=64) as rig:
         for step in range(num_steps):
             work = DeviceWork(device, times_of(step), launch_s)
+            meet(store, step, shape.num_ranks)
             summary = rig.run_step(step, shape, work, hint_name)
             idle = idle_ns(rig, step, shape, work.ran)
-            found.append(Outcome(summary.start_ns, summary.end_ns, idle))
+            ended_ns = {task: end_ns for _, end_ns, task in work.ran}
+            came_ns = {
+                task_of(record): record.end_ns
+                for record in rig.records
+                if isinstance(record, ReceiveRecord) and record.step == step
+            }
+            found.append(Outcome(summary.start_ns, summary.end_ns, idle, ended_ns, came_ns))
     device.close()
     return found[1:]
+
+
+def hop_ns(shape: Shape, ranks: Sequence[Outcome]) -> int:
+    """What a message of the step took in the median, from the end of its task."""
+    ended_ns = {task: end_ns for rank in ranks for task, end_ns in rank.ended_ns.items()}
+    hops_ns = []
+    for rank in ranks:
+        for task, came_ns in rank.came_ns.items():
+            sender = shape.sender(task)
+            assert sender is not None
+            hops_ns.append(came_ns - ended_ns[sender])
+    return round(median(hops_ns))
+
+
+def _constant(time_ns: int, _sender: int, _receiver: int, _task: Task) -> int:
+    return time_ns
 
 
 def main() -> None:
@@ -159,7 +201,7 @@ def main() -> None:
                 )
                 world = World(
                     times_of(number),
-                    transfer=lambda *_: HOP_NS,
+                    transfer=partial(_constant, hop_ns(shape, of_step)),
                     launch_ns=round(launch_ms * 1e6),
                     launch_risk=risk,
                 )
