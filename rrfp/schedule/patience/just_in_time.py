@@ -74,7 +74,7 @@ class JustInTime:
         expected_ns = self._expected_ns(kind, chunk, known_ns)
         launch_ns = self.launch_ns
         if not expected_ns:
-            return start_ns
+            return None if self._risk > 1 else start_ns
         after_ns = _daring_ns(expected_ns, self.noise, launch_ns, self._risk)
         return None if after_ns is None else start_ns + int(after_ns)
 
