@@ -54,8 +54,6 @@ from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
 
-_OfAStep = Arrived | Forecast | Reported | Decided
-
 
 class Worker:
     """Drives one rank's stages through steps, one task at a time."""
@@ -86,7 +84,7 @@ class Worker:
         self._stall_s = stall_s
         self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
-        self._early: defaultdict[int, list[_OfAStep]] = defaultdict(list)
+        self._early: defaultdict[int, list[Event]] = defaultdict(list)
         self._left: set[int] = set()
         self._step: int
         self._dispatcher: Dispatcher
