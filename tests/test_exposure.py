@@ -83,7 +83,7 @@ def test_the_store_of_one_host_holds_no_secret(trained: Watched) -> None:
     assert len(addresses) == 2
     for value in addresses.values():
         told = json.loads(value)
-        assert told.keys() == {"directory", "tcp"}
+        assert told.keys() == {"directory", "tcp", "transport"}
         assert told["tcp"] is None
     assert not [item for item in trained.watch.store.items() if "secret" in str(item)]
 
