@@ -19,7 +19,7 @@ from rrfp.runtime.planes.plane import Offer, PlaneRefusal, Puller
 
 _FILE_NAME = "rrfp-outbox"
 """As /proc shows it."""
-_PIECE_BYTES = 2 * 2**20
+_PIECE_BYTES = 4 * 2**20
 
 
 class SharedMemoryPlane:

@@ -178,6 +178,8 @@ class LinkDriver(Generic[L]):
                 sleep_until(due_ns)
         # A peer that has left leaves a closed connection, of which `poll` never tires.
         poller = self._wake_poller if self._link.awaits_pulls_only else self._poller
+        if self._link.is_pulling:
+            patience_ms = 0
         events = dict(poller.poll(patience_ms))
         if self._wake_reader in events:
             with self._lock:
