@@ -202,7 +202,7 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            plane = LinkPlane(str(served[0].name), served[0].piece_bytes, served[0].is_inline)
+            plane = LinkPlane(str(served[0].name), served[0].is_inline)
         link = DestinationLink(
             self._rank, peer, self._options, monotonic(), self._num_credits, plane
         )
