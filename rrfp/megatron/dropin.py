@@ -45,6 +45,7 @@ from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
+from rrfp.runtime.planes.settling import Settled
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.rendezvous import default_store
 from rrfp.runtime.worker import StepSummary
@@ -384,6 +385,13 @@ class ForwardBackward:
         else:
             links.pipeline.grant(num_credits)
         return links.pipeline
+
+    @property
+    def planes(self) -> dict[int, Settled]:
+        """What carries the tensors of each link from this rank, by peer, on the first links that
+        were opened; empty before."""
+        recorded = self._recorded
+        return {} if recorded is None or recorded.pipeline is None else recorded.pipeline.planes
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
         """The name under which the ranks of a layout meet. Each meeting has its own, the same on

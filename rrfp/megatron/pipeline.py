@@ -14,10 +14,11 @@ from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import StepPace
+from rrfp.runtime.planes.settling import Settled
 from rrfp.runtime.protocols import Compute, Inbox
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.transport.factory import transport_maker
+from rrfp.runtime.transport.factory import data_planes, transport_maker
 from rrfp.runtime.worker import StepSummary, Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.policy import Dispatch
@@ -59,6 +60,7 @@ class Pipeline:
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
+        self._planes = data_planes(device, settings.transport, settings.outbox_mb)
         self._transport = transport_maker(device)(
             place.rank,
             store,
@@ -70,6 +72,7 @@ class Pipeline:
             record=record,
             connect_s=settings.connect_s,
             delays=delays,
+            planes=self._planes,
         )
         self._transport.open()
         self._agreement = StarAgreement(place.rank, members, self._transport, record)
@@ -84,6 +87,11 @@ class Pipeline:
             stall_s=settings.stall_s,
         )
         self._worker.open()
+
+    @property
+    def planes(self) -> dict[int, Settled]:
+        """What carries the tensors of each link from this rank, by peer."""
+        return self._planes.settled
 
     def grant(self, num_credits: int) -> None:
         """Let each link hold at least `num_credits` messages."""

@@ -1,5 +1,6 @@
 """Which data planes a rank has, and which of them serve a link: the one place that chooses."""
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from threading import Lock
@@ -17,7 +18,7 @@ from rrfp.runtime.protocols import Message
 LEAST_POSTED_BYTES = 2**20
 """A smaller message of the CPU's travels on the socket, which is as quick: no thread is woken."""
 
-DEFAULT_OUTBOX_MB = 256
+_log = logging.getLogger(__name__)
 
 _A, _I, _S, _C, _N, _B = TransportName
 
@@ -88,8 +89,8 @@ class RankPlanes:
         if not names and self.asked is TransportName.SHM:
             why = f"rank {peer} is on another host"
         settled = offer_planes(connection, planes, why, timeout_s)
+        self.settle(peer, settled)
         with self._lock:
-            self._settled[peer] = settled
             if settled.plane is TransportName.INLINE:
                 return None
             if settled.plane not in self._outboxes:
@@ -97,6 +98,13 @@ class RankPlanes:
                 outbox.open()
                 self._outboxes[settled.plane] = outbox
             return self._outboxes[settled.plane]
+
+    def settle(self, peer: int, settled: Settled) -> None:
+        """Note what the link to this peer takes, and tell where that is not what was asked for."""
+        with self._lock:
+            self._settled[peer] = settled
+        if settled.why:
+            _log.warning("the link to rank %d takes %s: %s", peer, settled.plane, settled.why)
 
     def answer(
         self, connection: socket.socket, peer: int, timeout_s: float
