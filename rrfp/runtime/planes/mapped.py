@@ -7,10 +7,9 @@ import weakref
 
 import torch
 
-from rrfp.errors import RrfpError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.packing import flat, packed_bytes, unpacked
-from rrfp.runtime.planes.plane import TRIAL_BYTES, WINDOW_BYTES, Pull, Pulled, Release
+from rrfp.runtime.planes.plane import TRIAL_BYTES, WINDOW_BYTES, Pull, Pulled, Release, beyond_slab
 
 
 class MappedPuller:
@@ -32,13 +31,7 @@ class MappedPuller:
             return
         end = pull.offset + packed_bytes(pull.forms)
         if end > slab.numel():
-            told(
-                pull,
-                RrfpError(
-                    f"rank {self._peer} posted {pull.task} up to byte {end} of its outbox of"
-                    f" {slab.numel()}; see that all ranks run the same version of rrfp"
-                ),
-            )
+            told(pull, beyond_slab(self._peer, pull, slab.numel()))
             return
         if pull.is_lent and self._memory is not None:
             told(pull, _borrowed(self._memory, pull, release))

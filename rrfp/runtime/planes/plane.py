@@ -128,3 +128,11 @@ class Plane(Protocol):
 
     def close(self) -> None:
         """Free the slab. All peers have detached themselves, or are lost."""
+
+
+def beyond_slab(peer: int, pull: Pull, slab_bytes: int) -> RrfpError:
+    """The error of a message that does not lie in its sender's slab."""
+    return RrfpError(
+        f"rank {peer} posted {pull.task} beyond its outbox of {slab_bytes} bytes; see that all"
+        " ranks run the same version of rrfp"
+    )

@@ -9,6 +9,7 @@ from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
 from rrfp.runtime.planes.settling import Settled, answer_offer, offer_planes
@@ -37,6 +38,7 @@ on another; the first that works, and else the socket itself."""
 
 PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
     TransportName.SHM: SharedMemoryPlane,
+    TransportName.NIXL: NixlPlane,
     TransportName.BOUNCE: BouncePlane,
 }
 """What makes each, with a slab of so many bytes. Raises PlaneRefusal."""
