@@ -7,6 +7,7 @@ Each row of one table is a test. The rows of a layout share one start of its ran
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,8 @@ from tests.sameness import (
     learn,
     logged,
     of_images,
+    on_simulated_device,
+    over_planes,
     overlapped,
     trained,
     trained_by_ours,
@@ -247,6 +250,18 @@ def rows_of_dealing() -> Iterator[Row]:
     yield Row("pp2-c2-dp2", "lengths dealt", trained_by_ours, by_ours, settings, is_slow=True)
 
 
+def rows_of_planes() -> Iterator[Row]:
+    planes: list[Settings] = [
+        {"hint": "bf", "transport": "shm", "outbox_mb": 1},
+        {"hint": "bfw", "transport": "bounce"},
+    ]
+    yield Row("pp4", "planes", over_planes, planes)
+    with_nixl: Settings = {"hint": "bf", "transport": "nixl", "outbox_mb": 1}
+    if find_spec("nixl") is not None:
+        yield Row("pp4", "nixl", over_planes, [with_nixl])
+    yield Row("pp4", "simulated device", on_simulated_device, hints("bf", "bfw"))
+
+
 ROWS = [
     *rows_of_models(),
     *rows_of_dispatches(),
@@ -255,6 +270,7 @@ ROWS = [
     *rows_of_data(),
     *rows_of_admission(),
     *rows_of_dealing(),
+    *rows_of_planes(),
 ]
 
 Learned = Callable[[Row], list[list[Any]]]

@@ -85,6 +85,7 @@ class Pipeline:
             StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
             stall_s=settings.stall_s,
+            device=self._planes.device,
         )
         self._worker.open()
 

@@ -22,6 +22,8 @@ import torch
 
 from rrfp.runtime.ahead import AheadThread
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.device import Device
 from rrfp.runtime.out_of_memory import told_when_out_of_memory
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import (
@@ -86,10 +88,12 @@ class Worker:
         decides_ahead: bool = True,
         delays: Delays | None = None,
         clock: Clock = monotonic,
+        device: Device = CPU,
     ) -> None:
         """`pp_ranks` are the global ranks of this pipeline, by pipeline rank. If nothing arrives
         for `stall_s` seconds of waiting, StallError is raised, with the rows of `board`'s ranks.
-        `decides_ahead` lets the leader of a group decide on the next task while one runs."""
+        `decides_ahead` lets the leader of a group decide on the next task while one runs. Tasks run
+        on `device`."""
         self._pp_ranks = pp_ranks
         self._inbox = inbox
         self._links = links
@@ -99,6 +103,7 @@ class Worker:
         self._stall_s = stall_s
         self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
+        self._device = device
         self._early: defaultdict[int, list[Arrived | Forecast | Reported | Decided]] = defaultdict(
             list
         )
@@ -241,6 +246,7 @@ class Worker:
             sending_rank = shape.rank_of(sender.stage)
             if sending_rank != pp_rank:
                 self._links.consumed(self._pp_ranks[sending_rank], step)
+                self._device.take_over(inputs)
         waiting_bytes = compute.waiting_gradient_bytes
         if self._punctuality is not None:
             self._announce(task, run.chunk)

@@ -61,3 +61,7 @@ class CpuDevice:
 
     def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
         pass
+
+
+CPU = CpuDevice()
+"""The one of this process."""

@@ -25,8 +25,11 @@ T = TypeVar("T")
 
 _PROGRESS_DELAY_US = 50_000
 """What makes NIXL's progress thread block until something comes, instead of spinning."""
-_EAGER_POLLS = 20
-_POLL_S = 50e-6
+_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_EAGER_S = 0.05
+"""For how long after the last thing that happened to poll without a pause: a large read goes on
+only while somebody polls."""
+_POLL_S = 1e-3
 _CLOSE_S = 2.0
 _making = Lock()
 
@@ -127,14 +130,16 @@ class NixlAgent:
         return metadata
 
     def _run(self) -> None:
-        num_idle = 0
+        happened_s = time.monotonic()
         while True:
             try:
                 work = self._work.get(block=not self._reading)
+                happened_s = time.monotonic()
             except Empty:
-                num_idle = 0 if self._poll() else num_idle + 1
-                if num_idle > _EAGER_POLLS:
-                    time.sleep(_POLL_S)
+                now_s = time.monotonic()
+                if self._poll():
+                    happened_s = now_s
+                time.sleep(0 if now_s - happened_s < _EAGER_S else _POLL_S)
                 continue
             if work is None:
                 break
@@ -218,10 +223,7 @@ class NixlAgent:
 def _made(name: str) -> Any:
     """NIXL's own agent. Its class reads its bindings from its module, and sets the delay in them to
     0 by itself."""
-    try:
-        api: Any = importlib.import_module("nixl._api")
-    except ImportError as error:
-        raise PlaneRefusal(f"the package nixl cannot be imported ({error})") from None
+    api = _imported()
     with _making:
         bindings = api.nixlBind
         api.nixlBind = _BlockingBindings(bindings)
@@ -229,6 +231,17 @@ def _made(name: str) -> Any:
             return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True))
         finally:
             api.nixlBind = bindings
+
+
+def _imported() -> Any:
+    """NIXL's module: the one for this machine's CUDA, and else any, which serves the CPU."""
+    reasons = []
+    for module in _MODULES:
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            reasons.append(str(error))
+    raise PlaneRefusal(f"the package nixl cannot be imported ({reasons[0]})")
 
 
 class _BlockingBindings:

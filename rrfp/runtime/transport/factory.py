@@ -8,7 +8,7 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.device.cpu import CpuDevice
+from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.cuda import CudaDevice
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
@@ -47,7 +47,7 @@ take a Unix socket or a TCP port."""
 
 
 DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
-    "cpu": lambda _: CpuDevice(),
+    "cpu": lambda _: CPU,
     "cuda": CudaDevice,
 }
 """What stands for a device of this type, whatever lies on it."""

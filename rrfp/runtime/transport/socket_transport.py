@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.device.cpu import CpuDevice
+from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -95,7 +95,7 @@ class SocketTransport:
         self._allow_unix = allow_unix
         self._address = address
         self._delays = delays
-        self._planes = planes or RankPlanes(CpuDevice(), TransportName.INLINE, 0)
+        self._planes = planes or RankPlanes(CPU, TransportName.INLINE, 0)
         self._device_type = self._planes.device.torch_device.type
         self._lock = Lock()
         self._is_closed = False
