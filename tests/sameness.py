@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +17,9 @@ import torch
 from rrfp.megatron.pipeline import Pipeline
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.planes import rank_planes
+from rrfp.runtime.planes.outbox import Outbox, PostingLink
 from rrfp.runtime.planes.packing import flat
-from rrfp.runtime.protocols import Compute
+from rrfp.runtime.protocols import Compute, Message
 from rrfp.runtime.transport import factory
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.dealing import deal, even_times, format_dealing
@@ -51,6 +53,12 @@ class Row:
     schedules: Sequence[Settings]
     settings: Settings = field(default_factory=dict)
     is_slow: bool = False
+    needs: str = ""
+    """A package of an extra."""
+
+    @property
+    def is_there(self) -> bool:
+        return not self.needs or find_spec(self.needs) is not None
 
     @property
     def id(self) -> str:
@@ -402,8 +410,29 @@ def dealt(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> lis
 
 def over_planes(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Trained]:
     """As `trained`, with small messages in the outbox as well."""
-    with patch.object(rank_planes, "LEAST_POSTED_BYTES", 1):
-        return trained(layout, settings, schedules)
+    CountingOutbox.num_put = 0
+    with (
+        patch.object(rank_planes, "LEAST_POSTED_BYTES", 1),
+        patch.object(rank_planes, "Outbox", CountingOutbox),
+    ):
+        found = trained(layout, settings, schedules)
+    # A middle stage sends both ways.
+    num_ways = 1 if layout.pp_rank in (0, layout.last_stage_pp_rank) else 2
+    num_steps = TrainSettings(**settings).num_steps
+    assert CountingOutbox.num_put == (
+        num_ways * num_steps * settings["microbatches"] * len(schedules)
+    )
+    return found
+
+
+class CountingOutbox(Outbox):
+    """Knows how many messages went by outboxes."""
+
+    num_put = 0
+
+    def put(self, link: PostingLink, message: Message) -> None:
+        CountingOutbox.num_put += 1
+        super().put(link, message)
 
 
 def on_simulated_device(

@@ -7,7 +7,6 @@ Each row of one table is a test. The rows of a layout share one start of its ran
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any, cast
 
 import pytest
@@ -257,8 +256,7 @@ def rows_of_planes() -> Iterator[Row]:
     ]
     yield Row("pp4", "planes", over_planes, planes)
     with_nixl: Settings = {"hint": "bf", "transport": "nixl", "outbox_mb": 1}
-    if find_spec("nixl") is not None:
-        yield Row("pp4", "nixl", over_planes, [with_nixl])
+    yield Row("pp4", "nixl", over_planes, [with_nixl], needs="nixl")
     yield Row("pp4", "simulated device", on_simulated_device, hints("bf", "bfw"))
 
 
@@ -286,6 +284,8 @@ def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for row in cast("tuple[Row, ...]", item.callspec.params["rows"]):
                 settings = {**SMALL, **LAYOUTS[row.layout]}
                 directory = tmp_path_factory.getbasetemp()
+                if not row.is_there:
+                    continue
                 rows_of[row.layout][row.id] = with_order_files(row, settings, directory)
 
     @cache
@@ -316,7 +316,14 @@ def each_of(*tuples: tuple[Row, ...]) -> pytest.MarkDecorator:
             pytest.param(
                 rows,
                 id=rows[-1].id if len(rows) < 3 else rows[0].layout,
-                marks=[pytest.mark.slow] * any(row.is_slow for row in rows),
+                marks=[
+                    *([pytest.mark.slow] * any(row.is_slow for row in rows)),
+                    *(
+                        pytest.mark.skip(f"needs the package {row.needs}: 'rrfp[{row.needs}]'")
+                        for row in rows
+                        if not row.is_there
+                    ),
+                ],
             )
             for rows in tuples
         ],

@@ -70,7 +70,7 @@ class MappedPuller:
     def detach(self) -> None:
         if self._slab is not None:
             self._await_copies()
-            self._slab = None
+            self._slab = self._memory = None
 
 
 def _borrowed(memory: mmap.mmap, pull: Pull, release: Release) -> list[torch.Tensor | None]:

@@ -66,7 +66,11 @@ class Outbox:
         self._stream = plane.device.new_stream()
         self._condition = Condition()
         # Guarded by the condition.
-        self._slots = Slots(plane.slab.numel())
+        num_bytes = plane.slab.numel()
+        self._lent = Slots(num_bytes // 2 if plane.lends else 0)
+        """The lower half, where receivers keep slots for as long as they like."""
+        self._slots = Slots(num_bytes - self._lent.num_bytes)
+        """Above it, what goes round whatever is computed."""
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self._num_unposted = 0
@@ -82,6 +86,12 @@ class Outbox:
     def open(self) -> None:
         """Start the thread."""
         self._thread.start()
+
+    @property
+    def num_taken_bytes(self) -> int:
+        """Of the slots that are in use."""
+        with self._condition:
+            return self._lent.num_taken_bytes + self._slots.num_taken_bytes
 
     def takes(self, message: Message) -> bool:
         """Whether a message ever fits."""
@@ -101,7 +111,8 @@ class Outbox:
     def release(self, offset: int) -> None:
         """A receiver has pulled what lay in this slot."""
         with self._condition:
-            self._slots.release(offset)
+            if not self._lent.release(offset):
+                self._slots.release(offset - self._lent.num_bytes)
             self._condition.notify_all()
 
     def drain(self, timeout_s: float) -> None:
@@ -148,13 +159,13 @@ class Outbox:
         with self._condition:
             while not self._is_closed:
                 if self._waiting:
-                    slots = self._slots
-                    offset = slots.take(packed_bytes(self._waiting[0].forms))
+                    num_bytes = packed_bytes(self._waiting[0].forms)
+                    offset = self._lent.take(num_bytes)
                     if offset is not None:
-                        is_lent = self._plane.lends and (
-                            2 * slots.num_taken_bytes <= slots.num_bytes
-                        )
-                        return self._waiting.popleft(), offset, is_lent
+                        return self._waiting.popleft(), offset, True
+                    offset = self._slots.take(num_bytes)
+                    if offset is not None:
+                        return self._waiting.popleft(), self._lent.num_bytes + offset, False
                 if not waits:
                     return None
                 self._condition.wait()

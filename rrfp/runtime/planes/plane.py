@@ -10,8 +10,8 @@ plane: order, credits, heartbeats, farewell and loss are those of the link.
 No stream of a device ever waits for another process.
 
 Where both sides are the CPU of one host, a slot may be *lent*: the receiver's tensors are the slot,
-which it releases once they are gone. Only half of a slab is ever lent, so that the other half goes
-round whatever is computed.
+which it releases once they are gone. Slots are lent in one half of a slab, so that those in the
+other half go round whatever is computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
