@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
@@ -109,7 +110,7 @@ class Pair:
 
 
 @contextmanager
-def pair(**options: object) -> Iterator[Pair]:
+def pair(**options: Any) -> Iterator[Pair]:
     made = Pair(**options)
     try:
         yield made

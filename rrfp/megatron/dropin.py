@@ -52,7 +52,6 @@ from rrfp.runtime.worker import StepSummary
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -131,6 +130,8 @@ class ForwardBackward:
         """That of the last training step."""
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
+        self.planes: dict[int, Settled] = {}
+        """What carries the tensors of each recorded link from this rank, by peer."""
 
     def start_at(self, step: int) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it
@@ -190,7 +191,12 @@ class ForwardBackward:
                 steering = chooser.steering(step, shape, config, groups, device, has_experts)
             if not forward_only:
                 self.last_steering = steering
-            sizes = self._modelled_sizes(step, steering.shape, forward_only=forward_only)
+            # What the step's microbatches keep by the model that paces them.
+            sizes = (
+                None
+                if self._pace is None or forward_only
+                else self._pace.sizes(step, steering.shape)
+            )
             measures = self._holds_bytes and sizes is None and not forward_only
             looks_ahead = measures or not admits_given
             keeps_order = steering.keeps_microbatch_order and not looks_ahead
@@ -266,10 +272,6 @@ class ForwardBackward:
         except BaseException:
             links.close(farewell=False)
             raise
-
-    def _modelled_sizes(self, step: int, shape: Shape, *, forward_only: bool) -> Sizes | None:
-        """What the step's microbatches keep by the model that paces them."""
-        return None if self._pace is None or forward_only else self._pace.sizes(step, shape)
 
     def _run_step(
         self,
@@ -382,16 +384,10 @@ class ForwardBackward:
             )
             if self._recorded is None:
                 self._recorded, links.record = links, record
+                self.planes = links.pipeline.planes
         else:
             links.pipeline.grant(num_credits)
         return links.pipeline
-
-    @property
-    def planes(self) -> dict[int, Settled]:
-        """What carries the tensors of each link from this rank, by peer, on the first links that
-        were opened; empty before."""
-        recorded = self._recorded
-        return {} if recorded is None or recorded.pipeline is None else recorded.pipeline.planes
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
         """The name under which the ranks of a layout meet. Each meeting has its own, the same on
