@@ -5,15 +5,18 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.planes.outbox import Outbox
+from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Event, Failed, Inbox
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener, dial
@@ -70,13 +73,17 @@ def failure(events: list[Event]) -> RrfpError:
 class Pair:
     """Ranks 0 and 1 in one process, a link each way."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(
+        self, make_planes: Callable[[], RankPlanes] | None = None, **options: object
+    ) -> None:
         self.store = HashStore()
         self.inboxes = (Inbox(), Inbox())
         self.records: tuple[list[Record], list[Record]] = ([], [])
 
         def make(rank: int) -> SocketTransport:
             settings: dict[str, object] = {"num_credits": 100, "connect_s": PATIENCE_S, **options}
+            if make_planes is not None:
+                settings["planes"] = make_planes()
             return opened(
                 SocketTransport(
                     rank,
@@ -92,13 +99,18 @@ class Pair:
         with ThreadPoolExecutor(2) as pool:
             self.transports = tuple(pool.map(make, (0, 1)))
 
+    @property
+    def outboxes(self) -> list[list[Outbox]]:
+        """Of each rank."""
+        return [[*each._planes._outboxes.values()] for each in self.transports]
+
     def close(self) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(SocketTransport.close, self.transports))
 
 
 @contextmanager
-def pair(**options: object) -> Iterator[Pair]:
+def pair(**options: Any) -> Iterator[Pair]:
     made = Pair(**options)
     try:
         yield made

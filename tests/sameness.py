@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from rrfp.megatron.pipeline import Pipeline
+from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.planes import rank_planes
+from rrfp.runtime.planes.outbox import Outbox, PostingLink
+from rrfp.runtime.planes.packing import flat
+from rrfp.runtime.protocols import Compute, Message
+from rrfp.runtime.transport import factory
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.dealing import deal, even_times, format_dealing
 from rrfp.schedule.order import Order, format_order
@@ -45,6 +53,12 @@ class Row:
     schedules: Sequence[Settings]
     settings: Settings = field(default_factory=dict)
     is_slow: bool = False
+    needs: str = ""
+    """A package of an extra."""
+
+    @property
+    def is_there(self) -> bool:
+        return not self.needs or find_spec(self.needs) is not None
 
     @property
     def id(self) -> str:
@@ -399,3 +413,96 @@ def _dealt(rig: Rig, layout: Any, settings: Settings, schedules: Sequence[Settin
                 found[-1].append(looked.losses)
             schedule.close()
     return found
+
+
+# Steps whose messages all go by a data plane.
+
+
+def over_planes(layout: Any, settings: Settings, schedules: Sequence[Settings]) -> list[Trained]:
+    """As `trained`, with small messages in the outbox as well."""
+    CountingOutbox.num_put = 0
+    with (
+        patch.object(rank_planes, "LEAST_POSTED_BYTES", 1),
+        patch.object(rank_planes, "Outbox", CountingOutbox),
+    ):
+        found = trained(layout, settings, schedules)
+    # A middle stage sends both ways.
+    num_ways = 1 if layout.pp_rank in (0, layout.last_stage_pp_rank) else 2
+    num_steps = TrainSettings(**settings).num_steps
+    assert CountingOutbox.num_put == (
+        num_ways * num_steps * settings["microbatches"] * len(schedules)
+    )
+    return found
+
+
+class CountingOutbox(Outbox):
+    """Knows how many messages went by outboxes."""
+
+    num_put = 0
+
+    def put(self, link: PostingLink, message: Message) -> None:
+        CountingOutbox.num_put += 1
+        super().put(link, message)
+
+
+def on_simulated_device(
+    layout: Any, settings: Settings, schedules: Sequence[Settings]
+) -> list[Trained]:
+    """As `trained`, by ours on a device on which everything is late."""
+    devices: list[SimulatedDevice] = []
+
+    def device(_: torch.device) -> SimulatedDevice:
+        devices.append(SimulatedDevice(layout.rank))
+        return devices[-1]
+
+    run_step = Pipeline.run_step
+
+    def run_step_late(
+        self: Pipeline, step: int, steering: Any, memory: Any, compute: Compute, pace: Any
+    ) -> Any:
+        return run_step(self, step, steering, memory, LateCompute(compute, devices[-1]), pace)
+
+    try:
+        with (
+            patch.dict(factory.DEVICES, cpu=device),
+            patch.object(Pipeline, "run_step", run_step_late),
+        ):
+            return trained(layout, settings, schedules)
+    finally:
+        for each in devices:
+            each.close()
+
+
+class LateCompute:
+    """Runs tasks on the host, with outputs that come into being late, on the compute stream."""
+
+    def __init__(self, compute: Compute, device: SimulatedDevice) -> None:
+        self._compute = compute
+        self._device = device
+
+    def run(
+        self, task: Task, inputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...]:
+        device = self._device
+        stream = device.compute_stream()
+        # A kernel runs after what its stream has been given before.
+        device.synchronize(device.record(stream))
+        late: list[torch.Tensor | None] = []
+        for output in self._compute.run(task, inputs):
+            if output is None:
+                late.append(None)
+                continue
+            source = output.detach().contiguous()
+            target = device.empty(source.shape, source.dtype, stream)
+            device.copy(flat(target), flat(source), stream)
+            device.launch(lambda kept=source: None, stream)  # type: ignore[misc] # kept until then
+            late.append(target)
+        return tuple(late)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._compute.held_bytes
+
+    @property
+    def waiting_gradient_bytes(self) -> int:
+        return self._compute.waiting_gradient_bytes

@@ -67,7 +67,7 @@ class PoisoningOutbox(Outbox):
     """Whoever reads a slot after its release finds poison."""
 
     def release(self, offset: int) -> None:
-        size = self._slots.size_of(offset)
+        size = self._slots.size_of(offset)  # nothing is lent to a device
         self.plane.slab[offset : offset + size].fill_(POISON)
         super().release(offset)
 

@@ -27,6 +27,8 @@ from tests.sameness import (
     learn,
     logged,
     of_images,
+    on_simulated_device,
+    over_planes,
     overlapped,
     trained,
     trained_by_ours,
@@ -249,6 +251,17 @@ def rows_of_dealing() -> Iterator[Row]:
     yield Row("pp2-c2-dp2", "lengths dealt", trained_by_ours, by_ours, settings, is_slow=True)
 
 
+def rows_of_planes() -> Iterator[Row]:
+    planes: list[Settings] = [
+        {"hint": "bf", "transport": "shm", "outbox_mb": 1},
+        {"hint": "bfw", "transport": "bounce"},
+    ]
+    yield Row("pp4", "planes", over_planes, planes)
+    with_nixl: Settings = {"hint": "bf", "transport": "nixl", "outbox_mb": 1}
+    yield Row("pp4", "nixl", over_planes, [with_nixl], needs="nixl")
+    yield Row("pp4", "simulated device", on_simulated_device, hints("bf", "bfw"))
+
+
 ROWS = [
     *rows_of_models(),
     *rows_of_dispatches(),
@@ -257,6 +270,7 @@ ROWS = [
     *rows_of_data(),
     *rows_of_admission(),
     *rows_of_dealing(),
+    *rows_of_planes(),
 ]
 
 Learned = Callable[[Row], list[list[Any]]]
@@ -272,6 +286,8 @@ def learned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             for row in cast("tuple[Row, ...]", item.callspec.params["rows"]):
                 settings = {**SMALL, **LAYOUTS[row.layout]}
                 directory = tmp_path_factory.getbasetemp()
+                if not row.is_there:
+                    continue
                 rows_of[row.layout][row.id] = with_order_files(row, settings, directory)
 
     @cache
@@ -302,7 +318,14 @@ def each_of(*tuples: tuple[Row, ...]) -> pytest.MarkDecorator:
             pytest.param(
                 rows,
                 id=rows[-1].id if len(rows) < 3 else rows[0].layout,
-                marks=[pytest.mark.slow] * any(row.is_slow for row in rows),
+                marks=[
+                    *([pytest.mark.slow] * any(row.is_slow for row in rows)),
+                    *(
+                        pytest.mark.skip(f"needs the package {row.needs}: 'rrfp[{row.needs}]'")
+                        for row in rows
+                        if not row.is_there
+                    ),
+                ],
             )
             for rows in tuples
         ],

@@ -1,12 +1,14 @@
 """The protocol of outbox, pull and release on simulated devices: right as it is, and wrong in every
 seed where one of its rules is broken."""
 
+from typing import Any
+
 import pytest
 
 from rrfp.runtime.device.device import Event, Stream
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.planes.mapped import MappedPuller
-from rrfp.runtime.planes.outbox import _Piece
+from rrfp.runtime.planes.outbox import _Copying
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.transport.destination_link import DestinationLink
 from rrfp.runtime.transport.driver import DestinationDriver
@@ -27,20 +29,22 @@ seeds = pytest.mark.parametrize(
 class HeaderEarly(PoisoningOutbox):
     """The frame leaves when the copy into the slot is queued."""
 
-    def _copy_next(self) -> None:
-        super()._copy_next()
-        super()._tell(self._copying[-1])
+    def _copy(self, *taken: Any) -> _Copying:
+        copying = super()._copy(*taken)
+        super()._post(copying)
+        return copying
 
-    def _tell(self, piece: _Piece) -> None:
+    def _post(self, copying: _Copying) -> None:
         pass
 
 
 class SourceFreedEarly(PoisoningOutbox):
     """The tensors are let go when the copy into the slot is queued."""
 
-    def _copy_next(self) -> None:
-        super()._copy_next()
-        self._copying[-1].tensors = ()
+    def _copy(self, *taken: Any) -> _Copying:
+        copying = super()._copy(*taken)
+        copying.tensors = ()
+        return copying
 
 
 class ArrivalEarly(MappedPuller):
@@ -58,8 +62,8 @@ class NeverReleases(DestinationLink):
     """What was pulled is not released: with an early arrival no slot is used twice, and with an
     early release none is released twice."""
 
-    def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
-        outputs = super().pulled(pull, now_ns)
+    def pulled(self, *pulled: Any) -> list[Output]:
+        outputs = super().pulled(*pulled)
         self._releases.clear()
         return outputs
 

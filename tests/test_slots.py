@@ -1,9 +1,10 @@
 """The slots of a slab, and how tensors lie in one: no two overlap, and nothing is lost."""
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.runtime.planes.packing import Part, num_pieces, packed_bytes, parts_of_pieces
+from rrfp.runtime.planes.packing import Form, Forms, forms_of, packed_bytes, unpacked
 from rrfp.runtime.planes.slots import ALIGNMENT_BYTES, Slots, aligned
 
 SLAB_BYTES = 20 * ALIGNMENT_BYTES
@@ -44,28 +45,18 @@ def _largest_gap(taken: dict[int, int]) -> int:
     return max(end - begin for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=5), st.integers(1, 3000))
-def test_the_pieces_of_a_slot_hold_every_byte_once(sizes: list[int], piece_bytes: int) -> None:
-    pieces = num_pieces(sizes, piece_bytes)
-    parts = [
-        part
-        for number in range(pieces)
-        for part in parts_of_pieces(sizes, piece_bytes, number, number + 1)
-    ]
-    for number, part in _with_piece(parts, piece_bytes):
-        assert part.num_bytes > 0
-        assert part.offset + part.num_bytes <= (number + 1) * piece_bytes
-    held = [
-        (part.tensor, part.start + index, part.offset + index)
-        for part in parts
-        for index in range(part.num_bytes)
-    ]
-    assert len(held) == len({offset for _, _, offset in held}) == sum(sizes)
-    assert {(tensor, byte) for tensor, byte, _ in held} == {
-        (tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)
-    }
-    assert all(offset < packed_bytes(sizes) for _, _, offset in held)
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+forms = st.lists(
+    st.none() | st.builds(Form, st.sampled_from((torch.uint8, torch.bfloat16, torch.int64)), shapes)
+).map(tuple)
 
 
-def _with_piece(parts: list[Part], piece_bytes: int) -> list[tuple[int, Part]]:
-    return [(part.offset // piece_bytes, part) for part in parts]
+@given(forms)
+def test_tensors_come_out_of_a_slot_as_they_went_in(packed: Forms) -> None:
+    slot = torch.zeros(packed_bytes(packed), dtype=torch.uint8)
+    assert forms_of(unpacked(slot, packed)) == packed
+    for number, tensor in enumerate(unpacked(slot, packed)):
+        if tensor is not None:
+            tensor.fill_(number % 100)
+    for number, tensor in enumerate(unpacked(slot, packed)):
+        assert tensor is None or bool((tensor == number % 100).all())

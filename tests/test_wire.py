@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
+from rrfp.runtime.planes.packing import Form
 from rrfp.runtime.protocols import Message, monotonic
 from rrfp.runtime.transport.wire import (
     DTYPES,
@@ -119,6 +120,7 @@ def test_frames_follow_each_other_and_an_end_is_told() -> None:
         Header(Purpose.REPORT, evaluation_step(0), TASK),
         Header(Purpose.DECISION, evaluation_step(0), TASK, number=9),
         Header(Purpose.CREDIT, evaluation_step(0), number=4),
+        Header(Purpose.RELEASED, number=256),
         Header(Purpose.FAREWELL),
     ]
     with pair() as (left, right):
@@ -195,9 +197,9 @@ def test_a_malformed_tensor_is_refused_before_it_is_allocated(data: bytes, compl
 
 
 def test_the_largest_message_is_accepted() -> None:
-    assert decode_descriptors(descriptor(5, 1, MAX_BYTES), MAX_BYTES) == [
-        (torch.uint8, (MAX_BYTES,))
-    ]
+    assert decode_descriptors(descriptor(5, 1, MAX_BYTES), MAX_BYTES) == (
+        Form(torch.uint8, (MAX_BYTES,)),
+    )
 
 
 @given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES), st.booleans())

@@ -45,12 +45,12 @@ from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
+from rrfp.runtime.planes.settling import Settled
 from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -129,6 +129,8 @@ class ForwardBackward:
         """That of the last training step."""
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
+        self.planes: dict[int, Settled] = {}
+        """What carries the tensors of each recorded link from this rank, by peer."""
 
     def start_at(self, step: int) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it
@@ -188,7 +190,9 @@ class ForwardBackward:
                 steering = chooser.steering(step, shape, config, groups, device, has_experts)
             if not forward_only:
                 self.last_steering = steering
-            sizes = self._modelled_sizes(step, steering.shape, forward_only=forward_only)
+            # What the step's microbatches keep by the model that paces them.
+            paced_by = None if forward_only else self._pace
+            sizes = None if paced_by is None else paced_by.sizes(step, steering.shape)
             measures = self._holds_bytes and sizes is None and not forward_only
             looks_ahead = measures or not admits_given
             keeps_order = steering.keeps_microbatch_order and not looks_ahead
@@ -244,9 +248,7 @@ class ForwardBackward:
             first_val_step,
         )
         try:
-            pace = None
-            if self._pace is not None and not forward_only:
-                pace = self._pace.start_step(step, steering.shape)
+            pace = None if paced_by is None else paced_by.start_step(step, steering.shape)
             return self._run_step(
                 links.record,
                 step,
@@ -264,10 +266,6 @@ class ForwardBackward:
         except BaseException:
             links.close(farewell=False)
             raise
-
-    def _modelled_sizes(self, step: int, shape: Shape, *, forward_only: bool) -> Sizes | None:
-        """What the step's microbatches keep by the model that paces them."""
-        return None if self._pace is None or forward_only else self._pace.sizes(step, shape)
 
     def _run_step(
         self,
@@ -380,6 +378,7 @@ class ForwardBackward:
             )
             if self._recorded is None:
                 self._recorded, links.record = links, record
+                self.planes = links.pipeline.planes
         else:
             links.pipeline.grant(num_credits)
         return links.pipeline

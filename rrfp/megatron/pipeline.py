@@ -13,12 +13,13 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.device_worker import make_worker
 from rrfp.runtime.pace import StepPace
+from rrfp.runtime.planes.settling import Settled
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.transport.factory import transport_maker
-from rrfp.runtime.worker import Worker
+from rrfp.runtime.transport.factory import data_planes, transport_maker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
@@ -59,6 +60,7 @@ class Pipeline:
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
         neighbours |= _star(place.rank, members)
         inbox = Inbox()
+        self._planes = data_planes(device, settings.transport, settings.outbox_mb)
         self._transport = transport_maker(device)(
             place.rank,
             store,
@@ -70,10 +72,11 @@ class Pipeline:
             record=record,
             connect_s=settings.connect_s,
             delays=delays,
+            planes=self._planes,
         )
         self._transport.open()
         self._agreement = StarAgreement(place.rank, members, self._transport, record)
-        self._worker = Worker(
+        self._worker = make_worker(
             place.pipeline,
             inbox,
             self._transport,
@@ -82,8 +85,14 @@ class Pipeline:
             StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
             stall_s=settings.stall_s,
+            device=self._planes.device,
         )
         self._worker.open()
+
+    @property
+    def planes(self) -> dict[int, Settled]:
+        """What carries the tensors of each link from this rank, by peer."""
+        return self._planes.settled
 
     def grant(self, num_credits: int) -> None:
         """Let each link hold at least `num_credits` messages."""

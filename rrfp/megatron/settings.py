@@ -10,6 +10,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.dealing_files import dealing_file
 from rrfp.inputs.hint_files import resolve_hint
+from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.auto import AutoHint
@@ -72,6 +73,10 @@ class DispatchSettings:
     admit_across: str = AdmitAcross.NONE
     """Whether the items of a training step are dealt to the data-parallel replicas by cost before
     they enter: `none`, `replicas`, or the path of a file of dealings."""
+    transport: TransportName = TransportName.AUTO
+    """What carries the tensors of messages."""
+    outbox_mb: int = DEFAULT_OUTBOX_MB
+    """The memory, in MiB, in which a rank's large messages wait for their receivers."""
     placement: Placement = Placement.LOOP
     """Which stages a rank's model chunks are."""
     connect_s: float = 60.0
@@ -105,6 +110,11 @@ class DispatchSettings:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
+        outbox_mb: object = self.outbox_mb
+        if not isinstance(outbox_mb, int) or outbox_mb < 1:
+            raise UsageError(
+                f"outbox_mb is {outbox_mb!r}; it must be a number of MiB of at least 1"
+            )
         if not isinstance(self.admit, str):
             raise UsageError(f"admit is {self.admit!r}; it must be a name or a path, as text")
         if (file := admission_file(self.admit)) is not None:
@@ -166,6 +176,7 @@ _CHOICES: dict[str, list[StrEnum]] = {
     "agreement": [*AgreementRule],
     "grad_order": [*GradOrder],
     "placement": [*Placement],
+    "transport": [*TransportName],
 }
 
 

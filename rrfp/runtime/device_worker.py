@@ -52,8 +52,7 @@ class DeviceWorker(Worker):
         self, *arguments: Any, device: seam.Device, in_time: JustInTime | None = None, **others: Any
     ) -> None:
         """`in_time` says when to decide; the other arguments are those of `Worker`."""
-        super().__init__(*arguments, **others)
-        self._device = device
+        super().__init__(*arguments, device=device, **others)
         self._launched: deque[_Launched] = deque()
         self._in_time = in_time or JustInTime()
         self._due_ns: int | None = None
@@ -150,7 +149,6 @@ class DeviceWorker(Worker):
         """Give the device a task, and pass on its output, which is still to be made."""
         device, task, pace = self._device, run.task, self._pace
         inputs = self._take_inputs(task)
-        device.take_over(inputs)
         waiting_bytes = compute.waiting_gradient_bytes
         if self._punctuality is not None:
             self._announce(task, run.chunk)
@@ -200,3 +198,9 @@ class DeviceWorker(Worker):
             self._record_task(run, start_ns, end_ns, launched.held_bytes, launched.waiting_bytes)
             if self._launched:
                 self._runs(self._launched[0], end_ns)
+
+
+def make_worker(*arguments: Any, device: seam.Device, **others: Any) -> Worker:
+    """The worker for tasks on this device; the arguments are those of `Worker`."""
+    maker = Worker if device.is_synchronous else DeviceWorker
+    return maker(*arguments, device=device, **others)

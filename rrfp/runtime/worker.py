@@ -14,14 +14,15 @@ a group it lends them, while a task runs, to the thread that decides on the next
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import reduce
-from operator import or_
 
 import torch
 
 from rrfp.runtime.ahead import AheadThread
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.device import Device
 from rrfp.runtime.out_of_memory import told_when_out_of_memory
+from rrfp.runtime.owed import owed, stall_row
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import (
     Agreement,
@@ -43,7 +44,7 @@ from rrfp.runtime.protocols import (
     StepSummary,
     monotonic,
 )
-from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, listed
+from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
@@ -71,10 +72,12 @@ class Worker:
         decides_ahead: bool = True,
         delays: Delays | None = None,
         clock: Clock = monotonic,
+        device: Device = CPU,
     ) -> None:
         """`pp_ranks` are the global ranks of this pipeline, by pipeline rank. If nothing arrives
         for `stall_s` seconds of waiting, StallError is raised, with the rows of `board`'s ranks.
-        `decides_ahead` lets the leader of a group decide on the next task while one runs."""
+        `decides_ahead` lets the leader of a group decide on the next task while one runs. Tasks run
+        on `device`."""
         self._pp_ranks = pp_ranks
         self._inbox = inbox
         self._links = links
@@ -84,6 +87,7 @@ class Worker:
         self._stall_s = stall_s
         self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
+        self._device = device
         self._early: defaultdict[int, list[Event]] = defaultdict(list)
         self._left: set[int] = set()
         self._step: int
@@ -254,6 +258,7 @@ class Worker:
         sending_rank = shape.rank_of(sender.stage)
         if sending_rank != self._dispatcher.rank:
             self._links.consumed(self._pp_ranks[sending_rank], self._step)
+            self._device.take_over(inputs)
         return inputs
 
     def _told_when_out_of_memory(
@@ -352,30 +357,7 @@ class Worker:
         )
 
     def _row(self, cause: Cause, waited_s: float) -> StallRow:
-        dispatcher = self._dispatcher
-        pp_rank = dispatcher.rank
-        story = dispatcher.story()
-        best = story.best_waiting
-        lacks = []
-        for needed in () if best is None else best.lacks:
-            needed_rank = dispatcher.shape.rank_of(needed.stage)
-            is_own = needed_rank == pp_rank
-            lacks.append(
-                f"{needed} here" if is_own else f"{needed} from rank {self._pp_ranks[needed_rank]}"
-            )
-        debts: dict[int, str] = {}
-        for here in story.ready:
-            for peer, what in self._agreement.owed(here.missing_members).items():
-                debts.setdefault(peer, f"for {here.task} {what} from rank {peer}")
-        return StallRow(
-            rank=self._pp_ranks[pp_rank],
-            pp_rank=pp_rank,
-            waited_s=waited_s,
-            cause=cause,
-            ready=listed([each.task for each in story.ready]),
-            best_waiting="-" if best is None else str(best.task),
-            lacks="; ".join(listed(part) for part in (lacks, [*debts.values()]) if part) or "-",
-        )
+        return stall_row(self._dispatcher, self._agreement, self._pp_ranks, cause, waited_s)
 
     def _check_that_nobody_left_owing(self) -> None:
         for peer, what in self._owed().items():
@@ -387,13 +369,4 @@ class Worker:
                 )
 
     def _owed(self) -> dict[int, str]:
-        """By rank: what it still owes this rank in this step."""
-        unfinished = self._dispatcher.unfinished()
-        owed = self._agreement.owed(reduce(or_, (missing for _, missing in unfinished), 0))
-        shape = self._dispatcher.shape
-        for task, missing in unfinished:
-            sender = shape.sender(task)
-            if missing & 1 and sender is not None:
-                peer = self._pp_ranks[shape.rank_of(sender.stage)]
-                owed.setdefault(peer, f"the output of {sender}, which {task} needs")
-        return owed
+        return owed(self._dispatcher, self._agreement, self._pp_ranks)

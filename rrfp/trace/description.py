@@ -48,6 +48,15 @@ def describe_run(
         file.write(f"{json.dumps(described, indent=2)}\n".encode())
 
 
+def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
+    """Add what carries the tensors of each link, which the ranks know once they are connected.
+    Raises RrfpError or OSError if the file cannot be read or written."""
+    description = read_description(run_json)
+    description["transport"] = dict(transport)
+    with open_whole(run_json) as file:
+        file.write(f"{json.dumps(description, indent=2)}\n".encode())
+
+
 class PolicyLog:
     """Tells in `run.json` which policy steered from which step on, where it was chosen during the
     run. Of one session; one rank writes it."""

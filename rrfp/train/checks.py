@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
 from rrfp.runtime.device.cuda_presence import cuda_problem
+from rrfp.runtime.planes.names import TransportName
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
@@ -182,6 +184,23 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         ),
         "--dispatch megatron adds gradients up in its own order, which is the canonical one; "
         "leave --grad-order out",
+    ),
+    (
+        lambda s: (
+            s.policy.dispatch == Dispatch.MEGATRON and s.layout.transport != TransportName.AUTO
+        ),
+        "--dispatch megatron sends by Megatron-Core's own transfers; leave --transport "
+        "{0.layout.transport} out",
+    ),
+    # What carries tensors.
+    (
+        lambda s: s.layout.transport == TransportName.CUDA_IPC and s.run.device == "cpu",
+        "--transport cuda-ipc carries tensors of GPUs and --device is cpu; choose shm",
+    ),
+    (
+        lambda s: s.layout.transport == TransportName.NIXL and find_spec("nixl") is None,
+        "--transport nixl needs the package nixl, which is not installed; pip install "
+        "'rrfp[nixl]', or leave --transport out",
     ),
     # The source of microbatches' weights.
     (

@@ -35,6 +35,7 @@ from rrfp.train.pacing import pace_of
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 from rrfp.train.training import Trainer
+from rrfp.train.transport import describe_planes, publish_planes
 
 if TYPE_CHECKING:
     from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -93,6 +94,8 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
             result = result._replace(heldout_loss=evaluation.loss())
+        if step == session.first_step and isinstance(schedule, ForwardBackward):
+            publish_planes(default_store(), layout, schedule.planes)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         tally = pace.tally if pace is not None and pace.has_costs else None
@@ -104,6 +107,9 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
             policies.steered(step, steering.policy.described())
         hint, choice = _told(settings, steering)
         metrics.write(step, result, schedule.last_step, seconds, tally, plan, hint, choice)
+        is_told = step == session.first_step and isinstance(schedule, ForwardBackward)
+        if is_told and layout.rank == 0:
+            describe_planes(run, default_store(), layout, settings)
         if planner is not None and orders is not None:
             orders.write(planner.order_of_step)
         if dealing is not None and dealt is not None:
@@ -213,5 +219,7 @@ def schedule_of(
         patience=policy.patience,
         grad_order=settings.policy.grad_order,
         placement=settings.layout.placement,
+        transport=settings.layout.transport,
+        outbox_mb=settings.layout.outbox_mb,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rrfp.megatron.settings import GradOrder
+from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.hint import Hint, WeightGradients
@@ -179,6 +180,17 @@ class LayoutSettings:
         False, "Divide norms and dropout along the sequence, with --tp."
     )
     distributed_optimizer: bool = setting(False, "Divide the optimizer's state among the replicas.")
+    transport: TransportName = setting(
+        TransportName.AUTO,
+        "What carries tensors between ranks: auto (default: what suits the device and the peer's "
+        "place), inline (the sockets), shm, cuda-ipc, nixl or bounce.",
+    )
+    outbox_mb: int = setting(
+        DEFAULT_OUTBOX_MB,
+        "Memory of a rank in which large messages wait for their receivers, in MiB",
+        must=AT_LEAST_1,
+        metavar="MIB",
+    )
 
     @property
     def num_replicas(self) -> int:

@@ -1,5 +1,6 @@
 """The CPU as a device: everything is done when its call returns."""
 
+import math
 import time
 from collections.abc import Iterable
 from typing import cast
@@ -7,6 +8,11 @@ from typing import cast
 import torch
 
 from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.host_memory import HostMemory
+
+_LEAST_REUSED_BYTES = 128 * 2**10
+"""The C library keeps smaller memory by itself."""
+_MOST_SPARE_BYTES = 256 * 2**20
 
 _STREAM = Stream(None)
 _EVENT = Event(None)
@@ -18,6 +24,9 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     is_synchronous = True
     clock_error_ns = 0
+
+    def __init__(self) -> None:
+        self._memory = HostMemory(_MOST_SPARE_BYTES)
 
     def compute_stream(self) -> Stream:
         return _STREAM
@@ -53,7 +62,11 @@ class CpuDevice:
         target.copy_(source)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        shape = tuple(shape)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _LEAST_REUSED_BYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._memory.empty(num_bytes).view(dtype).view(shape)
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -63,3 +76,7 @@ class CpuDevice:
 
     def take_over(self, tensors: Iterable[torch.Tensor | None]) -> None:
         pass
+
+
+CPU = CpuDevice()
+"""The one of this process."""

@@ -4,8 +4,6 @@ Every stream is a thread that runs its work late, by delays drawn from a seed, s
 not wait for an event reads or writes too early. Copies come in halves. Memory is filled with
 `POISON` when it is given out, and again when its tensor is gone: at once for the host, in stream
 order for the streams that may use it. So a mistake shows as wrong bytes, soon and on every machine.
-
-`SimulatedCompute` runs tasks on it: a task's outputs appear late, in the compute stream.
 """
 
 import ctypes

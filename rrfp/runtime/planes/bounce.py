@@ -10,8 +10,8 @@ import torch
 
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.plane import Offer, Pull, Pulled, Puller
-from rrfp.runtime.protocols import monotonic
+from rrfp.runtime.planes.packing import flat
+from rrfp.runtime.planes.plane import Offer, Pull, Pulled, Puller, Release
 
 
 class BouncePlane:
@@ -19,15 +19,16 @@ class BouncePlane:
 
     name = TransportName.BOUNCE
     is_inline = True
+    lends = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
         self.device = device
-        self.piece_bytes = slab_bytes
+        self._slab_bytes = slab_bytes
 
     @cached_property
     def slab(self) -> torch.Tensor:
         """Made when it is first needed: most ranks have a better plane."""
-        return self.device.empty_on_host(self.piece_bytes)
+        return self.device.empty_on_host(self._slab_bytes)
 
     def offer(self) -> Offer:
         return Offer(self.name, {})
@@ -47,24 +48,19 @@ class BouncePuller:
         self._device = device
         self._stream = device.new_stream()
 
-    def pull(self, pull: Pull, told: Pulled) -> None:
+    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
         device, stream = self._device, self._stream
         assert pull.inline is not None
-        begun_ns = monotonic()
-        for form, source in zip(pull.forms, pull.inline, strict=True):
-            target = None
-            if form is not None and source is not None:
-                target = device.empty(form.shape, form.dtype, stream)
-                device.copy(_flat(target), _flat(source), stream)
-            pull.tensors.append(target)
+        tensors: list[torch.Tensor | None] = []
+        for source in pull.inline:
+            if source is None:
+                tensors.append(None)
+                continue
+            target = device.empty(source.shape, source.dtype, stream)
+            device.copy(flat(target), flat(source), stream)
+            tensors.append(target)
         device.synchronize(device.record(stream))
-        pull.num_pulled = pull.num_filled
-        pull.copy_ns = monotonic() - begun_ns
-        told(pull, None)
+        told(pull, tensors)
 
     def detach(self) -> None:
         pass
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -1,53 +1,52 @@
 """Pulling out of a peer's slab that is mapped into this process: host memory, or a device's."""
 
+import ctypes
+import mmap
 import time
+import weakref
 
 import torch
 
-from rrfp.errors import RrfpError
 from rrfp.runtime.device.device import Device
-from rrfp.runtime.planes.packing import packed_bytes, parts_of_pieces
-from rrfp.runtime.planes.plane import TRIAL_BYTES, WINDOW_BYTES, Pull, Pulled, sizes_of
-from rrfp.runtime.protocols import monotonic
+from rrfp.runtime.planes.packing import flat, packed_bytes, unpacked
+from rrfp.runtime.planes.plane import TRIAL_BYTES, WINDOW_BYTES, Pull, Pulled, Release, beyond_slab
 
 
 class MappedPuller:
     """Pulls on the link's own thread. Implements `rrfp.runtime.planes.plane.Puller`."""
 
-    def __init__(self, device: Device, slab: torch.Tensor, peer: int) -> None:
+    def __init__(
+        self, device: Device, slab: torch.Tensor, peer: int, memory: mmap.mmap | None = None
+    ) -> None:
+        """`memory` is the slab's, where its slots may be lent."""
         self._device = device
         self._stream = device.new_stream()
         self._slab: torch.Tensor | None = slab
         self._peer = peer
+        self._memory = memory
 
-    def pull(self, pull: Pull, told: Pulled) -> None:
-        slab, device, stream = self._slab, self._device, self._stream
+    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
+        slab = self._slab
         if slab is None:
             return
-        sizes = sizes_of(pull.forms)
-        if pull.offset + packed_bytes(sizes) > slab.numel():
-            told(pull, beyond(self._peer, pull, slab.numel()))
+        end = pull.offset + packed_bytes(pull.forms)
+        if end > slab.numel():
+            told(pull, beyond_slab(self._peer, pull, slab.numel()))
             return
-        begun_ns = monotonic()
-        if not pull.tensors:
-            pull.tensors = [
-                None if form is None else device.empty(form.shape, form.dtype, stream)
-                for form in pull.forms
-            ]
-        num_filled = pull.num_filled
-        for part in parts_of_pieces(sizes, pull.piece_bytes, pull.num_pulled, num_filled):
-            target = pull.tensors[part.tensor]
-            assert target is not None
-            begin = pull.offset + part.offset
-            device.copy(
-                target.view(-1).view(torch.uint8)[part.start : part.start + part.num_bytes],
-                slab[begin : begin + part.num_bytes],
-                stream,
-            )
-        pull.num_pulled = num_filled
+        if pull.is_lent and self._memory is not None:
+            told(pull, _borrowed(self._memory, pull, release))
+            return
+        device, stream = self._device, self._stream
+        tensors: list[torch.Tensor | None] = []
+        for source in unpacked(slab[pull.offset : end], pull.forms):
+            if source is None:
+                tensors.append(None)
+                continue
+            target = device.empty(source.shape, source.dtype, stream)
+            device.copy(flat(target), flat(source), stream)
+            tensors.append(target)
         self._await_copies()
-        pull.copy_ns += monotonic() - begun_ns
-        told(pull, None)
+        told(pull, tensors)
 
     def _await_copies(self) -> None:
         """Let the host see that what was pulled is here."""
@@ -71,12 +70,12 @@ class MappedPuller:
     def detach(self) -> None:
         if self._slab is not None:
             self._await_copies()
-            self._slab = None
+            self._slab = self._memory = None
 
 
-def beyond(peer: int, pull: Pull, slab_bytes: int) -> RrfpError:
-    """A message that does not lie where it should."""
-    return RrfpError(
-        f"rank {peer} posted {pull.task} at {pull.offset}, which does not lie in its outbox of"
-        f" {slab_bytes} bytes; see that all ranks run the same version of rrfp"
-    )
+def _borrowed(memory: mmap.mmap, pull: Pull, release: Release) -> list[torch.Tensor | None]:
+    """The tensors where they lie; their slot is released once they are gone."""
+    view = (ctypes.c_char * packed_bytes(pull.forms)).from_buffer(memory, pull.offset)
+    # The view lives as long as a tensor that has its memory.
+    weakref.finalize(view, release, pull.offset).atexit = False
+    return unpacked(torch.frombuffer(view, dtype=torch.uint8), pull.forms)

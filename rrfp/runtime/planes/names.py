@@ -18,3 +18,7 @@ class TransportName(StrEnum):
     """One-sided reads by NVIDIA's NIXL, over whatever fabric it finds: CPU and CUDA tensors."""
     BOUNCE = "bounce"
     """Through pinned memory of the host and the link's own socket: always works, and is slow."""
+
+
+DEFAULT_OUTBOX_MB = 256
+"""Of each rank, and of each plane in use."""

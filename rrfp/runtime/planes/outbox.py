@@ -8,7 +8,7 @@ does whatever it computes: so they bind no decision.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Protocol
@@ -17,9 +17,9 @@ import torch
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.device.device import Event
-from rrfp.runtime.planes.packing import num_pieces, packed_bytes, parts_of_pieces
-from rrfp.runtime.planes.plane import Form, Plane, Posted, sizes_of
-from rrfp.runtime.planes.slots import Slots, aligned
+from rrfp.runtime.planes.packing import Forms, flat, forms_of, packed_bytes, unpacked
+from rrfp.runtime.planes.plane import Plane, Posted
+from rrfp.runtime.planes.slots import Slots
 from rrfp.runtime.protocols import Clock, Message, monotonic
 
 
@@ -27,10 +27,7 @@ class PostingLink(Protocol):
     """The sending end of a link, as an outbox uses it."""
 
     def post(self, posted: Posted) -> None:
-        """Queue a message whose first piece is in its slot."""
-
-    def filled(self, posted: Posted) -> None:
-        """One more piece of a posted message is in its slot."""
+        """Queue a message that lies in its slot."""
 
     def fail(self, error: RrfpError) -> None:
         """Nothing more will come."""
@@ -42,21 +39,20 @@ class _Waiting:
 
     link: PostingLink
     message: Message
+    forms: Forms
     made: Event
     """Complete once the compute stream has made the tensors."""
     queued_ns: int
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Part of a message that is on its way into its slot."""
+class _Copying:
+    """A message on its way into its slot."""
 
     link: PostingLink
     posted: Posted
-    number: int
-    """Pieces of the message up to this one."""
     copied: Event
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: Sequence[torch.Tensor | None]
     """Of the message: kept alive until they are copied."""
 
 
@@ -70,15 +66,17 @@ class Outbox:
         self._stream = plane.device.new_stream()
         self._condition = Condition()
         # Guarded by the condition.
-        self._slots = Slots(plane.slab.numel())
+        num_bytes = plane.slab.numel()
+        self._lent = Slots(num_bytes // 2 if plane.lends else 0)
+        """The lower half, where receivers keep slots for as long as they like."""
+        self._slots = Slots(num_bytes - self._lent.num_bytes)
+        """Above it, what goes round whatever is computed."""
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self._num_unposted = 0
         self._has_failed = False
         # Of the thread alone.
-        self._begun: Iterator[_Piece] | None = None
-        """Copies what is left of the message in front, a piece at a time."""
-        self._copying: deque[_Piece] = deque()
+        self._copying: deque[_Copying] = deque()
         self._thread = Thread(target=self._run, name=f"rrfp-outbox-{plane.name}", daemon=True)
 
     @property
@@ -89,24 +87,32 @@ class Outbox:
         """Start the thread."""
         self._thread.start()
 
+    @property
+    def num_taken_bytes(self) -> int:
+        """Of the slots that are in use."""
+        with self._condition:
+            return self._lent.num_taken_bytes + self._slots.num_taken_bytes
+
     def takes(self, message: Message) -> bool:
         """Whether a message ever fits."""
-        return packed_bytes(sizes_of(forms_of(message))) <= self._slots.num_bytes
+        return packed_bytes(forms_of(message.tensors)) <= self._slots.num_bytes
 
     def put(self, link: PostingLink, message: Message) -> None:
         """Send a message over a link. Its tensors lie on the plane's device and are contiguous; the
         calling thread computes them."""
         device = self._device
         made = device.record(device.compute_stream())
+        waiting = _Waiting(link, message, forms_of(message.tensors), made, self._clock())
         with self._condition:
-            self._waiting.append(_Waiting(link, message, made, self._clock()))
+            self._waiting.append(waiting)
             self._num_unposted += 1
             self._condition.notify_all()
 
     def release(self, offset: int) -> None:
         """A receiver has pulled what lay in this slot."""
         with self._condition:
-            self._slots.release(offset)
+            if not self._lent.release(offset):
+                self._slots.release(offset - self._lent.num_bytes)
             self._condition.notify_all()
 
     def drain(self, timeout_s: float) -> None:
@@ -134,94 +140,61 @@ class Outbox:
         except Exception as error:  # A thread that dies in silence would hang the run.
             self._fail(error)
         finally:
-            self._begun = None
             self._copying.clear()
 
     def _go_on(self) -> bool:
         """Do the next thing that can be done, or wait; tells whether there will be another."""
         copying = self._copying
         if copying and self._device.query(copying[0].copied):
-            self._tell(copying.popleft())
-        elif self._begun is not None or self._begin(waits=not copying):
-            self._copy_next()
+            self._post(copying.popleft())
+        elif (taken := self._take(waits=not copying)) is not None:
+            copying.append(self._copy(*taken))
         elif copying:
             self._device.synchronize(copying[0].copied)
         return not self._is_closed
 
-    def _begin(self, *, waits: bool) -> bool:
-        """Give the message in front a slot; tells whether there was such a thing."""
+    def _take(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
+        """The message in front, the offset of its slot, and whether that is lent; None if there is
+        no such thing now."""
         with self._condition:
             while not self._is_closed:
                 if self._waiting:
-                    sizes = sizes_of(forms_of(self._waiting[0].message))
-                    offset = self._slots.take(packed_bytes(sizes))
+                    num_bytes = packed_bytes(self._waiting[0].forms)
+                    offset = self._lent.take(num_bytes)
                     if offset is not None:
-                        self._begun = self._pieces(self._waiting.popleft(), offset)
-                        return True
+                        return self._waiting.popleft(), offset, True
+                    offset = self._slots.take(num_bytes)
+                    if offset is not None:
+                        return self._waiting.popleft(), self._lent.num_bytes + offset, False
                 if not waits:
-                    return False
+                    return None
                 self._condition.wait()
-        return False
+        return None
 
-    def _copy_next(self) -> None:
-        assert self._begun is not None
-        piece = next(self._begun)
-        self._copying.append(piece)
-        if piece.number == piece.posted.num_pieces:
-            self._begun = None
-
-    def _pieces(self, waiting: _Waiting, offset: int) -> Iterator[_Piece]:
-        """Let the copy stream fill a slot, a piece each time."""
-        message, device, plane = waiting.message, self._device, self._plane
-        forms = forms_of(message)
-        sizes = sizes_of(forms)
-        posted = Posted(
-            *(message.step, message.task, forms, offset, num_pieces(sizes, plane.piece_bytes)),
-            latency_ns=message.latency_ns,
-            queued_ns=waiting.queued_ns,
-            begun_ns=self._clock(),
-        )
-        if plane.is_inline:
-            posted.inline = tuple(self._slot_tensors(posted))
-        sources = [_bytes(tensor) for tensor in message.tensors]
+    def _copy(self, waiting: _Waiting, offset: int, is_lent: bool) -> _Copying:
+        """Let the copy stream fill a slot."""
+        message, forms, device = waiting.message, waiting.forms, self._device
+        begun_ns = self._clock()
+        slot = self._plane.slab[offset : offset + packed_bytes(forms)]
+        targets = unpacked(slot, forms)
         device.wait(self._stream, waiting.made)
-        for number in range(posted.num_pieces):
-            for part in parts_of_pieces(sizes, plane.piece_bytes, number, number + 1):
-                source = sources[part.tensor]
-                assert source is not None
-                begin = offset + part.offset
-                device.copy(
-                    plane.slab[begin : begin + part.num_bytes],
-                    source[part.start : part.start + part.num_bytes],
-                    self._stream,
-                )
-            copied = device.record(self._stream)
-            yield _Piece(waiting.link, posted, number + 1, copied, message.tensors)
+        for target, source in zip(targets, message.tensors, strict=True):
+            if target is not None and source is not None:
+                device.copy(flat(target), flat(source), self._stream)
+        posted = Posted(
+            *(message.step, message.task, forms, offset, message.latency_ns),
+            *(waiting.queued_ns, begun_ns, begun_ns, is_lent),
+            inline=targets if self._plane.is_inline else None,
+        )
+        return _Copying(waiting.link, posted, device.record(self._stream), message.tensors)
 
-    def _slot_tensors(self, posted: Posted) -> Iterator[torch.Tensor | None]:
-        """A posted message's tensors, where they lie in the slab."""
-        slab = self._plane.slab
-        begin = posted.offset
-        for form in posted.forms:
-            if form is None:
-                yield None
-                continue
-            yield slab[begin : begin + form.num_bytes].view(form.dtype).view(form.shape)
-            begin += aligned(form.num_bytes)
-
-    def _tell(self, piece: _Piece) -> None:
-        """The host has seen that a piece is in its slot: tell the receiver."""
-        posted = piece.posted
-        posted.copied_ns = self._clock()
-        posted.num_filled = piece.number
-        if piece.number == 1:
-            piece.link.post(posted)
-        else:
-            piece.link.filled(posted)
-        if piece.number == posted.num_pieces:
-            with self._condition:
-                self._num_unposted -= 1
-                self._condition.notify_all()
+    def _post(self, copying: _Copying) -> None:
+        """The host has seen that a message is in its slot: tell the receiver."""
+        copying.posted.copied_ns = self._clock()
+        copying.link.post(copying.posted)
+        with self._condition:
+            self._num_unposted -= 1
+            self._condition.notify_all()
 
     def _fail(self, error: Exception) -> None:
         """Tell every link whose message will not leave."""
@@ -234,15 +207,3 @@ class Outbox:
             self._condition.notify_all()
         for link in links:
             link.fail(told)
-
-
-def forms_of(message: Message) -> tuple[Form | None, ...]:
-    """What the tensors of a message are."""
-    return tuple(
-        None if tensor is None else Form(tensor.dtype, tuple(tensor.shape))
-        for tensor in message.tensors
-    )
-
-
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.reshape(-1).view(torch.uint8)

@@ -1,40 +1,63 @@
-"""How the tensors of a message lie in a slot: one after the other, aligned. Pure."""
+"""How the tensors of a message lie in a slot: one after the other, aligned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from rrfp.runtime.planes.slots import ALIGNMENT_BYTES, aligned
 
 
-class Part(NamedTuple):
-    """Some bytes of one tensor."""
+class Form(NamedTuple):
+    """What a tensor is, without its content."""
 
-    tensor: int
-    """Which one."""
-    start: int
-    """The first of the bytes, in the tensor."""
-    offset: int
-    """The same, in the slot."""
-    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-
-def packed_bytes(sizes: Sequence[int]) -> int:
-    """What a slot for tensors of so many bytes takes; also one for empty tensors has a place."""
-    return max(sum(map(aligned, sizes)), ALIGNMENT_BYTES)
+    @property
+    def num_bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
 
 
-def num_pieces(sizes: Sequence[int], piece_bytes: int) -> int:
-    """In how many pieces a slot is filled."""
-    return -(-packed_bytes(sizes) // piece_bytes)
+Forms = tuple[Form | None, ...]
+"""Of the tensors of a message; None where there is no tensor."""
 
 
-def parts_of_pieces(sizes: Sequence[int], piece_bytes: int, first: int, end: int) -> Iterator[Part]:
-    """What of each tensor lies in the pieces `first` to `end` (exclusive) of a slot."""
-    begin_bytes, end_bytes = first * piece_bytes, end * piece_bytes
-    offset = 0
-    for index, size in enumerate(sizes):
-        start = max(0, begin_bytes - offset)
-        stop = min(size, end_bytes - offset)
-        if start < stop:
-            yield Part(index, start, offset + start, stop - start)
-        offset += aligned(size)
+def forms_of(tensors: Sequence[torch.Tensor | None]) -> Forms:
+    """What the tensors of a message are."""
+    return tuple(
+        None if tensor is None else Form(tensor.dtype, tuple(tensor.shape)) for tensor in tensors
+    )
+
+
+def payload_of(forms: Forms) -> int:
+    """The bytes of the tensors themselves."""
+    return sum(form.num_bytes for form in forms if form is not None)
+
+
+def packed_bytes(forms: Forms) -> int:
+    """What a slot for such tensors takes; also one for empty tensors has a place."""
+    sizes = (aligned(form.num_bytes) for form in forms if form is not None)
+    return max(sum(sizes), ALIGNMENT_BYTES)
+
+
+def unpacked(slot: torch.Tensor, forms: Forms) -> list[torch.Tensor | None]:
+    """The tensors that lie in a slot, which is flat and of uint8."""
+    tensors: list[torch.Tensor | None] = []
+    begin = 0
+    for form in forms:
+        if form is None:
+            tensors.append(None)
+            continue
+        end = begin + form.num_bytes
+        tensors.append(slot[begin:end].view(form.dtype).view(form.shape))
+        begin += aligned(form.num_bytes)
+    return tensors
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as uint8."""
+    return tensor.view(-1).view(torch.uint8)

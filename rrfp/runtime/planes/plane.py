@@ -9,20 +9,21 @@ plane: order, credits, heartbeats, farewell and loss are those of the link.
 
 No stream of a device ever waits for another process.
 
-A large message may be posted in pieces: its frame leaves when the first piece is in its slot, and a
-short frame tells of each further one. So one side copies in while the other copies out.
+Where both sides are the CPU of one host, a slot may be *lent*: the receiver's tensors are the slot,
+which it releases once they are gone. Slots are lent in one half of a slab, so that those in the
+other half go round whatever is computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.packing import num_pieces
+from rrfp.runtime.planes.packing import Forms
 from rrfp.schedule.tasks import Task
 
 TRIAL_BYTES = 64 * 2**20
@@ -30,45 +31,25 @@ TRIAL_BYTES = 64 * 2**20
 WINDOW_BYTES = 4 * 2**20
 
 
-class Form(NamedTuple):
-    """What a tensor is, without its content."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        size = self.dtype.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
-
-def sizes_of(forms: Sequence[Form | None]) -> tuple[int, ...]:
-    """In bytes; 0 where there is no tensor."""
-    return tuple(0 if form is None else form.num_bytes for form in forms)
-
-
 @dataclass(slots=True, eq=False)
 class Posted:
-    """A message whose tensors lie in a slot of this rank's outbox, or soon all will."""
+    """A message whose tensors lie in a slot of this rank's outbox."""
 
     step: int
     task: Task
-    forms: tuple[Form | None, ...]
+    forms: Forms
     offset: int
     """Of the slot, in the slab."""
-    num_pieces: int
-    latency_ns: int = 0
-    queued_ns: int = 0
+    latency_ns: int
+    queued_ns: int
     """When the compute thread handed it over."""
-    begun_ns: int = 0
+    begun_ns: int
     """When its copy into the slot began."""
-    copied_ns: int = 0
-    """When the host saw that its first piece was in the slot, and later its last."""
-    num_filled: int = 1
-    """Pieces that are there."""
-    inline: tuple[torch.Tensor | None, ...] | None = None
+    copied_ns: int
+    """When the host saw that it was there."""
+    is_lent: bool
+    """Whether the receiver may use the slot itself for as long as it needs the tensors."""
+    inline: Sequence[torch.Tensor | None] | None
     """Where the socket is to carry the tensors: those in the slot, on the host."""
 
 
@@ -79,31 +60,24 @@ class Pull:
     step: int
     task: Task
     sequence: int
-    forms: tuple[Form | None, ...]
+    forms: Forms
     offset: int
-    piece_bytes: int
     heard_ns: int
     """When its frame was here."""
-    inline: tuple[torch.Tensor | None, ...] | None = None
+    is_lent: bool
+    """Whether the slot itself may be used for as long as the tensors are needed."""
+    inline: Sequence[torch.Tensor | None] | None = None
     """The tensors on the host, where the socket has carried them."""
-    num_filled: int = 1
-    """Pieces that are there to be taken."""
-    num_pulled: int = 0
-    tensors: list[torch.Tensor | None] = field(default_factory=list)
-    copy_ns: int = 0
-    """For how long it was pulled."""
-
-    @property
-    def num_pieces(self) -> int:
-        return num_pieces(sizes_of(self.forms), self.piece_bytes)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.num_pulled == self.num_pieces
+    begun_ns: int = 0
+    """When it began to be pulled."""
 
 
-Pulled = Callable[[Pull, RrfpError | None], None]
-"""Told once what there was of a pull is here, or why it never will be; on any thread."""
+Release = Callable[[int], None]
+"""Told, on any thread and between any two instructions, the offset of a lent slot whose tensors are
+gone."""
+
+Pulled = Callable[[Pull, Sequence[torch.Tensor | None] | RrfpError], None]
+"""Told what was pulled once the host has seen it, or why it never will be; on any thread."""
 
 
 class PlaneRefusal(Exception):  # noqa: N818 - a reason to take another plane, and no error
@@ -113,8 +87,8 @@ class PlaneRefusal(Exception):  # noqa: N818 - a reason to take another plane, a
 class Puller(Protocol):
     """The receiving end of one link's plane."""
 
-    def pull(self, pull: Pull, told: Pulled) -> None:
-        """Take what there is of a message and has not been taken."""
+    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
+        """Take a message out of its slot. `release` is for a lent slot."""
 
     def detach(self) -> None:
         """Let go of the peer's memory; nothing is pulled any more. The peer frees it afterwards."""
@@ -135,8 +109,8 @@ class Plane(Protocol):
 
     name: TransportName
     device: Device
-    piece_bytes: int
-    """In pieces of which size a message is posted."""
+    lends: bool
+    """Whether receivers may use slots for as long as they need what is in them."""
     is_inline: bool
     """Whether the link's socket carries what lies in a slot, instead of a pull."""
 
@@ -154,3 +128,11 @@ class Plane(Protocol):
 
     def close(self) -> None:
         """Free the slab. All peers have detached themselves, or are lost."""
+
+
+def beyond_slab(peer: int, pull: Pull, slab_bytes: int) -> RrfpError:
+    """The error of a message that does not lie in its sender's slab."""
+    return RrfpError(
+        f"rank {peer} posted {pull.task} beyond its outbox of {slab_bytes} bytes; see that all"
+        " ranks run the same version of rrfp"
+    )

@@ -1,5 +1,6 @@
 """Which data planes a rank has, and which of them serve a link: the one place that chooses."""
 
+import logging
 import socket
 from collections.abc import Callable, Mapping
 from threading import Lock
@@ -8,16 +9,17 @@ from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
 from rrfp.runtime.planes.settling import Settled, answer_offer, offer_planes
 from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Message
 
-LEAST_POSTED_BYTES = 256 * 2**10
-"""A smaller message of the CPU's travels on the socket, which is quicker: no thread is woken."""
+LEAST_POSTED_BYTES = 2**20
+"""A smaller message of the CPU's travels on the socket, which is as quick: no thread is woken."""
 
-DEFAULT_OUTBOX_MB = 256
+_log = logging.getLogger(__name__)
 
 _A, _I, _S, _C, _N, _B = TransportName
 
@@ -36,6 +38,7 @@ on another; the first that works, and else the socket itself."""
 
 PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
     TransportName.SHM: SharedMemoryPlane,
+    TransportName.NIXL: NixlPlane,
     TransportName.BOUNCE: BouncePlane,
 }
 """What makes each, with a slab of so many bytes. Raises PlaneRefusal."""
@@ -88,8 +91,8 @@ class RankPlanes:
         if not names and self.asked is TransportName.SHM:
             why = f"rank {peer} is on another host"
         settled = offer_planes(connection, planes, why, timeout_s)
+        self.settle(peer, settled)
         with self._lock:
-            self._settled[peer] = settled
             if settled.plane is TransportName.INLINE:
                 return None
             if settled.plane not in self._outboxes:
@@ -97,6 +100,13 @@ class RankPlanes:
                 outbox.open()
                 self._outboxes[settled.plane] = outbox
             return self._outboxes[settled.plane]
+
+    def settle(self, peer: int, settled: Settled) -> None:
+        """Note what the link to this peer takes, and tell where that is not what was asked for."""
+        with self._lock:
+            self._settled[peer] = settled
+        if settled.why:
+            _log.warning("the link to rank %d takes %s: %s", peer, settled.plane, settled.why)
 
     def answer(
         self, connection: socket.socket, peer: int, timeout_s: float

@@ -19,20 +19,19 @@ from rrfp.runtime.planes.plane import Offer, PlaneRefusal, Puller
 
 _FILE_NAME = "rrfp-outbox"
 """As /proc shows it."""
-_PIECE_BYTES = 2 * 2**20
 
 
 class SharedMemoryPlane:
     """Implements `rrfp.runtime.planes.plane.Plane`."""
 
     name = TransportName.SHM
-    piece_bytes = _PIECE_BYTES
     is_inline = False
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
         """Make the slab, of which only what is written takes memory. Raises PlaneRefusal where the
         system has no such memory."""
         self.device = device
+        self.lends = device.is_synchronous
         if not hasattr(os, "memfd_create"):
             raise PlaneRefusal("this system has no memfd_create")
         try:
@@ -43,7 +42,7 @@ class SharedMemoryPlane:
             os.ftruncate(self._descriptor, slab_bytes)
             # Else a peer that shortens it could end this process by a signal.
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.slab = _mapped(self._descriptor, slab_bytes)
+            self.slab = _flat(_mapped(self._descriptor, slab_bytes))
         except OSError as error:
             os.close(self._descriptor)
             raise PlaneRefusal(
@@ -63,12 +62,12 @@ class SharedMemoryPlane:
                 raise OSError(errno.EPERM, "its size is not sealed")
             if os.fstat(descriptor).st_size != num_bytes:
                 raise OSError(errno.EINVAL, f"it has not the {num_bytes} bytes that were told")
-            slab = _mapped(descriptor, num_bytes)
+            memory = _mapped(descriptor, num_bytes)
         except OSError as error:
             raise PlaneRefusal(
                 f"the shared memory of rank {peer} cannot be mapped ({error})"
             ) from None
-        puller = MappedPuller(self.device, slab, peer)
+        puller = MappedPuller(self.device, _flat(memory), peer, memory)
         return puller, puller.measure()
 
     def close(self) -> None:
@@ -79,8 +78,12 @@ class SharedMemoryPlane:
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def _mapped(descriptor: int, num_bytes: int) -> torch.Tensor:
+def _mapped(descriptor: int, num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(descriptor, num_bytes)
     # A data loader's worker that is forked later is not to keep it alive.
     memory.madvise(mmap.MADV_DONTFORK)
+    return memory
+
+
+def _flat(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,12 +1,14 @@
 """The receiving end of a directed link."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.plane import Form, Posted, Pull, sizes_of
+from rrfp.runtime.planes.packing import forms_of, payload_of
+from rrfp.runtime.planes.plane import Posted, Pull
 from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
 from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, State, bare
 from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
@@ -24,8 +26,6 @@ class LinkPlane:
     """What the receiving end of a link knows of its data plane."""
 
     name: str
-    piece_bytes: int
-    """In pieces of which size messages are posted."""
     lands: bool = False
     """Whether tensors that the socket has carried are still to be taken to the device."""
 
@@ -90,19 +90,25 @@ class DestinationLink(Link):
         """This rank has let go of the peer's memory."""
         self._has_let_go = True
 
-    def pulled(self, pull: Pull, now_ns: int) -> list[Output]:
-        """What there was of a message is here."""
-        if self.state is State.OVER or not pull.is_whole:
+    def release(self, offset: int) -> None:
+        """The tensors in a lent slot are gone. Any thread may call it at any time, without a lock:
+        whatever is written next tells the peer."""
+        self._releases.append(offset)
+
+    def pulled(
+        self, pull: Pull, tensors: Sequence[torch.Tensor | None], now_ns: int
+    ) -> list[Output]:
+        """A message is here."""
+        if self.state is State.OVER:
             return []
-        del self._pulls[pull.sequence]
         plane = self._plane
         assert plane is not None
-        if pull.inline is None:
+        del self._pulls[pull.sequence]
+        if pull.inline is None and not pull.is_lent:
             self._releases.append(pull.offset)
-        message = Message(pull.step, pull.task, tuple(pull.tensors))
         outputs = self._arrived(
-            *(message, pull.sequence, pull.heard_ns, now_ns),
-            *(sum(sizes_of(pull.forms)), plane.name, pull.copy_ns),
+            *(Message(pull.step, pull.task, tuple(tensors)), pull.sequence, pull.heard_ns, now_ns),
+            *(payload_of(pull.forms), plane.name, pull.begun_ns),
         )
         return outputs + self._answer_farewell()
 
@@ -133,8 +139,6 @@ class DestinationLink(Link):
 
     def _take(self, frame: Frame, now_ns: int) -> list[Output]:
         header, task = frame.header, frame.header.task
-        if header.purpose is Purpose.FILLED:
-            return self._filled(header.sequence, header.number)
         if task is None:
             raise FrameError(f"a source sent a {header.purpose.name.lower()}")
         match header.purpose:
@@ -145,60 +149,39 @@ class DestinationLink(Link):
             case Purpose.FORECAST:
                 return [Forecast(self.peer, header.step, task, frame.arrived_ns, header.number)]
         self._admit(header.sequence)
-        if header.purpose is Purpose.POSTED:
-            return self._posted(frame, task)
+        if header.purpose is not Purpose.MESSAGE:
+            return self._posted(frame, task, now_ns)
         plane = self._plane
         if plane is not None and plane.lands and frame.tensors:
-            return self._begin(plane, frame, task, 0, frame.tensors)
+            return self._begin(frame, task, 0, now_ns, frame.tensors)
         message = Message(header.step, task, frame.tensors)
         return self._arrived(message, header.sequence, frame.arrived_ns, now_ns, frame.num_bytes)
 
-    def _posted(self, frame: Frame, task: Task) -> list[Output]:
-        plane = self._plane
-        if plane is None:
+    def _posted(self, frame: Frame, task: Task, now_ns: int) -> list[Output]:
+        if self._plane is None:
             raise FrameError(f"a source posted {task} on a link without an outbox")
-        return self._begin(plane, frame, task, frame.header.number)
+        return self._begin(frame, task, frame.header.number, now_ns)
 
     def _begin(
         self,
-        plane: LinkPlane,
         frame: Frame,
         task: Task,
         offset: int,
+        now_ns: int,
         inline: tuple[torch.Tensor | None, ...] | None = None,
     ) -> list[Output]:
         """Have a message pulled."""
         if self._is_closing:
             return []
         header = frame.header
-        forms = frame.forms
-        if inline is not None:
-            forms = tuple(
-                None if tensor is None else Form(tensor.dtype, tuple(tensor.shape))
-                for tensor in inline
-            )
         pull = Pull(
-            *(header.step, task, header.sequence, forms, offset, plane.piece_bytes),
-            heard_ns=frame.arrived_ns,
+            *(header.step, task, header.sequence),
+            *(frame.forms if inline is None else forms_of(inline), offset, frame.arrived_ns),
+            is_lent=header.purpose is Purpose.LENT,
             inline=inline,
+            begun_ns=now_ns,
         )
-        if inline is not None:
-            pull.num_filled = pull.num_pieces
         self._pulls[header.sequence] = pull
-        return [pull]
-
-    def _filled(self, sequence: int, num_filled: int) -> list[Output]:
-        pull = self._pulls.get(sequence)
-        if pull is None:
-            if self._is_closing:
-                return []
-            raise FrameError(f"a source filled a slot of message {sequence}, which is not posted")
-        if not pull.num_filled < num_filled <= pull.num_pieces:
-            raise FrameError(
-                f"a source filled piece {num_filled} of {pull.num_pieces} of message {sequence}"
-                f" after piece {pull.num_filled}"
-            )
-        pull.num_filled = num_filled
         return [pull]
 
     def _arrived(
@@ -209,7 +192,7 @@ class DestinationLink(Link):
         now_ns: int,
         num_bytes: int,
         plane: str = _INLINE,
-        copy_ns: int = 0,
+        begun_ns: int | None = None,
     ) -> list[Output]:
         outputs: list[Output] = [Arrived(self.peer, message, now_ns)]
         if self._options.keeps_records:
@@ -226,8 +209,7 @@ class DestinationLink(Link):
                     sequence,
                     num_bytes,
                     plane,
-                    0,
-                    copy_ns,
+                    *(() if begun_ns is None else (begun_ns - heard_ns, now_ns - begun_ns)),
                 )
             )
         return outputs

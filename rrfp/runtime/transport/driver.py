@@ -14,10 +14,12 @@ take time, and never while the inbox or the recorder is told something.
 import os
 import select
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from threading import Lock, Thread, current_thread
 from typing import Generic, TypeVar
+
+import torch
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.pace import sleep_until
@@ -270,12 +272,6 @@ class SourceDriver(LinkDriver[SourceLink]):
             buffers = self._begin_at_once(now_ns)
         self._go_on(outputs, buffers)
 
-    def filled(self, posted: Posted) -> None:
-        """One more piece of a posted message lies in the outbox."""
-        with self._lock:
-            buffers = self._begin_at_once(self._clock())
-        self._go_on([], buffers)
-
     def fail(self, error: RrfpError) -> None:
         """The outbox has failed."""
         with self._lock:
@@ -336,14 +332,14 @@ class DestinationDriver(LinkDriver[DestinationLink]):
     def _serve(self, output: Pull | Released) -> None:
         assert isinstance(output, Pull)
         assert self.puller is not None
-        self.puller.pull(output, self._pulled)
+        self.puller.pull(output, self._pulled, self._link.release)
 
-    def _pulled(self, pull: Pull, error: RrfpError | None) -> None:
+    def _pulled(self, pull: Pull, pulled: Sequence[torch.Tensor | None] | RrfpError) -> None:
         with self._lock:
-            if error is not None:
-                outputs = self._link.fail(error)
+            if isinstance(pulled, RrfpError):
+                outputs = self._link.fail(pulled)
             else:
-                outputs = self._link.pulled(pull, self._clock())
+                outputs = self._link.pulled(pull, pulled, self._clock())
             if current_thread() is not self._thread:
                 self._wake()
         self._tell(outputs)

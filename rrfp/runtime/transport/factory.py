@@ -8,6 +8,11 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
+from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.cuda import CudaDevice
+from rrfp.runtime.device.device import Device
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Inbox, Transport
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.trace.records import Record
@@ -29,6 +34,7 @@ class TransportMaker(Protocol):
         record: Callable[[Record], None] | None,
         connect_s: float,
         delays: Delays | None,
+        planes: RankPlanes | None,
     ) -> Transport: ...
 
 
@@ -38,6 +44,19 @@ TRANSPORTS: Mapping[str, TransportMaker] = {
 """By the type of the device on which a message's tensors lie. Where a peer is, each transport asks
 when it opens, link by link, for a rank can have peers on its own host and on others: the sockets
 take a Unix socket or a TCP port."""
+
+
+DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
+    "cpu": lambda _: CPU,
+    "cuda": CudaDevice,
+}
+"""What stands for a device of this type, whatever lies on it."""
+
+
+def data_planes(device: torch.device, asked: TransportName, outbox_mb: int) -> RankPlanes:
+    """What carries large messages, and those of a device, as a user asked for it. Raises UsageError
+    for what does not go together, or is not there."""
+    return RankPlanes(DEVICES[device.type](device), asked, outbox_mb * 2**20)
 
 
 def transport_maker(device: torch.device) -> TransportMaker:

@@ -19,7 +19,7 @@ from torch.distributed import Store
 
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
-from rrfp.runtime.device.cpu import CpuDevice
+from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -95,7 +95,7 @@ class SocketTransport:
         self._allow_unix = allow_unix
         self._address = address
         self._delays = delays
-        self._planes = planes or RankPlanes(CpuDevice(), TransportName.INLINE, 0)
+        self._planes = planes or RankPlanes(CPU, TransportName.INLINE, 0)
         self._device_type = self._planes.device.torch_device.type
         self._lock = Lock()
         self._is_closed = False
@@ -162,6 +162,7 @@ class SocketTransport:
         self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
     ) -> Outbox | None:
         if not self._planes.settles:
+            self._planes.settle(peer, Settled(TransportName.INLINE))
             return None
         try:
             left_s = max(rendezvous.remaining_s, 0.001)
@@ -202,7 +203,7 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            plane = LinkPlane(str(served[0].name), served[0].piece_bytes, served[0].is_inline)
+            plane = LinkPlane(str(served[0].name), served[0].is_inline)
         link = DestinationLink(
             self._rank, peer, self._options, monotonic(), self._num_credits, plane
         )

@@ -10,10 +10,10 @@ lent to the peer from its frame on until the peer releases it.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.plane import Posted, sizes_of
+from rrfp.runtime.planes.packing import payload_of
+from rrfp.runtime.planes.plane import Posted
 from rrfp.runtime.protocols import Message
 from rrfp.runtime.transport.link import (
     Link,
@@ -55,7 +55,6 @@ class SourceLink(Link):
         `plane` is named in the records of posted messages."""
         super().__init__(rank, peer, options, now_ns)
         self._plane = str(plane)
-        self._filling: deque[_Filling] = deque()
         self._lent: set[int] = set()
         """The offsets of slots that the peer has not released."""
         self._messages: deque[tuple[Message | Posted, int]] = deque()
@@ -77,7 +76,7 @@ class SourceLink(Link):
         return []
 
     def post(self, posted: Posted) -> list[Output]:
-        """Queue a message whose first piece is in its slot."""
+        """Queue a message that lies in its slot."""
         if self.state is State.OVER:
             return self._tell_unsent(posted.task)
         self._messages.append((posted, posted.queued_ns))
@@ -102,8 +101,6 @@ class SourceLink(Link):
     def waits_for_peer(self) -> bool:
         """Whether there is nothing to do before the peer says something."""
         is_empty = self._outbound is None and not self._announcements
-        if self._filling and self._filling[0].is_told_late:
-            return False
         return is_empty and not (self._messages and self._num_credits)
 
     @property
@@ -121,13 +118,11 @@ class SourceLink(Link):
         return max(self._messages[0][1], self._free_ns)
 
     def _num_queued(self) -> int:
-        return len(self._messages) + len(self._announcements) + len(self._filling)
+        return len(self._messages) + len(self._announcements)
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
         if self._announcements:
             return bare(self._announcements.popleft())
-        if self._filling and self._filling[0].is_told_late:
-            return self._next_piece()
         if not self._messages or self._num_credits == 0:
             return None
         message, queued_ns = self._messages[0]
@@ -159,25 +154,10 @@ class SourceLink(Link):
 
     def _posting(self, posted: Posted, sequence: int, start_ns: int | None) -> Outbound:
         self._lent.add(posted.offset)
-        header = Header(Purpose.POSTED, posted.step, posted.task, sequence, posted.offset)
+        purpose = Purpose.LENT if posted.is_lent else Purpose.POSTED
+        header = Header(purpose, posted.step, posted.task, sequence, posted.offset)
         buffers = [memoryview(encode_header(header, posted.forms))]
-        if posted.num_pieces == 1:
-            return Outbound(buffers, header, posted, posted.queued_ns, start_ns)
-        self._filling.append(_Filling(posted, sequence))
-        return Outbound(buffers, header, None, posted.queued_ns, start_ns)
-
-    def _next_piece(self) -> Outbound:
-        """Tell of what has come into the slot of a posted message since its frame left."""
-        filling = self._filling[0]
-        posted = filling.posted
-        filling.num_told = posted.num_filled
-        outbound = bare(
-            Header(Purpose.FILLED, posted.step, sequence=filling.sequence, number=filling.num_told)
-        )
-        if filling.num_told == posted.num_pieces:
-            self._filling.popleft()
-            outbound.message, outbound.queued_ns = posted, posted.queued_ns
-        return outbound
+        return Outbound(buffers, header, posted, posted.queued_ns, start_ns)
 
     def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
         self._free_ns = now_ns
@@ -192,7 +172,7 @@ class SourceLink(Link):
         if isinstance(message, Posted):
             start_ns, plane = min(start_ns, message.begun_ns), self._plane
             copy_ns = message.copied_ns - message.begun_ns
-            num_bytes = sum(sizes_of(message.forms))
+            num_bytes = payload_of(message.forms)
         else:
             num_bytes = payload_bytes(message.tensors)
         outputs.append(
@@ -204,7 +184,6 @@ class SourceLink(Link):
                 message.task.stage,
                 message.task.microbatch,
                 self.peer,
-                # A message and its last frame have the same.
                 outbound.header.sequence,
                 num_bytes,
                 plane,
@@ -229,17 +208,3 @@ class SourceLink(Link):
             self._lent.discard(header.number)
             return [Released(header.number)]
         raise FrameError(f"a destination sent a {header.purpose.name.lower()}")
-
-
-@dataclass(slots=True)
-class _Filling:
-    """A posted message whose frame has left before its last piece was in its slot."""
-
-    posted: Posted
-    sequence: int
-    num_told: int = 1
-    """Pieces that the peer knows of."""
-
-    @property
-    def is_told_late(self) -> bool:
-        return self.posted.num_filled > self.num_told

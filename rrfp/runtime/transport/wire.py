@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.runtime.planes.plane import Form, sizes_of
+from rrfp.runtime.planes.packing import Form, Forms, payload_of
 from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
 
@@ -62,11 +62,12 @@ class Purpose(IntEnum):
     DECISION = 6
     FORECAST = 7
     POSTED = 8
-    FILLED = 9
+    LENT = 9
     RELEASED = 10
 
 
-_WITH_TENSORS = frozenset({Purpose.MESSAGE, Purpose.POSTED})
+_POSTED = frozenset({Purpose.POSTED, Purpose.LENT})
+_WITH_TENSORS = _POSTED | {Purpose.MESSAGE}
 _WITH_TASK = _WITH_TENSORS | {Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST}
 
 
@@ -82,12 +83,10 @@ class Header:
     step: int = 0
     task: Task | None = None
     sequence: int = 0
-    """Messages on this link before this one, posted ones too, or before the one whose next piece is
-    told of (filled); 0 for every other purpose."""
+    """Messages on this link before this one, posted ones too; 0 for every other purpose."""
     number: int = 0
     """The position in the agreed sequence (decision); how many credits (credit); in how many ns to
-    expect a task's input (forecast); the offset of a slot (posted, released); how many pieces of a
-    message are in their slot (filled)."""
+    expect a task's input (forecast); the offset of a slot (posted, lent, released)."""
     num_tensors: int = 0
 
 
@@ -101,7 +100,7 @@ class Frame:
     """When its prefix was here."""
     num_bytes: int
     """Of its tensors."""
-    forms: tuple[Form | None, ...] = ()
+    forms: Forms = ()
     """What the tensors of a posted message are."""
 
 
@@ -217,7 +216,7 @@ def decode_prefix(data: bytes | bytearray) -> Header:
     return Header(purpose, step, task, sequence, number, num_tensors)
 
 
-def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[Form | None]:
+def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> Forms:
     """Read and check the descriptors of one message; raises FrameError that says what is wrong."""
     forms: list[Form | None] = []
     total_bytes = 0
@@ -245,7 +244,7 @@ def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> list[
                 f" {max_message_bytes}"
             )
         forms.append(Form(dtype, shape))
-    return forms
+    return tuple(forms)
 
 
 class FrameReader:
@@ -291,8 +290,8 @@ class FrameReader:
         descriptors = bytearray(_DESCRIPTOR.size * header.num_tensors)
         yield memoryview(descriptors)
         forms = decode_descriptors(descriptors, self._max_message_bytes)
-        if header.purpose is Purpose.POSTED:
-            return Frame(header, (), arrived_ns, sum(sizes_of(forms)), tuple(forms))
+        if header.purpose in _POSTED:
+            return Frame(header, (), arrived_ns, payload_of(forms), forms)
         tensors: list[torch.Tensor | None] = []
         for form in forms:
             if form is None:

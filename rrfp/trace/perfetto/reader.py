@@ -242,6 +242,10 @@ class TraceReader:
                 continue
             is_missing = notes < 0
             default = RECORD_TYPES[name]._field_defaults.get(key)
+            if isinstance(default, str):
+                table[key] = np.full(len(notes), self._vocabulary.place_of(default.encode()))
+                table[key][~is_missing] = self._read_texts(batch, notes[~is_missing])
+                continue
             if default is not None:
                 table[key] = (
                     self._read_texts_or(default, batch, notes)

@@ -1,0 +1,165 @@
+"""One-sided reads by NVIDIA's NIXL: between hosts, over whatever fabric UCX finds.
+
+Both slabs are registered once. A read lands in this rank's landing slab, and is copied from there
+to the tensors: memory that comes and goes would have to be registered each time.
+"""
+
+import base64
+import binascii
+import secrets
+import time
+from threading import Event
+
+import torch
+
+from rrfp.runtime.device.device import Device
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_agent import NixlAgent, Read, ReadError
+from rrfp.runtime.planes.packing import flat, packed_bytes, unpacked
+from rrfp.runtime.planes.plane import (
+    TRIAL_BYTES,
+    WINDOW_BYTES,
+    Offer,
+    PlaneRefusal,
+    Pull,
+    Pulled,
+    Puller,
+    Release,
+    beyond_slab,
+)
+from rrfp.runtime.protocols import PeerLostError
+
+
+class NixlPlane:
+    """Implements `rrfp.runtime.planes.plane.Plane`."""
+
+    name = TransportName.NIXL
+    is_inline = False
+    lends = False
+
+    def __init__(self, device: Device, slab_bytes: int) -> None:
+        """Raises PlaneRefusal where there is no NIXL, or none that starts."""
+        self.device = device
+        stream = device.new_stream()
+        self.slab = device.empty([slab_bytes], torch.uint8, stream)
+        landing = device.empty([slab_bytes], torch.uint8, stream)
+        self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", self.slab, landing)
+
+    def offer(self) -> Offer:
+        return Offer(
+            self.name,
+            {
+                "agent": base64.b64encode(self._agent.metadata).decode(),
+                "address": self.slab.data_ptr(),
+                "device": max(self.slab.get_device(), 0),
+                "bytes": self.slab.numel(),
+            },
+        )
+
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
+        agent = offer.values.get("agent")
+        place = [offer.values.get(name) for name in ("address", "device", "bytes")]
+        numbers = [number for number in place if isinstance(number, int)]
+        if not isinstance(agent, str) or len(numbers) != len(place):
+            raise PlaneRefusal(f"rank {peer} sent no agent of NIXL's")
+        try:
+            remote = self._agent.add(base64.b64decode(agent, validate=True))
+        except binascii.Error:
+            raise PlaneRefusal(f"the agent of rank {peer} cannot be read") from None
+        except Exception as error:  # NIXL's own errors have no common base
+            raise PlaneRefusal(
+                f"NIXL does not reach rank {peer} ({type(error).__name__}: {error})"
+            ) from None
+        puller = NixlPuller(self._agent, self.device, remote, peer, *numbers)
+        return puller, puller.measure(timeout_s)
+
+    def close(self) -> None:
+        self._agent.close()
+        del self.slab
+
+
+class NixlPuller:
+    """Pulls on the agent's thread. Implements `rrfp.runtime.planes.plane.Puller`."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        device: Device,
+        remote: str,
+        peer: int,
+        address: int,
+        remote_device: int,
+        slab_bytes: int,
+    ) -> None:
+        """The peer's slab lies at this address of its own, on its device of this number."""
+        self._agent = agent
+        self._device = device
+        self._stream = device.new_stream()
+        self._remote = remote
+        self._peer = peer
+        self._address = address
+        self._remote_device = remote_device
+        self._slab_bytes = slab_bytes
+
+    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
+        num_bytes = packed_bytes(pull.forms)
+        if pull.offset + num_bytes > self._slab_bytes:
+            told(pull, beyond_slab(self._peer, pull, self._slab_bytes))
+            return
+
+        def done(landed: torch.Tensor | ReadError) -> None:
+            if isinstance(landed, ReadError):
+                told(pull, self._loss(landed))
+            else:
+                told(pull, self._copied(landed, pull))
+
+        place = self._address + pull.offset
+        self._agent.read(Read(self._remote, place, self._remote_device, num_bytes, done))
+
+    def _copied(self, landed: torch.Tensor, pull: Pull) -> list[torch.Tensor | None]:
+        device, stream = self._device, self._stream
+        tensors: list[torch.Tensor | None] = []
+        for source in unpacked(landed, pull.forms):
+            if source is None:
+                tensors.append(None)
+                continue
+            target = device.empty(source.shape, source.dtype, stream)
+            device.copy(flat(target), flat(source), stream)
+            tensors.append(target)
+        device.synchronize(device.record(stream))
+        return tensors
+
+    def _loss(self, error: ReadError) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._peer} was lost while its outbox was read ({error}); see its own output"
+            " for the cause"
+        )
+
+    def measure(self, timeout_s: float) -> float:
+        """Read as much as a trial takes; gives GB/s. Raises PlaneRefusal."""
+        window = min(WINDOW_BYTES, self._slab_bytes)
+        num_windows = TRIAL_BYTES // window
+        deadline_s = time.monotonic() + timeout_s
+        self._read(window, deadline_s)
+        begun_s = time.perf_counter()
+        for _ in range(num_windows):
+            self._read(window, deadline_s)
+        return num_windows * window / (time.perf_counter() - begun_s) / 1e9
+
+    def _read(self, num_bytes: int, deadline_s: float) -> None:
+        landed: list[torch.Tensor | ReadError] = []
+        is_done = Event()
+
+        def done(outcome: torch.Tensor | ReadError) -> None:
+            landed.append(outcome)
+            is_done.set()
+
+        self._agent.read(Read(self._remote, self._address, self._remote_device, num_bytes, done))
+        if not is_done.wait(max(deadline_s - time.monotonic(), 0)):
+            raise PlaneRefusal(f"NIXL read nothing from rank {self._peer} in time")
+        if isinstance(landed[0], ReadError):
+            raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
+
+    def detach(self) -> None:
+        # Nothing is pulled any more; NIXL forgets its peers with the agent.
+        pass

@@ -1,0 +1,286 @@
+"""Data planes between real processes, and what is left of them when one is killed."""
+
+import os
+import random
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import Store, TCPStore
+
+from rrfp.errors import UsageError
+from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.rank_planes import LEAST_POSTED_BYTES, RankPlanes
+from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
+from rrfp.runtime.transport.factory import data_planes
+from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.trace.records import ReceiveRecord, SendRecord
+from tests.link_pairs import Pair, take
+from tests.ranks import run_ranks
+
+OUTBOX_BYTES = 8 * LEAST_POSTED_BYTES
+SLAB = "rrfp-outbox"
+needs_nixl = pytest.mark.skipif(
+    find_spec("nixl") is None, reason="needs the package nixl: pip install 'rrfp[nixl]'"
+)
+planes = pytest.mark.parametrize(
+    "name",
+    [TransportName.SHM, TransportName.BOUNCE, pytest.param(TransportName.NIXL, marks=needs_nixl)],
+)
+
+
+def transport(
+    rank: int, num_ranks: int, store: Store, inbox: Inbox, name: TransportName
+) -> SocketTransport:
+    """Linked to every other rank."""
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    made = SocketTransport(
+        rank,
+        store,
+        peers,
+        peers,
+        inbox,
+        num_credits=100,
+        planes=RankPlanes(CPU, name, OUTBOX_BYTES),
+    )
+    made.open()
+    return made
+
+
+def message(number: int, *tensors: torch.Tensor | None) -> Message:
+    return Message(0, Task(1, Kind.F, number), tensors)
+
+
+def filled(num_bytes: int, number: int) -> torch.Tensor:
+    return torch.full((num_bytes,), number % 256, dtype=torch.uint8)
+
+
+def own_store() -> Store:
+    return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+# What arrives.
+
+
+def _exchange(name: TransportName) -> list[str]:
+    rank, inbox = int(os.environ["RANK"]), Inbox()
+    made = transport(rank, 2, own_store(), inbox, name)
+    sizes = [1, LEAST_POSTED_BYTES, 3 * LEAST_POSTED_BYTES, OUTBOX_BYTES, 2 * OUTBOX_BYTES] * 3
+    for number, size in enumerate(sizes):
+        made.send(1 - rank, message(number, filled(size, number), None, filled(7, number)))
+    kept = []
+    for event in take(inbox, len(sizes)):
+        assert isinstance(event, Arrived), event
+        first, second, third = event.message.tensors
+        number = event.message.task.microbatch
+        assert first is not None
+        assert second is None
+        assert third is not None
+        assert first.numel() == sizes[number]
+        assert bool((first == number).all())
+        assert bool((third == number).all())
+        made.consumed(1 - rank, 0)
+        kept.append(first)
+    # What has arrived is the receiver's own, however much is sent afterwards.
+    assert sorted(int(tensor[0]) for tensor in kept) == [*range(len(sizes))]
+    settled = made.settled[1 - rank]
+    made.close()
+    return [str(settled.plane), settled.why, str(bool(settled.gb_per_s))]
+
+
+@planes
+def test_messages_of_any_size_arrive(name: TransportName) -> None:
+    measures = name is not TransportName.BOUNCE
+    assert run_ranks(2, _exchange, name) == [[str(name), "", str(measures)]] * 2
+
+
+class PlanePair(Pair):
+    """Ranks 0 and 1 in one process, with data planes."""
+
+    def __init__(self, name: TransportName, outbox_bytes: int = OUTBOX_BYTES) -> None:
+        made = iter([RankPlanes(CPU, name, outbox_bytes) for _ in (0, 1)])
+        super().__init__(make_planes=lambda: next(made))
+
+
+def test_a_lent_slot_is_free_once_its_tensors_are_gone() -> None:
+    pair = PlanePair(TransportName.SHM)
+    try:
+        pair.transports[0].send(1, message(0, filled(LEAST_POSTED_BYTES, 1)))
+        (arrived,) = take(pair.inboxes[1], 1)
+        assert isinstance(arrived, Arrived)
+        (outbox,) = pair.outboxes[0]
+        taken = outbox.num_taken_bytes
+        assert taken >= LEAST_POSTED_BYTES
+        (tensor,) = arrived.message.tensors
+        del arrived
+        pair.transports[1].consumed(0, 0)
+        pair.transports[1].grant(200)  # It writes to the peer, and releases go along.
+        time.sleep(0.05)
+        assert outbox.num_taken_bytes == taken
+        assert tensor is not None
+        assert bool((tensor == 1).all())
+        del tensor
+        pair.transports[1].grant(300)
+        deadline_s = time.monotonic() + 10
+        while outbox.num_taken_bytes and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert outbox.num_taken_bytes == 0
+    finally:
+        pair.close()
+
+
+def test_slots_that_receivers_keep_withhold_nothing() -> None:
+    """Only half of an outbox is lent: messages arrive, however many are kept."""
+    pair = PlanePair(TransportName.SHM)
+    try:
+        for number in range(30):
+            pair.transports[0].send(1, message(number, filled(LEAST_POSTED_BYTES, number)))
+        kept = take(pair.inboxes[1], 30)
+        for event in kept:
+            assert isinstance(event, Arrived)
+            (tensor,) = event.message.tensors
+            assert tensor is not None
+            assert bool((tensor == event.message.task.microbatch).all())
+    finally:
+        pair.close()
+
+
+def test_the_records_name_the_plane_and_split_the_time() -> None:
+    pair = PlanePair(TransportName.SHM)
+    try:
+        for size in (10, LEAST_POSTED_BYTES):
+            pair.transports[0].send(1, message(size, filled(size, 1)))
+        take(pair.inboxes[1], 2)
+    finally:
+        pair.close()
+    sends = [each for each in pair.records[0] if isinstance(each, SendRecord)]
+    receives = [each for each in pair.records[1] if isinstance(each, ReceiveRecord)]
+    for records in (sends, receives):
+        planes = {record.microbatch: record.plane for record in records}
+        assert planes == {10: "inline", LEAST_POSTED_BYTES: "shm"}
+    send = max(sends, key=lambda each: each.num_bytes)
+    receive = max(receives, key=lambda each: each.num_bytes)
+    for record in (send, receive):
+        assert record.num_bytes == LEAST_POSTED_BYTES
+        assert record.queued_ns >= 0
+        assert 0 <= record.copy_ns <= record.end_ns - record.start_ns
+    assert send.queued_ns > 0
+    assert send.copy_ns > 0
+
+
+# What is not there.
+
+
+def test_ranks_that_were_asked_for_different_transports_say_so() -> None:
+    names = iter((TransportName.SHM, TransportName.INLINE))
+    with pytest.raises(UsageError, match=r"rank \d has transport .* and rank \d .*; give all"):
+        Pair(make_planes=lambda: RankPlanes(CPU, next(names), OUTBOX_BYTES), connect_s=3.0)
+
+
+def test_a_plane_that_is_not_there_is_replaced_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    pair = PlanePair(TransportName.SHM)
+    try:
+        pair.transports[0].send(1, message(0, filled(LEAST_POSTED_BYTES, 5)))
+        assert isinstance(take(pair.inboxes[1], 1)[0], Arrived)
+        why = "this system has no memfd_create"
+        assert pair.transports[0].settled == {1: Settled(TransportName.INLINE, None, why)}
+        assert f"the link to rank 1 takes inline: {why}" in caplog.text
+    finally:
+        pair.close()
+
+
+def test_a_plane_of_another_device_is_refused() -> None:
+    with pytest.raises(UsageError, match="transport cuda-ipc does not carry tensors on cpu"):
+        data_planes(torch.device("cpu"), TransportName.CUDA_IPC, 1)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match=r"the model is on cuda:1 and .*choose device cpu"):
+            data_planes(torch.device("cuda", 1), TransportName.AUTO, 1)
+
+
+# Who is killed.
+
+
+def _until_killed(name: TransportName, kills_after_s: float) -> tuple[str, float, bool]:
+    """Rank 1 kills itself amid messages both ways. Gives what rank 0 says, after how long, and
+    whether it has a slab left."""
+    told, seconds = _exchange_until_killed(name, kills_after_s)
+    return told, seconds, SLAB in Path("/proc/self/maps").read_text()
+
+
+def _exchange_until_killed(name: TransportName, kills_after_s: float) -> tuple[str, float]:
+    rank, inbox = int(os.environ["RANK"]), Inbox()
+    made = transport(rank, 2, own_store(), inbox, name)
+    killed_s = time.monotonic() + kills_after_s
+    for number in range(4):
+        made.send(1 - rank, message(number, filled(LEAST_POSTED_BYTES, number)))
+    while True:
+        for event in inbox.take(0.001):
+            if isinstance(event, Failed):
+                made.close(farewell=False)
+                return str(event.error), time.monotonic() - killed_s
+            assert isinstance(event, Arrived)
+            made.consumed(1 - rank, 0)
+            made.send(1 - rank, message(0, filled(LEAST_POSTED_BYTES, 0)))
+        if rank == 1 and time.monotonic() > killed_s:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert time.monotonic() < killed_s + 20
+
+
+def _watched(name: TransportName, kills_after_s: float) -> tuple[str, float, bool] | None:
+    """Rank 0's findings; its peer is a child of rank 1's, which outlives it."""
+    if os.environ["RANK"] == "1":
+        child = os.fork()
+        if child == 0:
+            _until_killed(name, kills_after_s)
+        os.waitpid(child, 0)
+        return None
+    return _until_killed(name, kills_after_s)
+
+
+def _check_kill(name: TransportName, seed: int) -> None:
+    kills_after_s = random.Random(seed).uniform(0.0, 0.3)
+    found, _ = run_ranks(2, _watched, name, kills_after_s)
+    assert found is not None
+    told, seconds, has_slab = found
+    assert "rank 1 " in told
+    assert seconds < 10
+    assert not has_slab
+
+
+@planes
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 1 else pytest.mark.slow) for seed in range(10)]
+)
+def test_a_killed_peer_is_named_and_nothing_is_left(name: TransportName, seed: int) -> None:
+    _check_kill(name, seed)
+
+
+# What an idle rank costs.
+
+
+def _idle(name: TransportName) -> float:
+    rank, inbox = int(os.environ["RANK"]), Inbox()
+    made = transport(rank, 2, own_store(), inbox, name)
+    made.send(1 - rank, message(0, filled(LEAST_POSTED_BYTES, 1)))
+    assert isinstance(take(inbox, 1)[0], Arrived)
+    time.sleep(0.5)
+    begun_s, used_s = time.monotonic(), time.process_time()
+    time.sleep(2.0)
+    share = (time.process_time() - used_s) / (time.monotonic() - begun_s)
+    made.close()
+    return share
+
+
+@planes
+@pytest.mark.slow
+def test_an_idle_rank_takes_under_a_hundredth_of_a_core(name: TransportName) -> None:
+    assert max(run_ranks(2, _idle, name)) < 0.01
