@@ -41,6 +41,7 @@ from rrfp.simulate.trial import Setting, run_settings
 WIDE, AGAIN, AGAIN_SEEDS = 7000, 150, 20
 """Candidates on one step, and the best of them on more: 10,000 simulations in all."""
 _COSTS_ALONE = ("--per-task-ms", "0", "--per-message-ms", "0")
+"""Without the runtime's own time."""
 JUDGED = range(900_000, 900_040)
 """Steps that neither search has seen."""
 
@@ -168,7 +169,7 @@ def tuned(case: Case, path: Path, memory: int, *more: str) -> dict[str, object]:
     command = [
         *(sys.executable, "-m", "rrfp", "tune", str(path), "--memory", f"{memory}B"),
         *("--pp", str(case.pp), "--microbatches", str(case.microbatches)),
-        *("--jitter", case.jitter, *layers, "--format", "json", *more),
+        *(*layers, "--format", "json", *more),
     ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, object] = json.loads(done.stdout)
@@ -230,7 +231,8 @@ def main() -> None:
             path = Path(directory) / f"{case.name.replace(' ', '-')}.toml"
             path.write_text(case.document, encoding="utf-8")
             plain = plain_of(case, path)
-            more = ("--try", "1") if asked.real else _COSTS_ALONE
+            own = () if asked.real and case.jitter == "none" else ("--jitter", case.jitter)
+            more = (*own, *(("--try", "1") if asked.real else _COSTS_ALONE))
             found = tuned(case, path, plain.memory, *more)
             first = found["proposals"][0]  # type: ignore[index]
             ours = plain.mean_s(

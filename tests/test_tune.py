@@ -421,7 +421,16 @@ class TestCommand:
         for each in json.loads(out)["proposals"]:
             code, out, err = run(
                 *("simulate", *shlex.split(each["flags"]), "--costs", "multimodal"),
-                *("--seed", "1240", "--seeds", "4", "--format", "json"),
+                *(
+                    "--jitter",
+                    "lognormal:0.01",
+                    "--seed",
+                    "1240",
+                    "--seeds",
+                    "4",
+                    "--format",
+                    "json",
+                ),
             )
             assert (code, err) == (0, "")
             assert json.loads(out)["rows"][0]["makespan_s"]["mean"] == pytest.approx(

@@ -22,6 +22,8 @@ _COSTS, _SEARCH, _TRIALS = "Costs in a file", "Search", "Trials"
 _COST_FILES = (".csv", ".toml")
 _PER_TASK_MS, _PER_MESSAGE_MS = 0.3, 0.5
 """What the runtime takes of paced runs on two busy cores (docs/reference/tune.md)."""
+_OWN_JITTER = "lognormal:0.01"
+"""No machine is exact. An order that is fast only without any noise is not to win."""
 
 
 def _named(incomplete: str) -> list[Offer]:
@@ -82,7 +84,10 @@ def tune(
     jitter: Annotated[
         str | None,
         typer.Option(
-            help="none (default), J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md.",
+            help=escaped(
+                "none, J0 to J3, lognormal:0.5, ...: see docs/reference/costs.md "
+                f"[{_OWN_JITTER}, a machine's own]."
+            ),
             metavar="TEXT",
             rich_help_panel=_COSTS,
         ),
@@ -289,7 +294,7 @@ def _costs_source(
         task_ns=_ns(of_costs["per-task-ms"], _PER_TASK_MS),
         message_ns=_ns(of_costs["per-message-ms"], _PER_MESSAGE_MS),
     )
-    return source_of_costs(text, asked, parse_jitter(of_costs["jitter"] or "none"))
+    return source_of_costs(text, asked, parse_jitter(of_costs["jitter"] or _OWN_JITTER))
 
 
 def _run_source(
