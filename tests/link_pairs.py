@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from rrfp.trace.records import Record
 PREFIX = "rrfp/transport"
 PATIENCE_S = 20.0
 
+needs_nixl = pytest.mark.skipif(
+    find_spec("nixl") is None, reason="needs the package nixl: pip install 'rrfp[nixl]'"
+)
 unix_and_tcp = pytest.mark.parametrize("allow_unix", [True, False], ids=["unix", "tcp"])
 
 

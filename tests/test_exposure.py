@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.link_pairs import needs_nixl
 from tests.ranks import run_ranks
 from tests.trained import TINY, Training, free_port
 from tests.training import SMALL, train_variants
@@ -100,6 +101,7 @@ def test_the_store_of_one_host_holds_no_secret(trained: Watched) -> None:
         (*TRAIN, "--pp=2", "--dp=2"),
         (*TRAIN, "--pp=2", "--dp=2", "--distributed-optimizer"),
         (*TRAIN, "--pp=2", "--dp=2", "--ep=2", "--model=moe"),
+        pytest.param((*TRAIN, "--pp=4", "--transport=nixl"), marks=needs_nixl),
         ("verify", "--layout=pp4", "--hint=bf", "--steps=1"),
         BENCH,
     ],

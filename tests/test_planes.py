@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,14 +20,11 @@ from rrfp.runtime.transport.factory import data_planes
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
-from tests.link_pairs import Pair, take
+from tests.link_pairs import Pair, needs_nixl, take
 from tests.ranks import run_ranks
 
 OUTBOX_BYTES = 8 * LEAST_POSTED_BYTES
 SLAB = "rrfp-outbox"
-needs_nixl = pytest.mark.skipif(
-    find_spec("nixl") is None, reason="needs the package nixl: pip install 'rrfp[nixl]'"
-)
 planes = pytest.mark.parametrize(
     "name",
     [TransportName.SHM, TransportName.BOUNCE, pytest.param(TransportName.NIXL, marks=needs_nixl)],

@@ -5,6 +5,7 @@ thread. That one spins a whole core as NIXL's Python makes it, so that it is tol
 """
 
 import importlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,7 @@ _EAGER_S = 0.05
 only while somebody polls."""
 _POLL_S = 1e-3
 _CLOSE_S = 2.0
+_NETWORK_DEVICES = "UCX_NET_DEVICES"
 _making = Lock()
 
 
@@ -218,6 +220,12 @@ class NixlAgent:
             with suppress(Exception):
                 self._agent.deregister_memory(each)
         self._agent = None
+
+
+def keep_to_this_host() -> None:
+    """Have UCX, by which NIXL reads, listen at loopback alone, and not at every interface; what the
+    user has set stays. For a process whose peers are all on its host, before its first agent."""
+    os.environ.setdefault(_NETWORK_DEVICES, "lo")
 
 
 def _made(name: str) -> Any:

@@ -9,6 +9,7 @@ from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_agent import keep_to_this_host
 from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
@@ -73,6 +74,8 @@ class RankPlanes:
 
     def open(self, *, has_near: bool, has_far: bool) -> None:
         """Make what links to peers on this host, and on others, may take."""
+        if not has_far:
+            keep_to_this_host()
         for name in {*(self._near if has_near else ()), *(self._far if has_far else ())}:
             try:
                 self._planes[name] = PLANES[name](self.device, self._outbox_bytes)
