@@ -1,7 +1,7 @@
-"""How fast the socket transport is between processes: `pytest benchmarks/bench_transport.py`.
+"""How fast the transport is between processes, by sockets and data planes:
+`pytest benchmarks/bench_transport.py`.
 
-Each round is there and back, so that one clock measures it; halve a round of 64 KB for the one-way
-latency.
+Each round is there and back, so that one clock measures it; halve a round for the one-way latency.
 """
 
 import multiprocessing
@@ -14,21 +14,30 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed import Store, TCPStore
 
+from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
 from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
+from rrfp.runtime.transport.factory import data_planes
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
+from tests.link_pairs import needs_nixl
 
 TASK = Task(1, Kind.F, 0)
 NUM_STREAMED = 16
 
 
-def make(
-    rank: int, num_ranks: int, store: Store, inbox: Inbox, *, allow_unix: bool
-) -> SocketTransport:
-    """A star around rank 0."""
+def make(rank: int, num_ranks: int, store: Store, inbox: Inbox, way: str) -> SocketTransport:
+    """A star around rank 0. `way` is a data plane, or tcp."""
     peers = [peer for peer in range(num_ranks) if peer != rank] if rank == 0 else [0]
+    plane = TransportName.INLINE if way == "tcp" else TransportName(way)
     transport = SocketTransport(
-        rank, store, peers, peers, inbox, num_credits=NUM_STREAMED, allow_unix=allow_unix
+        rank,
+        store,
+        peers,
+        peers,
+        inbox,
+        num_credits=NUM_STREAMED,
+        allow_unix=way != "tcp",
+        planes=data_planes(torch.device("cpu"), plane, DEFAULT_OUTBOX_MB),
     )
     transport.open()
     return transport
@@ -46,12 +55,12 @@ def wait_for(inbox: Inbox, num_events: int) -> list[Event]:
     return events
 
 
-def serve(rank: int, num_ranks: int, port: int, allow_unix: bool) -> None:
+def serve(rank: int, num_ranks: int, port: int, way: str) -> None:
     """Send every microbatch 0 back, answer the last of a stream, report after each decision."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     inbox = Inbox()
-    transport = make(rank, num_ranks, store, inbox, allow_unix=allow_unix)
+    transport = make(rank, num_ranks, store, inbox, way)
     while True:
         for event in inbox.take(30.0):
             match event:
@@ -68,18 +77,18 @@ def serve(rank: int, num_ranks: int, port: int, allow_unix: bool) -> None:
 
 
 @contextmanager
-def star(num_ranks: int, *, allow_unix: bool = True) -> Iterator[tuple[SocketTransport, Inbox]]:
+def star(num_ranks: int, way: str = "inline") -> Iterator[tuple[SocketTransport, Inbox]]:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     others: list[SpawnProcess] = [
-        context.Process(target=serve, args=(rank, num_ranks, server.port, allow_unix), daemon=True)
+        context.Process(target=serve, args=(rank, num_ranks, server.port, way), daemon=True)
         for rank in range(1, num_ranks)
     ]
     for other in others:
         other.start()
     inbox = Inbox()
     try:
-        transport = make(0, num_ranks, server, inbox, allow_unix=allow_unix)
+        transport = make(0, num_ranks, server, inbox, way)
         yield transport, inbox
         transport.close(farewell=False)
     finally:
@@ -94,13 +103,16 @@ def measure(benchmark: BenchmarkFixture, function: Callable[[], None], *, num_ro
     benchmark.pedantic(function, rounds=num_rounds, warmup_rounds=5)  # type: ignore[no-untyped-call]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["unix", "tcp"])
+@pytest.fixture(
+    scope="module",
+    params=["inline", "tcp", "shm", pytest.param("nixl", marks=needs_nixl)],
+)
 def link(request: pytest.FixtureRequest) -> Iterator[tuple[SocketTransport, Inbox]]:
-    with star(2, allow_unix=request.param) as made:
+    with star(2, request.param) as made:
         yield made
 
 
-@pytest.mark.parametrize("num_bytes", [0, 64 * 1024, 2**20])
+@pytest.mark.parametrize("num_bytes", [0, 64 * 1024, 2**20, 16_000_000])
 def test_there_and_back(
     benchmark: BenchmarkFixture, link: tuple[SocketTransport, Inbox], num_bytes: int
 ) -> None:
@@ -112,7 +124,7 @@ def test_there_and_back(
         wait_for(inbox, 1)
         transport.consumed(1, 0)
 
-    measure(benchmark, there_and_back, num_rounds=1000)
+    measure(benchmark, there_and_back, num_rounds=1000 if num_bytes < 2**20 else 200)
 
 
 def test_stream_of_16_messages_of_16_mb(

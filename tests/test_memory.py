@@ -26,6 +26,7 @@ from rrfp.analyze.frames import frames_of
 from rrfp.analyze.memory.peaks import kept_changes, memory, peak_bytes
 from rrfp.analyze.report.page import report
 from rrfp.cli import main as cli
+from rrfp.cli.tables.memory import memory_sheet
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.culprits import CulpritKind
 from rrfp.schedule.hold import Auto, Bytes, Hold
@@ -282,6 +283,23 @@ def test_a_comparison_has_the_memory_of_both() -> None:
     bare = frames_of(Recording(recordings[0].settings, without))
     assert compare(bare, bare).told_memory == ""
     assert compare(bare, a).as_json()["peak_held_bytes"] == [None, peaks[0]]
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        ({"outbox_bytes": {"0": 2**28, "2": 5}}, [2**28, 0, 5, 0]),
+        ({"outbox_bytes": {"0": "much", "x": 1, "3": 7}}, [0, 0, 0, 7]),
+        ({"outbox_bytes": [1]}, [0] * 4),
+        ("shm", [0] * 4),
+    ],
+)
+def test_outboxes_are_those_that_the_run_tells(transport: object, expected: list[int]) -> None:
+    recording = a_run(hold=4)
+    told = frames_of(replace(recording, settings={**recording.settings, "transport": transport}))
+    assert [each.outbox_bytes for each in memory(told).ranks] == expected
+    headings = [column.heading for column in memory_sheet(memory(told)).columns]
+    assert ("outbox" in headings) == any(expected)
 
 
 # The command.

@@ -116,9 +116,13 @@ def test_a_job_runs_under_either_dispatch_and_leaves_a_run(tmp_path: Path) -> No
     check_description(described, "--evaluate")
     assert described["policy"]["hint"] == "fb"
     assert described["policy"]["hold"] == 3
+    links = [(link["from"], link["to"], link["plane"]) for link in described["transport"]["links"]]
+    assert links == [(0, 1, "shm"), (1, 0, "shm")]
+    assert described["transport"]["outbox_bytes"] == {"0": 2**28, "1": 2**28}
     described = json.loads((native / "run.json").read_text())
     check_description(described, "--evaluate")
     assert described["policy"]["dispatch"] == "megatron"
+    assert "transport" not in described
 
 
 def check_description(described: dict[str, Any], *arguments: str) -> None:

@@ -69,6 +69,8 @@ def test_run_json_tells_settings_versions_and_ranks(finished: Finished) -> None:
     assert (settings["hint"], settings["dispatch"], settings["pp"]) == ("bf", "ready", 4)
     assert {"python", "rrfp", "torch", "megatron-core", "perfetto"} <= told["versions"].keys()
     assert told["world"] == 4
+    links = {(link["from"], link["to"]): link["plane"] for link in told["transport"]["links"]}
+    assert links == dict.fromkeys([(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)], "shm")
     assert [rank["rank"] for rank in told["ranks"]] == [0, 1, 2, 3]
     assert {rank["host"] for rank in told["ranks"]} == {socket.gethostname()}
     assert len({rank["pid"] for rank in told["ranks"]}) == 4

@@ -45,7 +45,7 @@ from rrfp.megatron.step_policy import StepPolicies, StepPolicy
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
-from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.planes.settling import Taken
 from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.causes import Cause
@@ -129,8 +129,8 @@ class ForwardBackward:
         """That of the last training step."""
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
-        self.planes: dict[int, Settled] = {}
-        """What carries the tensors of each recorded link from this rank, by peer."""
+        self.planes: Taken | None = None
+        """What carries the tensors of the recorded links from this rank; None before these are."""
 
     def start_at(self, step: int) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it

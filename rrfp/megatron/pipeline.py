@@ -15,7 +15,7 @@ from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.device_worker import make_worker
 from rrfp.runtime.pace import StepPace
-from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.planes.settling import Taken
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
@@ -90,9 +90,9 @@ class Pipeline:
         self._worker.open()
 
     @property
-    def planes(self) -> dict[int, Settled]:
-        """What carries the tensors of each link from this rank, by peer."""
-        return self._planes.settled
+    def planes(self) -> Taken:
+        """What carries the tensors of the links from this rank."""
+        return self._planes.taken
 
     def grant(self, num_credits: int) -> None:
         """Let each link hold at least `num_credits` messages."""

@@ -12,6 +12,7 @@ from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import NativeSchedule
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
+from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime import introduction
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace
@@ -35,7 +36,6 @@ from rrfp.train.pacing import pace_of
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 from rrfp.train.training import Trainer
-from rrfp.train.transport import describe_planes, publish_planes
 
 if TYPE_CHECKING:
     from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
@@ -84,6 +84,8 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     if planner is not None:
         num_microbatches = settings.data.microbatches
         orders = AdmissionFile(run.admission, layout, num_microbatches, session.first_step)
+    every = range(layout.world_size) if layout.rank == 0 else ()
+    transport = TransportLog(default_store(), run, layout.rank, every)
     policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
     checkpoints = checkpoints_of(session, settings, layout, model)
@@ -94,8 +96,7 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
             result = result._replace(heldout_loss=evaluation.loss())
-        if step == session.first_step and isinstance(schedule, ForwardBackward):
-            publish_planes(default_store(), layout, schedule.planes)
+        _tell_transport(transport, schedule)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
         tally = pace.tally if pace is not None and pace.has_costs else None
@@ -107,15 +108,14 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
             policies.steered(step, steering.policy.described())
         hint, choice = _told(settings, steering)
         metrics.write(step, result, schedule.last_step, seconds, tally, plan, hint, choice)
-        is_told = step == session.first_step and isinstance(schedule, ForwardBackward)
-        if is_told and layout.rank == 0:
-            describe_planes(run, default_store(), layout, settings)
         if planner is not None and orders is not None:
             orders.write(planner.order_of_step)
         if dealing is not None and dealt is not None:
             dealt.write(dealing.hands)
         if checkpoints is not None and checkpoints.finish_step(step):
             break
+    # Every rank has told by now.
+    _tell_transport(transport, schedule)
     if checkpoints is not None:
         checkpoints.close()
     if evaluation is not None:
@@ -128,6 +128,12 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         dealt.close()
     metrics.close()
     recorder.close()
+
+
+def _tell_transport(transport: TransportLog, schedule: ForwardBackward | NativeSchedule) -> None:
+    """Megatron's own schedule has none of our links."""
+    if isinstance(schedule, ForwardBackward) and schedule.planes is not None:
+        transport.tell(schedule.planes)
 
 
 def _told(

@@ -7,7 +7,9 @@ of a rank is what the rank that held most held beyond it: so much memory was the
 are alike.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import polars as pl
 
@@ -46,6 +48,8 @@ class RankMemory:
     largest_microbatch_bytes: int
     """The most that one microbatch kept, over all chunks of the rank."""
     mean_microbatch_bytes: float
+    outbox_bytes: int
+    """The most memory that messages took besides, which wait for their receivers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ def memory(frames: Frames) -> Memory:
         .to_dicts()
     )
     most = max(row["held_bytes"] for row in rows)
+    outboxes = outbox_bytes(frames.settings)
     return Memory(
         tuple(
             RankMemory(
@@ -163,10 +168,22 @@ def memory(frames: Frames) -> Memory:
                 max(0, (row["budget_bytes"] or most) - row["held_bytes"]),
                 row["largest"] or 0,
                 row["mean"] or 0.0,
+                outboxes.get(row["rank"], 0),
             )
             for row in rows
         )
     )
+
+
+def outbox_bytes(settings: Mapping[str, Any]) -> dict[int, int]:
+    """By rank, as its `run.json` tells; empty where it does not."""
+    transport = settings.get("transport")
+    told = transport.get("outbox_bytes") if isinstance(transport, dict) else None
+    if not isinstance(told, dict):
+        return {}
+    return {
+        int(rank): each for rank, each in told.items() if rank.isdigit() and isinstance(each, int)
+    }
 
 
 def _with_sizes(frames: Frames, tasks: pl.DataFrame) -> pl.DataFrame:

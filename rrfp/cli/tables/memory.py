@@ -30,10 +30,13 @@ def memory_sheet(memory: "Memory") -> Sheet:
         ),
         Column("room", [told_bytes(each.room_bytes) for each in ranks]),
         Column("largest\nmicrob.", [told_bytes(each.largest_microbatch_bytes) for each in ranks]),
+        Column("outbox", [told_bytes(each.outbox_bytes) for each in ranks]),
         Column("mean\nmicrob.", [told_bytes(each.mean_microbatch_bytes) for each in ranks]),
     ]
     if all(each.budget_bytes is None for each in ranks):
         columns = [each for each in columns if each.heading != "bound"]
+    if not any(each.outbox_bytes for each in ranks):
+        columns = [each for each in columns if each.heading != "outbox"]
     return Sheet(
         "How many bytes of activations each rank held",
         columns,

@@ -30,8 +30,10 @@ from rrfp.megatron.job.meeting import Meeting
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.telling import tell
 from rrfp.megatron.planning.orders_file import OrdersFile, join_orders
+from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.decoding import integers
+from rrfp.runtime.planes.settling import Taken
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
@@ -72,6 +74,7 @@ class JobRecording:
         self._policies: PolicyLog | None = None
         self._orders: OrdersFile | None = None
         self._dealings: DealingFile | None = None
+        self._transport: TransportLog | None = None
         self._is_off = False
         self._has_given_up = False
         self._num_trained = 0
@@ -97,10 +100,6 @@ class JobRecording:
         """Called before the records are closed, for those that come late."""
         # Registered before the links of a drop-in are, and so called after their end.
         at_end.call(self.close)
-
-    def of(self, schedule: Callable[..., Any]) -> "RecordedSchedule":
-        """The schedule function of a drop-in whose records come to `record`."""
-        return RecordedSchedule(schedule, self)
 
     def record(self, record: Record) -> None:
         """Take a record if its step is in the window. Any thread may call this."""
@@ -143,6 +142,12 @@ class JobRecording:
         if self._policies is None:
             self._policies = PolicyLog(self._run.run_json)
         self._policies.steered(step, policy.described())
+
+    def connected(self, taken: Taken) -> None:
+        """A step has returned, and this is what the links of its pipeline take."""
+        transport = self._transport
+        if transport is not None:
+            self.safely(lambda: transport.tell(taken))
 
     def planned(self, order: Sequence[int]) -> None:
         """The training step that has returned had this planned order of entry."""
@@ -304,6 +309,7 @@ class JobRecording:
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own)
             recorder = Recorder(run.rank_records(own.rank), own)
+            ranks: Sequence[RankInfo] = ()
             try:
                 meeting.share("parameters", num_parameters(chunks))
                 if meeting.is_leader:
@@ -319,6 +325,8 @@ class JobRecording:
                     recorder.close()
                 raise
             self._recorder, self._directory = recorder, run
+            numbers = [each.rank for each in ranks]
+            self._transport = TransportLog(default_store(), run, own.rank, numbers)
             if meeting.is_leader:
                 self._run = run
 
@@ -355,33 +363,6 @@ class JobRecording:
             encode_run(run.path)
         told = count_of(self._recorded)
         tell(f"{told} recorded in {run.path}; open it with: rrfp trace view {run.path}")
-
-
-class RecordedSchedule:
-    """A schedule function of a drop-in, recorded. Its other attributes are those of the drop-in."""
-
-    def __init__(self, schedule: Callable[..., Any], recording: JobRecording) -> None:
-        self._schedule = schedule
-        self._recording = recording
-
-    def __call__(self, **arguments: Any) -> Any:
-        step = self._recording.begin(arguments)
-        data = self._schedule(**arguments)
-        steering = getattr(self._schedule, "last_steering", None)
-        if steering is not None and not arguments.get("forward_only", False):
-            self._recording.steered(step, steering.policy)
-        order = getattr(self._schedule, "last_order", None)
-        if order is not None and not arguments.get("forward_only", False):
-            self._recording.planned(order)
-        look_ahead = getattr(self._schedule, "look_ahead", None)
-        hands = None if look_ahead is None else look_ahead.hands
-        if hands is not None and not arguments.get("forward_only", False):
-            self._recording.dealt(hands)
-        self._recording.end(step)
-        return data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._schedule, name)
 
 
 def _by_stage(ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]) -> list[int]:

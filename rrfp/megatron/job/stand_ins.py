@@ -121,6 +121,7 @@ class DropIn:
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin
+        from rrfp.megatron.job.recorded_schedule import RecordedSchedule
 
         sizes = pp_size, vp_size, schedule_pg_collection
         if self._request is None:
@@ -134,4 +135,4 @@ class DropIn:
         self._own = dropin.get_forward_backward_func(
             *sizes, settings=self._settings, record=self._recording.record
         )
-        return self._recording.of(self._own)
+        return RecordedSchedule(self._own, self._recording)

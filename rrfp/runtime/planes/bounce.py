@@ -23,12 +23,12 @@ class BouncePlane:
 
     def __init__(self, device: Device, slab_bytes: int) -> None:
         self.device = device
-        self._slab_bytes = slab_bytes
+        self.reserved_bytes = slab_bytes
 
     @cached_property
     def slab(self) -> torch.Tensor:
         """Made when it is first needed: most ranks have a better plane."""
-        return self.device.empty_on_host(self._slab_bytes)
+        return self.device.empty_on_host(self.reserved_bytes)
 
     def offer(self) -> Offer:
         return Offer(self.name, {})

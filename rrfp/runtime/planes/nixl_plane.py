@@ -40,6 +40,7 @@ class NixlPlane:
     def __init__(self, device: Device, slab_bytes: int) -> None:
         """Raises PlaneRefusal where there is no NIXL, or none that starts."""
         self.device = device
+        self.reserved_bytes = 2 * slab_bytes
         stream = device.new_stream()
         self.slab = device.empty([slab_bytes], torch.uint8, stream)
         landing = device.empty([slab_bytes], torch.uint8, stream)

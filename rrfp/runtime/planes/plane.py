@@ -113,6 +113,8 @@ class Plane(Protocol):
     """Whether receivers may use slots for as long as they need what is in them."""
     is_inline: bool
     """Whether the link's socket carries what lies in a slot, instead of a pull."""
+    reserved_bytes: int
+    """The most memory that it takes on this rank, of the host or the device."""
 
     @property
     def slab(self) -> torch.Tensor:

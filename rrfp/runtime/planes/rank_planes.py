@@ -13,7 +13,7 @@ from rrfp.runtime.planes.nixl_agent import keep_to_this_host
 from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Plane, PlaneRefusal, Puller
-from rrfp.runtime.planes.settling import Settled, answer_offer, offer_planes
+from rrfp.runtime.planes.settling import Settled, Taken, answer_offer, offer_planes
 from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Message
 
@@ -124,6 +124,14 @@ class RankPlanes:
         """What each link from this rank has taken, by peer."""
         with self._lock:
             return dict(self._settled)
+
+    @property
+    def taken(self) -> Taken:
+        """That, what was asked for, and the memory for it."""
+        with self._lock:
+            reserved = [self._planes[name].reserved_bytes for name in self._outboxes]
+            outbox_mb = self._outbox_bytes // 2**20
+            return Taken(self.asked, outbox_mb, dict(self._settled), sum(reserved))
 
     def posts(self, outbox: Outbox, message: Message, num_bytes: int) -> bool:
         """Whether a message goes by the outbox. Raises UsageError for one that must and cannot."""

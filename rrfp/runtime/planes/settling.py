@@ -51,6 +51,19 @@ class Settled:
         return cls(TransportName(text(member(value, "plane"))), rate, text(member(value, "why")))
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the links from one rank take."""
+
+    asked: TransportName
+    outbox_mb: int
+    """The bound of each outbox."""
+    links: Mapping[int, Settled]
+    """By peer."""
+    outbox_bytes: int
+    """The most memory that their outboxes take on this rank, of the host or the device."""
+
+
 def offer_planes(
     connection: socket.socket, planes: Sequence[Plane], why_none: str, timeout_s: float
 ) -> Settled:

@@ -31,6 +31,7 @@ class SharedMemoryPlane:
         """Make the slab, of which only what is written takes memory. Raises PlaneRefusal where the
         system has no such memory."""
         self.device = device
+        self.reserved_bytes = slab_bytes
         self.lends = device.is_synchronous
         if not hasattr(os, "memfd_create"):
             raise PlaneRefusal("this system has no memfd_create")

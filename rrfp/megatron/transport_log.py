@@ -1,0 +1,58 @@
+"""What carries the tensors of each link, told in `run.json`."""
+
+import json
+from collections.abc import Sequence
+
+from torch.distributed import Store
+
+from rrfp.runtime.decoding import integer, member, parsed
+from rrfp.runtime.planes.settling import Settled, Taken
+from rrfp.trace.description import describe_transport
+from rrfp.trace.rundir import RunDir
+
+
+class TransportLog:
+    """One rank's part of it: it tells what its links take, and one rank writes what all tell."""
+
+    def __init__(self, store: Store, run: RunDir, rank: int, ranks: Sequence[int] = ()) -> None:
+        """`ranks` are those of the run, on the rank that writes."""
+        self._store = store
+        self._run = run
+        self._rank = rank
+        self._ranks = ranks
+        self._has_told = False
+
+    def tell(self, taken: Taken) -> None:
+        """Call it after each step until the last rank has told; it waits for nobody."""
+        if not self._has_told:
+            self._has_told = True
+            links = {peer: settled.described() for peer, settled in sorted(taken.links.items())}
+            told = {"links": links, "outbox_bytes": taken.outbox_bytes}
+            self._store.set(self._key(self._rank), json.dumps(told))
+        if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
+            self._write(taken)
+            self._ranks = ()
+
+    def _write(self, own: Taken) -> None:
+        """All ranks were asked for the same."""
+        links: list[dict[str, object]] = []
+        outbox_bytes = {}
+        for rank in self._ranks:
+            told = parsed(bytes(self._store.get(self._key(rank))))
+            of_rank = member(told, "links")
+            assert isinstance(of_rank, dict)
+            links += [
+                {"from": rank, "to": int(peer), **Settled.decode(each).described()}
+                for peer, each in of_rank.items()
+            ]
+            outbox_bytes[str(rank)] = integer(member(told, "outbox_bytes"))
+        described = {
+            "asked": str(own.asked),
+            "outbox_mb": own.outbox_mb,
+            "links": links,
+            "outbox_bytes": outbox_bytes,
+        }
+        describe_transport(self._run.run_json, described)
+
+    def _key(self, rank: int) -> str:
+        return f"rrfp/transport-of/{self._run.path.name}/{rank}"
