@@ -84,9 +84,7 @@ class Worker:
         self._stall_s = stall_s
         self._delay = None if delays is None else delays.stream("tasks")
         self._clock = clock
-        self._early: defaultdict[int, list[Arrived | Forecast | Reported | Decided]] = defaultdict(
-            list
-        )
+        self._early: defaultdict[int, list[Event]] = defaultdict(list)
         self._left: set[int] = set()
         self._step: int
         self._dispatcher: Dispatcher

@@ -116,7 +116,7 @@ class TravellingStep(Step):
 
     def _decide(self, rank: int, now_ns: int) -> None:
         """Let a free rank begin a task, if one may run."""
-        if rank in self._ahead:
+        if self._ahead and rank in self._ahead:
             number, agreed_ns = self._ahead.pop(rank)
         else:
             number = self.decide(rank, now_ns)
@@ -129,7 +129,7 @@ class TravellingStep(Step):
                 return
             agreed_ns = now_ns + self._agreement_ns
             self._log_round(rank, now_ns, agreed_ns, number)
-        if self.log is not None and agreed_ns > now_ns:
+        if agreed_ns > now_ns and self.log is not None:
             self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, agreed_ns))
             # The followers have the task's input too, and wait for the decision.
             self._idle_followers(rank, now_ns)

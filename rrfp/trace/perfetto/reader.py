@@ -243,7 +243,11 @@ class TraceReader:
             is_missing = notes < 0
             default = RECORD_TYPES[name]._field_defaults.get(key)
             if default is not None:
-                table[key] = np.where(is_missing, default, batch.note_values[notes])
+                table[key] = (
+                    self._read_texts_or(default, batch, notes)
+                    if is_text
+                    else np.where(is_missing, default, batch.note_values[notes])
+                )
                 continue
             if is_missing.any():
                 raise self._damaged(name, batch, events[is_missing], f"'{key}'")
@@ -272,6 +276,14 @@ class TraceReader:
             told = f"'{EVALUATION}' is {numbers[strange][0]}"
             raise self._damaged(name, batch, events[strange], told)
         return np.where(are_evaluations, evaluation_step(0) - numbers, numbers)
+
+    def _read_texts_or(self, default: str, batch: EventBatch, notes: Rows) -> Numbers:
+        """The texts of those that have one, and the default of the others."""
+        found = np.full(len(notes), self._vocabulary.place_of(default.encode()))
+        has_one = notes >= 0
+        if has_one.any():
+            found[has_one] = self._read_texts(batch, notes[has_one])
+        return found
 
     def _read_texts(self, batch: EventBatch, notes: Rows) -> Numbers:
         spans = batch.note_texts.take(notes)
