@@ -20,6 +20,7 @@ from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import
 from rrfp.megatron.job.telling import tell
 from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime.launchers.environment import told_as_torch_reads_it
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.train.settings import DECLARED
@@ -133,6 +134,7 @@ def run(
     Example: torchrun --nproc-per-node 8 --no-python rrfp run --hint bfw --out
     runs/ours pretrain_gpt.py --pipeline-model-parallel-size 8 ...
     """
+    os.environ.update(told_as_torch_reads_it())
     given = {
         name: value for name, value in flags.items() if value is not None and value is not False
     }

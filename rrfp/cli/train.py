@@ -17,6 +17,7 @@ from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.train.checks import check_settings
+from rrfp.train.ranks.place import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def train(config: Path | None = None, **flags: Any) -> None:
     settings = (
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
+    settings = among_started(settings)
     if settings.run.save is None:
         _check_and_run(settings)
         return
@@ -147,11 +149,11 @@ def _run(settings: TrainSettings) -> None:
         settings = settings.changed(save=settings.run.save.absolute())
     if settings.run.node_rank > 0:
         assert settings.run.out is not None
-        typer.echo(
-            f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
-            f"{settings.run.rdzv_endpoint}, which shows how the run goes",
-            err=True,
-        )
+        if place_of(settings) is None:
+            _tell(
+                f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
+                f"{settings.run.rdzv_endpoint}, which shows how the run goes"
+            )
         launch(settings, RunDir(settings.run.out))
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:

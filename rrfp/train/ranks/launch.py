@@ -11,6 +11,7 @@ from pathlib import Path
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
+from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 
@@ -69,17 +70,22 @@ def _environments(
     settings: TrainSettings, environment: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
     """The environment variables of this host's ranks, by rank."""
-    num_local = settings.layout.world_size // settings.run.nnodes
+    num_own = settings.layout.world_size // settings.run.nnodes
+    place = place_of(settings)
+    # A host may have several launchers, and devices are shared out over all of its ranks.
+    first_local, num_launchers = 0, 1
+    if place is not None:
+        first_local, num_launchers = place.local_index * num_own, place.local_count or 1
     return {
-        settings.run.node_rank * num_local + local_rank: {
-            "RANK": str(settings.run.node_rank * num_local + local_rank),
-            "LOCAL_RANK": str(local_rank),
+        settings.run.node_rank * num_own + number: {
+            "RANK": str(settings.run.node_rank * num_own + number),
+            "LOCAL_RANK": str(first_local + number),
             "WORLD_SIZE": str(settings.layout.world_size),
-            "LOCAL_WORLD_SIZE": str(num_local),
+            "LOCAL_WORLD_SIZE": str(num_launchers * num_own),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **environment,
         }
-        for local_rank in range(num_local)
+        for number in range(num_own)
     }
 
 

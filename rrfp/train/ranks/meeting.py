@@ -22,7 +22,9 @@ from rrfp.replay.cost_files import costs_file
 from rrfp.runtime.decoding import parsed
 from rrfp.runtime.rendezvous import own_address_towards
 from rrfp.train.data.tokenizer import tokenizer_file
+from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import port_store
+from rrfp.train.ranks.torchrun_store import TorchrunStore
 from rrfp.train.settings import TrainSettings
 
 _LOOK_S = 0.2
@@ -46,8 +48,8 @@ def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str
     naming a host that did not come in time, and UsageError if the endpoint is not an address of
     host 0 or settings differ.
     """
-    part = _Meeting(settings, timeout_s)
     try:
+        part = _Meeting(settings, timeout_s)
         store = part.hold()
     except (DistError, OSError) as error:
         raise UsageError(
@@ -71,6 +73,11 @@ class _Meeting:
         self.port = int(port)
         self._settings = settings
         self._endpoint = settings.run.rdzv_endpoint
+        place = place_of(settings)
+        self._torchruns = None
+        if place is not None and place.serves_store and place.port == self.port:
+            self._torchruns = TorchrunStore(place)
+        self._called = "host" if place is None else f"{place.by}'s process"
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._common = {
@@ -104,17 +111,37 @@ class _Meeting:
         others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
         is_host_0 = self._settings.run.node_rank == 0
         with suppress(RuntimeError):
-            while not (store.check(others) and is_host_0) and time.monotonic() < deadline_s:
+            while time.monotonic() < deadline_s:
+                if store.check(others) if is_host_0 else not self._is_served():
+                    return
                 time.sleep(_LOOK_S)
+
+    def _is_served(self) -> bool:
+        """Whether the store is still there. torch would show its own stack, asked for a store that
+        has just closed."""
+        try:
+            socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
+        except OSError:
+            return False
+        return True
 
     def _serve(self) -> Store:
         """The store, listening only at the address that the endpoint names."""
-        family, address = _address_of(self.host, self._endpoint)
-        listening = socket.create_server((address, self.port), family=family)
+        if self._torchruns is not None:
+            listening = self._torchruns.listen()
+            address, self.port = listening.getsockname()[:2]
+            self.host = address
+        else:
+            family, address = _address_of(self.host, self._endpoint)
+            listening = socket.create_server((address, self.port), family=family)
         self.own_address = address
         return self._store(address, listening.detach())
 
     def _join(self) -> Store:
+        if self._torchruns is not None:
+            while (told := self._torchruns.told()) is None:
+                self._wait_for(0)
+            self.host, self.port = told
         self._await_server()
         self.own_address = own_address_towards(self.host)
         return self._store(self.host)
@@ -130,13 +157,8 @@ class _Meeting:
         )
 
     def _await_server(self) -> None:
-        while True:
-            try:
-                socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
-            except OSError:
-                self._wait_for(0)
-            else:
-                return
+        while not self._is_served():
+            self._wait_for(0)
 
     def _told_by(self, node_rank: int, store: Store) -> Mapping[str, object]:
         """The settings that a host has published."""
@@ -156,9 +178,14 @@ class _Meeting:
 
     def _wait_for(self, node_rank: int) -> None:
         if time.monotonic() > self._deadline_s:
-            raise RrfpError(
-                f"host {node_rank} did not come to {self._endpoint} within {self._timeout_s:g} s; "
+            advice = (
                 f"run the same command there with --node-rank {node_rank}"
+                if self._called == "host"
+                else "see whether it has started, and what it says"
+            )
+            raise RrfpError(
+                f"{self._called} {node_rank} did not come to {self._endpoint} within "
+                f"{self._timeout_s:g} s; {advice}"
             )
         time.sleep(_LOOK_S)
 
