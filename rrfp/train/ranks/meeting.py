@@ -78,6 +78,8 @@ class _Meeting:
         if place is not None and place.serves_store and place.port == self.port:
             self._torchruns = TorchrunStore(place)
         self._called = "host" if place is None else f"{place.by}'s process"
+        self._watched: socket.socket | None = None
+        """A connection to the store that ends with it."""
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._common = {
@@ -100,6 +102,10 @@ class _Meeting:
 
     def leave(self, store: Store) -> None:
         """Tell host 0 that this host's ranks have ended."""
+        if self._settings.run.node_rank > 0:
+            # Before host 0 may close its store, and open that of the next meeting at the same port.
+            with suppress(OSError):
+                self._watched = socket.create_connection((self.host, self.port), _ANSWER_S)
         with suppress(RuntimeError):
             store.set(_parting_key(self._settings.run.node_rank), "")
 
@@ -107,18 +113,21 @@ class _Meeting:
         """Wait until all have left, for a while. Host 0 keeps the store until then, because ranks
         of other hosts may still be in their last step. The others wait for the store to close, or
         they might mistake it for that of the next meeting (a race launches ranks several times)."""
-        deadline_s = time.monotonic() + _PARTING_S
+        if self._settings.run.node_rank > 0:
+            # Not by the store: torch would show its own stack, asked for one that has just closed.
+            if self._watched is not None:
+                self._watched.settimeout(_PARTING_S)
+                with self._watched, suppress(OSError):
+                    self._watched.recv(1)
+            return
         others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
-        is_host_0 = self._settings.run.node_rank == 0
+        deadline_s = time.monotonic() + _PARTING_S
         with suppress(RuntimeError):
-            while time.monotonic() < deadline_s:
-                if store.check(others) if is_host_0 else not self._is_served():
-                    return
+            while not store.check(others) and time.monotonic() < deadline_s:
                 time.sleep(_LOOK_S)
 
     def _is_served(self) -> bool:
-        """Whether the store is still there. torch would show its own stack, asked for a store that
-        has just closed."""
+        """Whether somebody listens where the store is to be."""
         try:
             socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
         except OSError:
