@@ -17,8 +17,8 @@ from rrfp.runtime.planes.settling import Settled, Taken, answer_offer, offer_pla
 from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Message
 
-LEAST_POSTED_BYTES = 2**20
-"""A smaller message of the CPU's travels on the socket, which is as quick: no thread is woken."""
+LEAST_POSTED_BYTES = 4 * 2**20
+"""A smaller message of the CPU's travels on the socket, which is quicker: no thread is woken."""
 
 _log = logging.getLogger(__name__)
 
