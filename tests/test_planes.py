@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed import Store, TCPStore
 from rrfp.errors import UsageError
 from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_package import HOW_TO_INSTALL, is_installed
 from rrfp.runtime.planes.rank_planes import LEAST_POSTED_BYTES, RankPlanes
 from rrfp.runtime.planes.settling import Settled
 from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
@@ -26,9 +26,7 @@ from tests.ranks import run_ranks
 
 OUTBOX_BYTES = 8 * LEAST_POSTED_BYTES
 SLAB = "rrfp-outbox"
-needs_nixl = pytest.mark.skipif(
-    find_spec("nixl") is None, reason="needs the package nixl: pip install 'rrfp[nixl]'"
-)
+needs_nixl = pytest.mark.skipif(not is_installed(), reason=f"needs NIXL: {HOW_TO_INSTALL}")
 planes = pytest.mark.parametrize(
     "name",
     [TransportName.SHM, TransportName.BOUNCE, pytest.param(TransportName.NIXL, marks=needs_nixl)],

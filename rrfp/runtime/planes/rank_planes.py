@@ -8,6 +8,7 @@ from threading import Lock
 from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
+from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.outbox import Outbox
@@ -38,6 +39,7 @@ on another; the first that works, and else the socket itself."""
 
 PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
     TransportName.SHM: SharedMemoryPlane,
+    TransportName.CUDA_IPC: CudaIpcPlane,
     TransportName.NIXL: NixlPlane,
     TransportName.BOUNCE: BouncePlane,
 }
@@ -138,10 +140,10 @@ class RankPlanes:
         for outbox in self._outboxes.values():
             outbox.drain(timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Free everything. All links are over."""
+    def close(self, timeout_s: float, *, are_detached: bool) -> None:
+        """Free everything. All links are over; `are_detached`: every peer has said farewell."""
         for outbox in self._outboxes.values():
             outbox.close(timeout_s)
         for plane in self._planes.values():
-            plane.close()
+            plane.close(are_detached=are_detached)
         self._planes.clear()
