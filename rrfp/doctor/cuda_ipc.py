@@ -12,7 +12,6 @@ import statistics
 import struct
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -41,13 +40,13 @@ def cuda_ipc(presence: CudaPresence) -> Check:
         return absent("cuda-ipc", f"cuda-bindings is not installed; {HOW_TO_INSTALL}")
     onto = min(1, len(presence.gpus) - 1)
     try:
-        told = probe(ipc_figures, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
+        taken_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return fails(
             "cuda-ipc",
             f"CUDA IPC does not work ({error}); in containers see pid-namespace, and --ipc=host",
         )
-    gb_s = _NUM_BYTES / told["pull_s"] / 1e9
+    gb_s = _NUM_BYTES / taken_s / 1e9
     is_slow = gb_s < _SLOW_GB_S
     return Check(
         "cuda-ipc",
@@ -59,10 +58,9 @@ def cuda_ipc(presence: CudaPresence) -> Check:
     )
 
 
-def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, float]:
-    """Medians: `one_way_s` of rounds, every one checked, from before the copy into the slab until
-    the importer's host has seen its data, and `pull_s`, which a copy of the importer's takes on its
-    device.
+def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
+    """The median time that a copy of the importer's takes on its device, after so many rounds that
+    were checked.
 
     Exports from GPU 0 to a process that it starts, which imports `onto` another, or the same.
     Raises RuntimeError if either fails.
@@ -78,9 +76,9 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
         try:
             _tell(ours, [handle.hex(), num_bytes, num_rounds, onto])
             _heard(ours)
-            rounds = range(num_rounds)
-            one_way_ns = [_send(cuda, ours, data, slab, num_bytes, each) for each in rounds]
-            pull_s = _heard(ours)
+            for number in range(num_rounds):
+                _send(cuda, ours, data, slab, num_bytes, number)
+            taken_s = float(_heard(ours))
             # Only now is the slab no longer mapped by the importer.
             cuda.free(slab)
         finally:
@@ -88,20 +86,19 @@ def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, flo
             with suppress(subprocess.TimeoutExpired):
                 importer.wait(_PATIENCE_S)
             importer.kill()
-    return {"pull_s": pull_s, "one_way_s": statistics.median(one_way_ns) / 1e9}
+    return taken_s
 
 
 def _send(
     cuda: "_Cuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
-) -> int:
-    """A round of the exporter: how long it took on its way (ns)."""
+) -> None:
+    """A round of the exporter."""
     cuda.call("cudaMemset", data, _filling(number), num_bytes)
     cuda.call("cudaDeviceSynchronize")
-    start_ns = time.monotonic_ns()
     cuda.copy(slab, data, num_bytes)
     cuda.synchronize()
     link.sendall(_NUMBER.pack(number))
-    return int(_heard(link)) - start_ns
+    _heard(link)
 
 
 def _import(link: socket.socket) -> None:
@@ -115,12 +112,11 @@ def _import(link: socket.socket) -> None:
         (number,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
         cuda.copy(target, slab, num_bytes)
         cuda.synchronize()
-        seen_ns = time.monotonic_ns()
         cuda.check_filled(target, _filling(number), num_bytes)
-        _tell(link, seen_ns)
-    pull_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
+        _tell(link, "as it was sent")
+    taken_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
     cuda.close(slab)
-    _tell(link, pull_s)
+    _tell(link, taken_s)
 
 
 class _Cuda(CudaRuntime):
