@@ -2,6 +2,7 @@
 says of a CUDA that refuses, and the real bindings without a driver."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -381,6 +382,17 @@ CALLS: dict[str, Callable[[CudaRuntime], object]] = {
     "cudaGetDeviceProperties": lambda cuda: cuda.name,
     "cudaGetDeviceCount": lambda cuda: cuda.lacks_access_to("GPU-1"),
     "cudaDeviceCanAccessPeer": lambda cuda: cuda.call("cudaDeviceCanAccessPeer", 0, 1),
+    # Of `rrfp doctor`.
+    "cudaStreamCreateWithFlags": lambda cuda: cuda.call("cudaStreamCreateWithFlags", 1),
+    "cudaStreamSynchronize": lambda cuda: cuda.call("cudaStreamSynchronize", 0),
+    "cudaDeviceSynchronize": lambda cuda: cuda.call("cudaDeviceSynchronize"),
+    "cudaMemset": lambda cuda: cuda.call("cudaMemset", 4096, 0, 1),
+    "cudaMemcpyAsync": lambda cuda: cuda.call(
+        "cudaMemcpyAsync", 4096, 8192, 1, cuda.bindings.cudaMemcpyKind.cudaMemcpyDefault, 0
+    ),
+    "cudaEventCreate": lambda cuda: cuda.call("cudaEventCreate"),
+    "cudaEventRecord": lambda cuda: cuda.call("cudaEventRecord", 0, 0),
+    "cudaEventElapsedTime": lambda cuda: cuda.call("cudaEventElapsedTime", 0, 0),
 }
 DRIVER = "cudaErrorInsufficientDriver, CUDA driver version is insufficient"
 
@@ -397,6 +409,16 @@ def test_every_call_refuses_without_a_driver(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(CudaRuntime, "select", select if name == "cudaSetDevice" else cuda.select)
     with pytest.raises(CudaRuntimeError, match=f"{name}: {DRIVER}"):
         CALLS[name](cuda)
+
+
+def test_every_call_is_among_them() -> None:
+    rooms = Path(__file__).parent.parent / "rrfp"
+    called = {
+        name
+        for path in rooms.rglob("*.py")
+        for name in re.findall(r'call\(\s*"(cuda\w+)"', path.read_text())
+    }
+    assert called == CALLS.keys()
 
 
 @without_gpu

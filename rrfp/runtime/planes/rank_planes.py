@@ -1,6 +1,7 @@
 """Which data planes a rank has, and which of them serve a link: the one place that chooses."""
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from threading import Lock
@@ -75,7 +76,11 @@ class RankPlanes:
 
     def open(self, *, has_near: bool, has_far: bool) -> None:
         """Make what links to peers on this host, and on others, may take."""
-        for name in {*(self._near if has_near else ()), *(self._far if has_far else ())}:
+        names = {*(self._near if has_near else ()), *(self._far if has_far else ())}
+        if TransportName.NIXL in names and not has_far:
+            # UCX would listen at all addresses of this host, and asks nobody who he is.
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        for name in names:
             try:
                 self._planes[name] = PLANES[name](self.device, self._outbox_bytes)
             except PlaneRefusal as refusal:
