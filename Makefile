@@ -98,7 +98,7 @@ lock:  ## Resolve PYTHON's lock file again from pyproject.toml
 	$(LOCK_VENV)/bin/pip install -qq setuptools --upgrade ".[test,report,ui,docs]"
 	lock=requirements-$(or $(VERSION),3.11).lock; \
 	{ grep '^#' $$lock; $(LOCK_VENV)/bin/pip freeze --all \
-	    | grep -vE '^(pip==|rrfp @|nvidia-|cuda-|triton==)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; \
+	    | grep -vE '^(pip==|rrfp @|nvidia-|cuda-toolkit==|triton==)' | sed -E 's/^(torch==[^+]*)\+.*/\1/'; \
 	} > requirements.new && mv requirements.new $$lock
 	rm -rf $(LOCK_VENV)
 

@@ -1,7 +1,7 @@
-"""The calls of CUDA's runtime that `rrfp.doctor.cuda_ipc` makes, on files that processes map.
+"""The calls of CUDA's runtime that rrfp makes, on files that processes map.
 
-Holds the two processes to their protocol, and says nothing about CUDA: memory that is freed while
-another process maps it is an error, and FAULT plants one.
+Holds those who exchange memory to their protocol, and says nothing about CUDA: memory that is freed
+while somebody has it open is an error, and FAULT plants one. Memory that is freed is poisoned.
 """
 # ruff: noqa: N801, N802, N815, N816 - the names are CUDA's.
 
@@ -10,20 +10,29 @@ import mmap
 import os
 import time
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 DIRECTORY, FAULT = "CUDA_IN_FILES", "CUDA_IN_FILES_FAULT"
 CORRUPT, REFUSED, GONE = "corrupt", "refused", "gone"
 
+POISON = 0xA5
 cudaStreamNonBlocking, cudaIpcMemLazyEnablePeerAccess = 1, 1
 _HANDLE_BYTES = 64
 _maps: dict[int, tuple[Path, mmap.mmap]] = {}
+_numbers = count()
+NUM_DEVICES = 2
+freed_open: list[int] = []
+"""The addresses of memory that was to be freed while somebody had it open."""
 
 
 class cudaError_t(IntEnum):
     cudaSuccess = 0
     cudaErrorInvalidValue = 1
+    cudaErrorMemoryAllocation = 2
+    cudaErrorInvalidDevice = 101
     cudaErrorMapBufferObjectFailed = 205
 
 
@@ -32,15 +41,37 @@ class cudaMemcpyKind(IntEnum):
 
 
 class cudaIpcMemHandle_t:
-    reserved = bytes(_HANDLE_BYTES)
+    """As the bindings', it only tells where its octets lie."""
+
+    def __init__(self) -> None:
+        self._octets = ctypes.create_string_buffer(_HANDLE_BYTES)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._octets)
+
+
+def cudaGetErrorName(error: cudaError_t) -> tuple[int, bytes]:
+    return 0, error.name.encode()
 
 
 def cudaGetErrorString(error: cudaError_t) -> tuple[int, bytes]:
     return 0, {205: b"mapping of buffer object failed"}.get(error, b"invalid argument")
 
 
-def cudaSetDevice(_: int) -> tuple[int]:
-    return (0,)
+def cudaSetDevice(device: int) -> tuple[int]:
+    return (0 if device < NUM_DEVICES else cudaError_t.cudaErrorInvalidDevice,)
+
+
+def cudaGetDeviceCount() -> tuple[int, int]:
+    return 0, NUM_DEVICES
+
+
+def cudaGetDeviceProperties(device: int) -> tuple[int, Any]:
+    return 0, SimpleNamespace(uuid=SimpleNamespace(bytes=bytes([device]) * 16))
+
+
+def cudaDeviceCanAccessPeer(device: int, peer: int) -> tuple[int, int]:
+    return 0, int(device != peer)  # as CUDA has it
 
 
 def cudaStreamCreateWithFlags(_: int) -> tuple[int, object]:
@@ -56,15 +87,17 @@ def cudaStreamSynchronize(_: object) -> tuple[int]:
 
 
 def cudaMalloc(num_bytes: int) -> tuple[int, int]:
-    path = Path(os.environ[DIRECTORY], f"{os.getpid()}-{len(_maps)}")
+    path = Path(os.environ[DIRECTORY], f"{os.getpid()}-{next(_numbers)}")
     path.write_bytes(bytes(num_bytes))
     return 0, _mapped(path)
 
 
 def cudaFree(address: int) -> tuple[int]:
-    path, _ = _maps[address]
-    if path.with_suffix(".open").exists():
+    path, mapped = _maps[address]
+    if [*path.parent.glob(f"{path.name}.*.open")]:
+        freed_open.append(address)
         return (cudaError_t.cudaErrorInvalidValue,)
+    ctypes.memset(address, POISON, len(mapped))
     path.unlink()
     return (0,)
 
@@ -83,7 +116,8 @@ def cudaMemcpyAsync(
 
 def cudaIpcGetMemHandle(address: int) -> tuple[int, cudaIpcMemHandle_t]:
     handle = cudaIpcMemHandle_t()
-    handle.reserved = _maps[address][0].name.encode().ljust(_HANDLE_BYTES, b"\0")
+    name = _maps[address][0].name.encode().ljust(_HANDLE_BYTES, b"\0")
+    ctypes.memmove(handle.getPtr(), name, _HANDLE_BYTES)
     return 0, handle
 
 
@@ -92,13 +126,17 @@ def cudaIpcOpenMemHandle(handle: cudaIpcMemHandle_t, _: int) -> tuple[int, int |
         return cudaError_t.cudaErrorMapBufferObjectFailed, None
     if os.environ.get(FAULT) == GONE:
         os.abort()
-    path = Path(os.environ[DIRECTORY], handle.reserved.rstrip(b"\0").decode())
-    path.with_suffix(".open").touch()
-    return 0, _mapped(path)
+    octets = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+    path = Path(os.environ[DIRECTORY], octets.rstrip(b"\0").decode())
+    if not path.is_file():
+        return cudaError_t.cudaErrorInvalidValue, None
+    address = _mapped(path)
+    _opened(address).touch()
+    return 0, address
 
 
 def cudaIpcCloseMemHandle(address: int) -> tuple[int]:
-    _maps[address][0].with_suffix(".open").unlink()
+    _opened(address).unlink()
     return (0,)
 
 
@@ -113,6 +151,12 @@ def cudaEventRecord(event: list[float], _: object) -> tuple[int]:
 
 def cudaEventElapsedTime(started: list[float], ended: list[float]) -> tuple[int, float]:
     return 0, (ended[0] - started[0]) * 1e3
+
+
+def _opened(address: int) -> Path:
+    """There while this process has memory open at this address."""
+    path, _ = _maps[address]
+    return path.with_name(f"{path.name}.{os.getpid()}-{address}.open")
 
 
 def _mapped(path: Path) -> int:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.planes.nixl_package import HOW_TO_INSTALL, is_installed
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Event, Failed, Inbox
@@ -30,9 +30,7 @@ from rrfp.trace.records import Record
 PREFIX = "rrfp/transport"
 PATIENCE_S = 20.0
 
-needs_nixl = pytest.mark.skipif(
-    find_spec("nixl") is None, reason="needs the package nixl: pip install 'rrfp[nixl]'"
-)
+needs_nixl = pytest.mark.skipif(not is_installed(), reason=f"needs NIXL: {HOW_TO_INSTALL}")
 unix_and_tcp = pytest.mark.parametrize("allow_unix", [True, False], ids=["unix", "tcp"])
 
 

@@ -25,7 +25,7 @@ from rrfp.runtime.planes import rank_planes, shared_memory_plane
 from rrfp.runtime.planes.mapped import MappedPuller
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.plane import Offer, Puller
+from rrfp.runtime.planes.plane import Offer, Plane, Puller
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Arrived, Inbox, Message
@@ -88,12 +88,12 @@ class WatchedPlane(SharedMemoryPlane):
     def _let_go(self, slab: int) -> None:
         self._findings.attached[slab] -= 1
 
-    def close(self) -> None:
+    def close(self, *, are_detached: bool) -> None:
         self._findings.num_freed_attached += bool(
             self._findings.attached[os.fstat(self._descriptor).st_ino]
         )
         self.slab.fill_(POISON)
-        super().close()
+        super().close(are_detached=are_detached)
 
 
 class WatchedPuller:
@@ -131,8 +131,17 @@ def content(rank: int, microbatch: int) -> bytes:
     return draws.randbytes(draws.randint(1, MOST_BYTES))
 
 
+PlaneMaker = Callable[[SimulatedDevice, int, Findings], Plane]
+
+
 def exchange(
-    seed: int, num_messages: int, mistake: Mistake, *, until_found: bool = False
+    seed: int,
+    num_messages: int,
+    mistake: Mistake,
+    *,
+    until_found: bool = False,
+    make_plane: PlaneMaker = WatchedPlane,
+    plane: TransportName = TransportName.SHM,
 ) -> Findings:
     """Send so many messages in a random order, half of them each way, and check them all; with
     `until_found` stop at the first that is corrupt."""
@@ -145,12 +154,11 @@ def exchange(
             (socket_transport, "DestinationDriver", mistake.driver),
         ):
             stack.enter_context(patch.object(where, name, stand_in))
-        planes = {
-            TransportName.SHM: lambda device, size: WatchedPlane(device, size, findings),
-        }
+        planes = {plane: lambda device, size: make_plane(device, size, findings)}
         stack.enter_context(patch.object(rank_planes, "PLANES", planes))
+        stack.enter_context(patch.object(rank_planes, "CHOICES", {"cpu": {plane: ((plane,), ())}}))
         store = HashStore()
-        ranks = [_Rank(rank, seed, store, mistake, findings) for rank in (0, 1)]
+        ranks = [_Rank(rank, seed, store, mistake, findings, plane) for rank in (0, 1)]
         with ThreadPoolExecutor(2) as pool:
             try:
                 list(pool.map(_Rank.open, ranks))
@@ -165,7 +173,13 @@ class _Rank:
     """One rank: its messages out and in, on its own simulated device."""
 
     def __init__(
-        self, rank: int, seed: int, store: HashStore, mistake: Mistake, findings: Findings
+        self,
+        rank: int,
+        seed: int,
+        store: HashStore,
+        mistake: Mistake,
+        findings: Findings,
+        plane: TransportName,
     ) -> None:
         self._rank = rank
         self._findings = findings
@@ -182,7 +196,7 @@ class _Rank:
             [1 - rank],
             self._inbox,
             num_credits=16,
-            planes=RankPlanes(self._device, TransportName.SHM, mistake.outbox_bytes),
+            planes=RankPlanes(self._device, plane, mistake.outbox_bytes),
         )
 
     def open(self) -> None:

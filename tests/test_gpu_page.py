@@ -12,8 +12,10 @@ import torch
 from benchmarks.gpu import figures
 from benchmarks.gpu.__main__ import HEAD, NOT_BUILT, table
 from benchmarks.gpu.lines import LINES, Line, Measured
+from benchmarks.gpu.messages import one_way_us
+from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
-from rrfp.runtime.probe import NoAnswerError
+from rrfp.runtime.probe import NoAnswerError, probe
 
 ROOT = Path(__file__).parent.parent
 GPU = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),), None)
@@ -74,8 +76,9 @@ def test_without_a_gpu_the_kit_says_so() -> None:
         ("Launch of", {"spinning": 8.26, "blocking": 31.0}, "8.3 us spinning, 31.0 us", True),
         ("device, 64 MB", {"ipc": 1600.0, "own": 2000.0}, "1600 GB/s, 80%", True),
         ("device, 64 MB", {"ipc": 1500.0, "own": 2000.0}, "1500 GB/s, 75%", False),
-        ("64 KB one way", 59.9, "59.9 us", True),
-        ("64 KB one way", 60.0, "60.0 us", False),
+        ("64 KB over CUDA IPC", 59.9, "59.9 us", True),
+        ("64 KB over CUDA IPC", 60.0, "60.0 us", False),
+        ("64 MB over CUDA IPC", 100.0, "100 us, 671 GB/s", True),
     ],
 )
 def test_a_line_holds_up_to_its_goal(
@@ -93,6 +96,17 @@ def test_a_line_holds_up_to_its_goal(
 @pytest.mark.parametrize("measure", [figures.copies, figures.large_ipc, figures.wake_ups])
 def test_measuring_refuses_without_a_driver(measure: Callable[[], object]) -> None:
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
+        measure()
+
+
+def test_messages_are_sent_over_the_transport_of_a_run() -> None:
+    assert probe(one_way_us, "cpu", "shm", 1 << 20, 3, limit_s=60) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("measure", [figures.small_message, figures.large_message])
+def test_sending_messages_refuses_without_a_driver(measure: Callable[[], object]) -> None:
+    with pytest.raises(UsageError, match="the model is on cuda"):
         measure()
 
 

@@ -22,6 +22,7 @@ from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.link_pairs import Pair, needs_nixl, take
 from tests.ranks import run_ranks
+from tests.watch import doors_of
 
 OUTBOX_BYTES = 8 * LEAST_POSTED_BYTES
 SLAB = "rrfp-outbox"
@@ -200,6 +201,23 @@ def test_a_plane_of_another_device_is_refused() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match=r"the model is on cuda:1 and .*choose device cpu"):
             data_planes(torch.device("cuda", 1), TransportName.AUTO, 1)
+
+
+def _doors() -> list[bool]:
+    """Whether each port at which NIXL listens is this host's own."""
+    mine = RankPlanes(CPU, TransportName.NIXL, OUTBOX_BYTES)
+    before = doors_of(os.getpid())
+    mine.open(has_near=True, has_far=False)
+    found = [door.is_loopback for door in doors_of(os.getpid()) - before]
+    mine.close(5.0, are_detached=True)
+    return found
+
+
+@needs_nixl
+def test_nixl_on_one_host_listens_at_loopback_only() -> None:
+    for found in run_ranks(2, _doors):
+        assert found
+        assert all(found)
 
 
 # Who is killed.

@@ -8,6 +8,7 @@ NUM_BYTES = 1 << 26
 SMALL_BYTES = 1 << 16
 _NUM_ROUNDS = 5
 _NUM_SMALL_ROUNDS = 500
+_NUM_LARGE_ROUNDS = 50
 _NUM_WAITS = 200
 _KERNEL_CYCLES = 2_000_000
 """Some 1 ms."""
@@ -22,20 +23,27 @@ def copies() -> float:
 
 def large_ipc() -> dict[str, float]:
     """The speed of CUDA IPC's copies within the device, and that of its own, in GB/s."""
-    from rrfp.doctor.cuda_ipc import ipc_figures
+    from rrfp.doctor.cuda_ipc import pull_s
     from rrfp.doctor.gpus import copy_gb_s
 
     before = copy_gb_s(0, 0, NUM_BYTES)
-    pulled = NUM_BYTES / ipc_figures(NUM_BYTES, _NUM_ROUNDS)["pull_s"] / 1e9
+    pulled = NUM_BYTES / pull_s(NUM_BYTES, _NUM_ROUNDS) / 1e9
     after = copy_gb_s(0, 0, NUM_BYTES)
     return {"ipc": pulled, "own": (before + after) / 2}
 
 
-def small_ipc() -> float:
-    """The way of a small message over CUDA IPC, both hosts' wake-ups included, in us."""
-    from rrfp.doctor.cuda_ipc import ipc_figures
+def small_message() -> float:
+    """The way of a small message over the data plane, both hosts' wake-ups included, in us."""
+    from benchmarks.gpu.messages import one_way_us
 
-    return ipc_figures(SMALL_BYTES, _NUM_SMALL_ROUNDS)["one_way_s"] * 1e6
+    return one_way_us("cuda", "cuda-ipc", SMALL_BYTES, _NUM_SMALL_ROUNDS)
+
+
+def large_message() -> float:
+    """Likewise, of a large one."""
+    from benchmarks.gpu.messages import one_way_us
+
+    return one_way_us("cuda", "cuda-ipc", NUM_BYTES, _NUM_LARGE_ROUNDS)
 
 
 def wake_ups() -> dict[str, float]:

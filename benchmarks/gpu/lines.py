@@ -44,9 +44,14 @@ def _large_ipc() -> Measured:
     return Measured(f"{told['ipc']:.0f} GB/s, {share:.0%}", share >= _IPC_SHARE)
 
 
-def _small_ipc() -> Measured:
-    taken_us = probe(figures.small_ipc, limit_s=_LIMIT_S)
+def _small_message() -> Measured:
+    taken_us = probe(figures.small_message, limit_s=_LIMIT_S)
     return Measured(f"{taken_us:.1f} us", taken_us < _SMALL_US)
+
+
+def _large_message() -> Measured:
+    taken_us = probe(figures.large_message, limit_s=_LIMIT_S)
+    return Measured(f"{taken_us:.0f} us, {figures.NUM_BYTES / taken_us / 1e3:.0f} GB/s")
 
 
 def _wake_ups() -> Measured:
@@ -63,10 +68,11 @@ LINES = (
         _large_ipc,
     ),
     Line(
-        "CUDA IPC within the device, 64 KB one way, both hosts' wake-ups included",
+        "64 KB over CUDA IPC within the device, one way, both hosts' wake-ups included",
         f"under {_SMALL_US:.0f} us",
-        _small_ipc,
+        _small_message,
     ),
+    Line("64 MB over CUDA IPC within the device, one way", "", _large_message),
     *(
         Line(name, goal, lacks=_NO_TRAINING)
         for name, goal in (

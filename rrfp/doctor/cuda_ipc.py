@@ -12,15 +12,13 @@ import statistics
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from typing import Any
 
 from rrfp.doctor.check import Check, State, absent, fails
 from rrfp.errors import first_line
 from rrfp.runtime.device.cuda_presence import CudaPresence
+from rrfp.runtime.device.cuda_runtime import HOW_TO_INSTALL, CudaRuntime, has_bindings
 from rrfp.runtime.probe import NoAnswerError, probe
 
 _NUM_BYTES = 1 << 26
@@ -30,8 +28,6 @@ _SLOW_GB_S = 20.0
 """PCIe of the fourth generation reaches as much between two GPUs."""
 _PATIENCE_S = 30.0
 _LIMIT_S = 120.0
-_BLOCK_BYTES = 1 << 21
-"""Of device memory; what is smaller shares one."""
 _NUMBER = struct.Struct("<q")
 
 
@@ -41,16 +37,16 @@ def cuda_ipc(presence: CudaPresence) -> Check:
     if presence.problem is not None:
         return absent("cuda-ipc", "see gpu")
     if not has_bindings():
-        return absent("cuda-ipc", "cuda-bindings is not installed; pip install cuda-bindings")
+        return absent("cuda-ipc", f"cuda-bindings is not installed; {HOW_TO_INSTALL}")
     onto = min(1, len(presence.gpus) - 1)
     try:
-        told = probe(ipc_figures, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
+        taken_s = probe(pull_s, _NUM_BYTES, _NUM_ROUNDS, onto, limit_s=_LIMIT_S)
     except NoAnswerError as error:
         return fails(
             "cuda-ipc",
             f"CUDA IPC does not work ({error}); in containers see pid-namespace, and --ipc=host",
         )
-    gb_s = _NUM_BYTES / told["pull_s"] / 1e9
+    gb_s = _NUM_BYTES / taken_s / 1e9
     is_slow = gb_s < _SLOW_GB_S
     return Check(
         "cuda-ipc",
@@ -62,106 +58,77 @@ def cuda_ipc(presence: CudaPresence) -> Check:
     )
 
 
-def has_bindings() -> bool:
-    """Whether cuda-bindings is installed."""
-    try:
-        return find_spec("cuda.bindings.runtime") is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def ipc_figures(num_bytes: int, num_rounds: int, onto: int = 0) -> dict[str, float]:
-    """Medians: `one_way_s` of rounds, every one checked, from before the copy into the slab until
-    the importer's host has seen its data, and `pull_s`, which a copy of the importer's takes on its
-    device.
+def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
+    """The median time that a copy of the importer's takes on its device, after so many rounds that
+    were checked.
 
     Exports from GPU 0 to a process that it starts, which imports `onto` another, or the same.
     Raises RuntimeError if either fails.
     """
     cuda = _Cuda(0)
-    slab, data = cuda.allocated(num_bytes), cuda.allocated(num_bytes)
-    handle = cuda.call("cudaIpcGetMemHandle", slab)
+    slab, data = cuda.allocate(num_bytes), cuda.allocate(num_bytes)
+    handle = cuda.export(slab)
     ours, theirs = socket.socketpair()
     command = (sys.executable, "-m", __name__, str(theirs.fileno()))
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as importer:
         theirs.close()
         ours.settimeout(_PATIENCE_S)
         try:
-            _tell(ours, [handle.reserved.hex(), num_bytes, num_rounds, onto])
+            _tell(ours, [handle.hex(), num_bytes, num_rounds, onto])
             _heard(ours)
-            rounds = range(num_rounds)
-            one_way_ns = [_send(cuda, ours, data, slab, num_bytes, each) for each in rounds]
-            pull_s = _heard(ours)
+            for number in range(num_rounds):
+                _send(cuda, ours, data, slab, num_bytes, number)
+            taken_s = float(_heard(ours))
             # Only now is the slab no longer mapped by the importer.
-            cuda.call("cudaFree", slab)
+            cuda.free(slab)
         finally:
             ours.close()
             with suppress(subprocess.TimeoutExpired):
                 importer.wait(_PATIENCE_S)
             importer.kill()
-    return {"pull_s": pull_s, "one_way_s": statistics.median(one_way_ns) / 1e9}
+    return taken_s
 
 
 def _send(
     cuda: "_Cuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
-) -> int:
-    """A round of the exporter: how long it took on its way (ns)."""
+) -> None:
+    """A round of the exporter."""
     cuda.call("cudaMemset", data, _filling(number), num_bytes)
     cuda.call("cudaDeviceSynchronize")
-    start_ns = time.monotonic_ns()
     cuda.copy(slab, data, num_bytes)
     cuda.synchronize()
     link.sendall(_NUMBER.pack(number))
-    return int(_heard(link)) - start_ns
+    _heard(link)
 
 
 def _import(link: socket.socket) -> None:
     """The importer's part. Whatever fails is told to the exporter."""
     octets, num_bytes, num_rounds, onto = _heard(link)
     cuda = _Cuda(onto)
-    handle = cuda.runtime.cudaIpcMemHandle_t()
-    handle.reserved = bytes.fromhex(octets)
-    slab = cuda.call("cudaIpcOpenMemHandle", handle, cuda.runtime.cudaIpcMemLazyEnablePeerAccess)
-    target = cuda.allocated(num_bytes)
+    slab = cuda.open(bytes.fromhex(octets))
+    target = cuda.allocate(num_bytes)
     _tell(link, "ready")
     for _ in range(num_rounds):
         (number,) = _NUMBER.unpack(_exactly(link, _NUMBER.size))
         cuda.copy(target, slab, num_bytes)
         cuda.synchronize()
-        seen_ns = time.monotonic_ns()
         cuda.check_filled(target, _filling(number), num_bytes)
-        _tell(link, seen_ns)
-    pull_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
-    cuda.call("cudaIpcCloseMemHandle", slab)
-    _tell(link, pull_s)
+        _tell(link, "as it was sent")
+    taken_s = statistics.median(cuda.copy_s(target, slab, num_bytes) for _ in range(_NUM_TIMINGS))
+    cuda.close(slab)
+    _tell(link, taken_s)
 
 
-class _Cuda:
-    """The calls of CUDA's runtime on one device, with errors that are raised."""
+class _Cuda(CudaRuntime):
+    """Copies on a stream of one device, besides."""
 
     def __init__(self, device: int) -> None:
-        from cuda.bindings import runtime
-
-        self.runtime: Any = runtime
-        self.call("cudaSetDevice", device)
-        self.stream = self.call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking)
-
-    def call(self, name: str, *arguments: object) -> Any:
-        """What a call returns. Raises RuntimeError with CUDA's own words."""
-        function: Callable[..., tuple[Any, ...]] = getattr(self.runtime, name)
-        error, *values = function(*arguments)
-        if error != self.runtime.cudaError_t.cudaSuccess:
-            _, words = self.runtime.cudaGetErrorString(error)
-            raise RuntimeError(f"{name}: {words.decode()}")
-        return values[0] if values else None
-
-    def allocated(self, num_bytes: int) -> int:
-        """The address of so much device memory, in blocks of its own: IPC exports whole blocks."""
-        return int(self.call("cudaMalloc", -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES))
+        super().__init__(device)
+        self.stream = self.call("cudaStreamCreateWithFlags", self.bindings.cudaStreamNonBlocking)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         """Begin a copy on the stream."""
-        kind = self.runtime.cudaMemcpyKind.cudaMemcpyDefault
+        kind = self.bindings.cudaMemcpyKind.cudaMemcpyDefault
         self.call("cudaMemcpyAsync", target, source, num_bytes, kind, self.stream)
 
     def copy_s(self, target: int, source: int, num_bytes: int) -> float:

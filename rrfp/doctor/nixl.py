@@ -4,10 +4,10 @@ import ctypes
 import os
 import resource
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from rrfp.doctor.check import Check, State, absent, fails
+from rrfp.runtime.planes.nixl_package import HOW_TO_INSTALL, is_installed, nixl_api
 from rrfp.runtime.probe import NoAnswerError, probe
 
 _SOURCE, _READER = "rrfp-doctor-source", "rrfp-doctor-reader"
@@ -22,12 +22,13 @@ _ENOUGH_LOCKED_BYTES = 1 << 34
 
 def nixl() -> Check:
     """The speed of a READ of CPU memory between two agents of a process."""
-    if find_spec("nixl") is None:
-        return absent("nixl", "it is not installed, and only messages between hosts gain by it")
+    if not is_installed():
+        told = f"it is not installed, and only messages between hosts gain by it; {HOW_TO_INSTALL}"
+        return absent("nixl", told)
     try:
         gb_s = probe(read_gb_s, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        return fails("nixl", f"a READ on this host fails ({error}); install nixl anew")
+        return fails("nixl", f"a READ on this host fails ({error}); {HOW_TO_INSTALL} anew")
     is_slow = gb_s < _SLOW_GB_S
     return Check(
         "nixl",
@@ -45,9 +46,8 @@ def read_gb_s() -> float:
     Keeps UCX, which otherwise listens at every address of this host, to loopback in this process.
     """
     os.environ["UCX_NET_DEVICES"] = "lo"
-    from nixl._api import nixl_agent
-
-    source, reader = nixl_agent(_SOURCE), nixl_agent(_READER)
+    api = nixl_api()
+    source, reader = api.nixl_agent(_SOURCE), api.nixl_agent(_READER)
     theirs, ours = (ctypes.create_string_buffer(_READ_BYTES) for _ in range(2))
     ctypes.memset(theirs, 1, _READ_BYTES)
     for agent, memory in ((source, theirs), (reader, ours)):

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
 from rrfp.runtime.device.cuda_presence import cuda_problem
+from rrfp.runtime.device.cuda_runtime import has_bindings
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_package import is_installed
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
@@ -198,7 +199,12 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--transport cuda-ipc carries tensors of GPUs and --device is cpu; choose shm",
     ),
     (
-        lambda s: s.layout.transport == TransportName.NIXL and find_spec("nixl") is None,
+        lambda s: s.layout.transport == TransportName.CUDA_IPC and not has_bindings(),
+        "--transport cuda-ipc needs the package cuda-bindings, which is not installed; pip install "
+        "'rrfp[cuda]', or leave --transport out",
+    ),
+    (
+        lambda s: s.layout.transport == TransportName.NIXL and not is_installed(),
         "--transport nixl needs the package nixl, which is not installed; pip install "
         "'rrfp[nixl]', or leave --transport out",
     ),

@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
 
 from rrfp.runtime.device.device import Event, Stream
-from rrfp.runtime.device.host_memory import HostMemory
+from rrfp.runtime.device.host_memory import HostMemory, memory_at
 
 _LEAST_REUSED_BYTES = 128 * 2**10
 """The C library keeps smaller memory by itself."""
@@ -67,6 +68,12 @@ class CpuDevice:
         if num_bytes < _LEAST_REUSED_BYTES:
             return torch.empty(shape, dtype=dtype, device="cpu")
         return self._memory.empty(num_bytes).view(dtype).view(shape)
+
+    def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        return memory_at(address, num_bytes)
+
+    def selected(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

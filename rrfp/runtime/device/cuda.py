@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -105,6 +106,15 @@ class CudaDevice:
         with torch.cuda.stream(_cuda(stream)):
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
+    def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        # With its index: torch would ask CUDA whose memory it is, and copy through a peer's stream.
+        tensor = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
+        assert tensor.data_ptr() == address, "torch has copied memory that it was to use"
+        return tensor
+
+    def selected(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.torch_device)
+
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
@@ -117,6 +127,18 @@ class CudaDevice:
             # The caching allocator would give it out again to the stream that made it.
             if tensor is not None and tensor.is_cuda:
                 self.record_stream(tensor, compute)
+
+
+class _Memory:
+    """Memory of nobody's that torch knows of, as it takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def _timed_event() -> torch.cuda.Event:

@@ -6,6 +6,7 @@ that made a stream or an event looks inside.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NewType, Protocol
 
 import torch
@@ -69,6 +70,15 @@ class Device(Protocol):
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         """Memory for work of this stream. Once its tensor is gone it is given out again, to work
         that comes later on the same stream."""
+        ...
+
+    def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Memory that lies at this address for as long as whoever asks says: flat, uint8. Of a
+        device's it may be a peer's, which this device's copies reach."""
+        ...
+
+    def selected(self) -> AbstractContextManager[object]:
+        """Within it this is the calling thread's device, for calls that go past torch."""
         ...
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:

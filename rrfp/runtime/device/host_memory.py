@@ -48,6 +48,11 @@ class HostMemory:
             self._spare[size].append(memory)
 
 
+def memory_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Memory that somebody else keeps: flat, uint8."""
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+
+
 def _reserved(num_bytes: int) -> int:
     """The least size that memory is reserved in for so many bytes."""
     doubling = max(num_bytes - 1, mmap.PAGESIZE * _STEPS).bit_length() - 1

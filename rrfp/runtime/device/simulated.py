@@ -14,12 +14,14 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import cast
 
 import torch
 
 from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.host_memory import memory_at
 from rrfp.runtime.pace import sleep_until
 
 POISON = 0xA5
@@ -199,6 +201,12 @@ class SimulatedDevice:
 
         # Beside the owner's stream, whose work must not wait for another stream's.
         self._poisoner.put(poison)
+
+    def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
+        return memory_at(address, num_bytes)
+
+    def selected(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def empty_on_host(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

@@ -36,7 +36,7 @@ class BouncePlane:
     def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
         return BouncePuller(self.device), None
 
-    def close(self) -> None:
+    def close(self, *, are_detached: bool) -> None:
         self.__dict__.pop("slab", None)
 
 

@@ -4,7 +4,6 @@ Reads are one-sided: the process that is read from does nothing for them but kee
 thread. That one spins a whole core as NIXL's Python makes it, so that it is told to block instead.
 """
 
-import importlib
 import os
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.planes.nixl_package import nixl_api
 from rrfp.runtime.planes.plane import PlaneRefusal
 from rrfp.runtime.planes.slots import Slots
 
@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 _PROGRESS_DELAY_US = 50_000
 """What makes NIXL's progress thread block until something comes, instead of spinning."""
-_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _EAGER_S = 0.05
 """For how long after the last thing that happened to poll without a pause: a large read goes on
 only while somebody polls."""
@@ -231,7 +230,10 @@ def keep_to_this_host() -> None:
 def _made(name: str) -> Any:
     """NIXL's own agent. Its class reads its bindings from its module, and sets the delay in them to
     0 by itself."""
-    api = _imported()
+    try:
+        api = nixl_api()
+    except ImportError as error:
+        raise PlaneRefusal(str(error)) from None
     with _making:
         bindings = api.nixlBind
         api.nixlBind = _BlockingBindings(bindings)
@@ -239,17 +241,6 @@ def _made(name: str) -> Any:
             return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True))
         finally:
             api.nixlBind = bindings
-
-
-def _imported() -> Any:
-    """NIXL's module: the one for this machine's CUDA, and else any, which serves the CPU."""
-    reasons = []
-    for module in _MODULES:
-        try:
-            return importlib.import_module(module)
-        except ImportError as error:
-            reasons.append(str(error))
-    raise PlaneRefusal(f"the package nixl cannot be imported ({reasons[0]})")
 
 
 class _BlockingBindings:

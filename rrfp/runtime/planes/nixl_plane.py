@@ -74,7 +74,7 @@ class NixlPlane:
         puller = NixlPuller(self._agent, self.device, remote, peer, *numbers)
         return puller, puller.measure(timeout_s)
 
-    def close(self) -> None:
+    def close(self, *, are_detached: bool) -> None:
         self._agent.close()
         del self.slab
 

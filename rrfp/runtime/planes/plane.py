@@ -128,8 +128,9 @@ class Plane(Protocol):
         PlaneRefusal."""
         ...
 
-    def close(self) -> None:
-        """Free the slab. All peers have detached themselves, or are lost."""
+    def close(self, *, are_detached: bool) -> None:
+        """Let go of the slab, and free it. `are_detached`: all peers have said that they have
+        detached themselves; else one may still read from it, or be lost."""
 
 
 def beyond_slab(peer: int, pull: Pull, slab_bytes: int) -> RrfpError:

@@ -8,6 +8,7 @@ from threading import Lock
 from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
+from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_agent import keep_to_this_host
 from rrfp.runtime.planes.nixl_plane import NixlPlane
@@ -39,6 +40,7 @@ on another; the first that works, and else the socket itself."""
 
 PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
     TransportName.SHM: SharedMemoryPlane,
+    TransportName.CUDA_IPC: CudaIpcPlane,
     TransportName.NIXL: NixlPlane,
     TransportName.BOUNCE: BouncePlane,
 }
@@ -74,9 +76,10 @@ class RankPlanes:
 
     def open(self, *, has_near: bool, has_far: bool) -> None:
         """Make what links to peers on this host, and on others, may take."""
-        if not has_far:
+        names = {*(self._near if has_near else ()), *(self._far if has_far else ())}
+        if TransportName.NIXL in names and not has_far:
             keep_to_this_host()
-        for name in {*(self._near if has_near else ()), *(self._far if has_far else ())}:
+        for name in names:
             try:
                 self._planes[name] = PLANES[name](self.device, self._outbox_bytes)
             except PlaneRefusal as refusal:
@@ -149,10 +152,10 @@ class RankPlanes:
         for outbox in self._outboxes.values():
             outbox.drain(timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """Free everything. All links are over."""
+    def close(self, timeout_s: float, *, are_detached: bool) -> None:
+        """Free everything. All links are over; `are_detached`: every peer has said farewell."""
         for outbox in self._outboxes.values():
             outbox.close(timeout_s)
         for plane in self._planes.values():
-            plane.close()
+            plane.close(are_detached=are_detached)
         self._planes.clear()

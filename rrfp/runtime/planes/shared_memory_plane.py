@@ -71,7 +71,7 @@ class SharedMemoryPlane:
         puller = MappedPuller(self.device, _flat(memory), peer, memory)
         return puller, puller.measure()
 
-    def close(self) -> None:
+    def close(self, *, are_detached: bool) -> None:
         del self.slab
         os.close(self._descriptor)
 

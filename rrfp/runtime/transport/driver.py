@@ -89,9 +89,11 @@ class LinkDriver(Generic[L]):
             self._link.begin_close(deadline_ns, farewell=farewell)
             self._wake()
 
-    def join(self) -> None:
-        """Wait for the thread, which ends by the deadline given to `begin_close`."""
+    def join(self) -> bool:
+        """Wait for the thread, which ends by the deadline given to `begin_close`. Tells whether the
+        peer said farewell."""
         self._thread.join()
+        return self._link.has_peer_left
 
     def _wake(self) -> None:
         """Make the thread look; the caller holds the lock."""

@@ -164,6 +164,11 @@ class Link(ABC):
         return False
 
     @property
+    def has_peer_left(self) -> bool:
+        """Whether the peer said farewell."""
+        return self._has_peer_left
+
+    @property
     def awaits_pulls_only(self) -> bool:
         """Whether the peer has left, and its last messages are still being pulled."""
         return self._has_peer_left and self.is_pulling

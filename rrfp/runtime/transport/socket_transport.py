@@ -280,10 +280,9 @@ class SocketTransport:
             self._planes.drain(self._close_s)
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
-        for driver in drivers:
-            driver.join()
+        have_left = [driver.join() for driver in drivers]
         # Each peer has let go of this rank's memory before its farewell.
-        self._planes.close(self._close_s)
+        self._planes.close(self._close_s, are_detached=all(have_left))
 
 
 def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:
