@@ -307,7 +307,7 @@ def test_a_gpu_without_peer_access_is_named(cuda: Path, monkeypatch: pytest.Monk
         ({"handle": "00ff"}, "the CUDA memory of rank 4 cannot be opened (a handle has 64 bytes"),
         (
             {"pid_namespace": "pid:[1]"},
-            "CUDA IPC needs one PID namespace, and rank 4 is in pid:[1], this rank in pid:[",
+            "CUDA IPC needs one PID namespace, and rank 4 is in pid:[1], its receiver in pid:[",
         ),
     ],
 )

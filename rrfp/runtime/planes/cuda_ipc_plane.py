@@ -78,8 +78,8 @@ class CudaIpcPlane:
             raise PlaneRefusal(f"rank {peer} sent a handle of {num_bytes} bytes")
         if namespace != self._pid_namespace:
             raise PlaneRefusal(
-                f"CUDA IPC needs one PID namespace, and rank {peer} is in {namespace}, this rank in"
-                f" {self._pid_namespace}; start containers with --pid=host"
+                f"CUDA IPC needs one PID namespace, and rank {peer} is in {namespace}, its receiver"
+                f" in {self._pid_namespace}; start containers with --pid=host"
             )
         with self.device.selected():
             try:
