@@ -336,6 +336,61 @@ def test_two_hosts_make_one_run(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
 
 
+def test_hosts_without_a_shared_directory_make_one_run(tmp_path: Path) -> None:
+    """Host 1's --out exists, with a file of somebody's own in it."""
+    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with (
+        Training(run, "--steps", "3", *hosts_flags(0, port)) as first,
+        Training(other, "--steps", "3", *hosts_flags(1, port)) as second,
+    ):
+        code, _, err = first.ended()
+        assert code == 0, err
+        assert second.ended()[:2] == (0, "")
+    assert rrfp_here(tmp_path, "trace", "check", str(run)).returncode == 0
+    shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
+    assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
+    assert not list(run.glob(".host-0-*"))
+    logs = [f"logs/rank-{rank}.log" for rank in (2, 3)]
+    for name in logs:
+        assert (run / name).read_bytes() == (other / name).read_bytes()
+    files = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
+    assert files == {"notes.txt", *logs}
+
+
+def test_another_run_in_the_directory_of_a_host_is_left_alone(tmp_path: Path) -> None:
+    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
+    other.mkdir()
+    (other / "run.json").write_text("{}")
+    with (
+        Training(run, *hosts_flags(0, port)) as first,
+        Training(other, *hosts_flags(1, port)) as second,
+    ):
+        for host in (first, second):
+            code, _, err = host.ended()
+            assert code == 2
+            assert "on host 1 holds another run" in err.splitlines()[-1]
+    assert [*other.iterdir()] == [other / "run.json"]
+
+
+@pytest.mark.slow
+def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> None:
+    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
+    with (
+        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
+        Training(other, *ENDLESS, *hosts_flags(1, port)) as second,
+    ):
+        first.await_steps(6)
+        os.killpg(second.process.pid, signal.SIGKILL)
+        code, _, err = first.ended(timeout_s=60)
+        assert code == 1
+        assert "host 1 sent nothing for 15 s" in err
+        await_no_process(other, timeout_s=10)
+    shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
+    assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
+
+
 @pytest.mark.slow
 def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
     run, port = tmp_path / "run", free_port()

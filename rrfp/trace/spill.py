@@ -90,7 +90,7 @@ class SpillWriter:
             self._file.close()
 
 
-def hold(file: IO[str]) -> None:
+def hold(file: IO[Any]) -> None:
     """Mark an open file as being written, until it is closed or its process ends.
 
     Whoever asks whether it is has it for a moment only. Raises TimeoutError if somebody else keeps

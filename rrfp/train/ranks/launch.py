@@ -5,8 +5,9 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.trace.rundir import RunDir
@@ -14,6 +15,9 @@ from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, ru
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 TRAINING = "rrfp.train.rank"
 """The module with the work of `rrfp train`'s ranks."""
@@ -34,7 +38,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, directory) as environment:
+        with _store(settings, run, directory) as environment:
             environments = _environments(settings, environment)
             end_on_request = settings.run.save is not None
             try:
@@ -54,15 +58,20 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
 
 
 @contextmanager
-def _store(settings: TrainSettings, directory: Path) -> Iterator[dict[str, str]]:
-    """Keep the ranks' store open, and give the variables that tell them where it is."""
+def _store(settings: TrainSettings, run: RunDir, directory: Path) -> Iterator[Mapping[str, str]]:
+    """Keep the ranks' store open, and give the variables that tell them where it is. What ranks of
+    other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
         yield file_store(directory)
         return
     # Imported late: only a launcher of several hosts needs torch.
+    from rrfp.train.ranks.gathering import gathering
     from rrfp.train.ranks.meeting import meeting
 
-    with meeting(settings, _MEETING_S) as environment:
+    def within(store: "Store") -> AbstractContextManager[None]:
+        return gathering(store, settings, run)
+
+    with meeting(settings, _MEETING_S, within) as environment:
         yield environment
 
 

@@ -8,8 +8,8 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 from torch.distributed import DistError, Store, TCPStore
@@ -40,9 +40,14 @@ _DIGITS = 12
 
 
 @contextmanager
-def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str]]:
+def meeting(
+    settings: TrainSettings,
+    timeout_s: float,
+    within: Callable[[Store], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Iterator[dict[str, str]]:
     """Wait until all hosts of the run are there, check that their settings agree, and keep the
-    store open. Yields the variables that tell this host's ranks where the store is.
+    store open. Yields the variables that tell this host's ranks where the store is. `within` is
+    entered before, and left while the store is still there; nothing is to keep the store longer.
 
     If the block succeeds, the hosts wait for each other to finish, for a while. Raises RrfpError
     naming a host that did not come in time, and UsageError if the endpoint is not an address of
@@ -57,7 +62,8 @@ def meeting(settings: TrainSettings, timeout_s: float) -> Iterator[dict[str, str
             "give --rdzv-endpoint a free port of host 0 that the others can reach"
         ) from None
     try:
-        yield port_store(part.host, part.port, part.own_address)
+        with within(store):
+            yield port_store(part.host, part.port, part.own_address)
     finally:
         part.leave(store)
     part.await_parting(store)
