@@ -200,7 +200,7 @@ def _exchange(directory: str) -> list[str]:
     size = OUTBOX_BYTES // 4
     for number in range(12):
         made.send(1 - rank, message(number, filled(size, number)))
-    for event in take(inbox, 12):
+    for event in take(inbox, 12)[:12]:  # and then perhaps a farewell
         assert isinstance(event, Arrived), event
         (tensor,) = event.message.tensors
         assert tensor is not None
