@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES, CudaRuntime, CudaRunti
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.planes import cuda_ipc_plane as file
 from rrfp.runtime.planes import rank_planes
-from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
+from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane, CudaIpcPuller
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import Form
 from rrfp.runtime.planes.plane import Offer, PlaneRefusal, Pull
@@ -148,6 +149,33 @@ def test_an_arrival_is_told_when_the_host_has_seen_the_copy(cuda: Path) -> None:
     assert memory_left(cuda) == []
 
 
+def test_memory_is_closed_once_no_copy_reads_it(
+    cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimulatedDevice(mean_delay_s=0.0)
+    plane = CudaIpcPlane(device, BLOCK_BYTES)
+    puller, _ = plane.attach(plane.offer(), 0, 1.0)
+    assert isinstance(puller, CudaIpcPuller)
+    happened: list[str] = []
+    close = cuda_in_files.cudaIpcCloseMemHandle
+
+    def told(address: int) -> tuple[int]:
+        happened.append("closed")
+        return close(address)
+
+    monkeypatch.setattr(cuda_in_files, "cudaIpcCloseMemHandle", told)
+
+    def copy() -> None:
+        time.sleep(0.05)
+        happened.append("copied")
+
+    device.launch(copy, puller._stream)
+    puller.detach()
+    assert happened == ["copied", "closed"]
+    plane.close(are_detached=True)
+    device.close()
+
+
 def test_a_message_beyond_the_slab_is_an_error_of_the_link(cuda: Path) -> None:
     owner, reader = CudaIpcPlane(CPU, 1024), CudaIpcPlane(CPU, 1024)
     puller, _ = reader.attach(owner.offer(), 3, 1.0)
@@ -172,7 +200,7 @@ def _exchange(directory: str) -> list[str]:
     size = OUTBOX_BYTES // 4
     for number in range(12):
         made.send(1 - rank, message(number, filled(size, number)))
-    for event in take(inbox, 12):
+    for event in take(inbox, 12)[:12]:  # and then perhaps a farewell
         assert isinstance(event, Arrived), event
         (tensor,) = event.message.tensors
         assert tensor is not None
@@ -325,6 +353,9 @@ def test_a_copy_that_fails_is_a_refusal_and_the_memory_is_closed(cuda: Path) -> 
     class Fails(SimulatedDevice):
         def copy(self, *_: object) -> None:
             raise RuntimeError("CUDA error: peer mapping resources exhausted\nmore words")
+
+        def synchronize(self, _: object) -> None:
+            raise RuntimeError("CUDA error: peer mapping resources exhausted")
 
     device = Fails()
     plane = CudaIpcPlane(device, 1024)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rrfp.errors import UsageError
 from rrfp.runtime.device import cuda_presence as file
+from rrfp.runtime.device.cuda import CudaDevice
 from rrfp.runtime.device.cuda_presence import (
     CudaPresence,
     Gpu,
@@ -15,6 +17,7 @@ from rrfp.runtime.device.cuda_presence import (
     cuda_problem,
     installed_torch,
 )
+from rrfp.runtime.device.device import Stream
 from rrfp.runtime.probe import NoAnswerError
 
 WITH_CUDA = InstalledTorch("2.13.0+cu130", "13.0")
@@ -88,3 +91,31 @@ def test_with_gpus(machine: Callable[..., None]) -> None:
 def test_trying_cuda_out_refuses_without_a_driver() -> None:
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         computing_gpus()
+
+
+DEVICE_CALLS: dict[str, Callable[[CudaDevice], object]] = {
+    "compute_stream": CudaDevice.compute_stream,
+    "new_stream": CudaDevice.new_stream,
+    "record": lambda device: device.record(Stream(None)),
+    "record_timed": lambda device: device.record_timed(Stream(None)),
+    "relate_clocks": CudaDevice.relate_clocks,
+    "keep_busy": lambda device: device.keep_busy(Stream(None), 1),
+    "empty": lambda device: device.empty([2], torch.uint8, Stream(None)),
+    "memory_at": lambda device: device.memory_at(4096, 8),
+    "empty_on_host": lambda device: device.empty_on_host(8),
+    "selected": lambda device: device.selected().__enter__(),
+    "take_over": lambda device: device.take_over([torch.zeros(1)]),
+}
+"""What needs nothing that another call would have given."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize("name", DEVICE_CALLS)
+def test_every_call_of_the_device_refuses_without_a_driver(name: str) -> None:
+    with pytest.raises(UsageError, match="the model is on cuda"):
+        CudaDevice(torch.device("cuda", 0))
+    device = CudaDevice.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 0)
+    device._cycles_per_ns = None
+    with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA|Event"):
+        DEVICE_CALLS[name](device)

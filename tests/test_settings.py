@@ -5,6 +5,7 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.schedule.policy import Dispatch
+from rrfp.train import checks
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
@@ -103,6 +104,27 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
         check_settings(TrainSettings(**flags))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "lacks", "words"),
+    [
+        ({"transport": "nixl"}, "is_installed", "needs the package nixl.*'rrfp\\[nixl\\]'"),
+        (
+            {"transport": "cuda-ipc", "device": "cuda"},
+            "has_bindings",
+            "needs the package cuda-bindings.*'rrfp\\[cuda\\]'",
+        ),
+        ({"transport": "cuda-ipc"}, "has_bindings", "--device is cpu; choose shm"),
+    ],
+)
+def test_a_transport_that_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], lacks: str, words: str
+) -> None:
+    monkeypatch.setattr(checks, lacks, lambda: False)
+    monkeypatch.setattr(checks, "cuda_problem", lambda: None)
+    with pytest.raises(UsageError, match=words):
+        check_settings(TrainSettings(**flags))
 
 
 @pytest.mark.parametrize(
