@@ -113,7 +113,7 @@ def _awaited(store: Store, key: str, host: int) -> bytes:
     while not store.check([key]):
         if time.monotonic() > deadline_s:
             raise RrfpError(
-                f"host {host} came and then did not say for {_ANSWER_S:.0f} s whether it has the "
+                f"host {host} came and then did not say for {_ANSWER_S:g} s whether it has the "
                 "same --out; see what it says"
             )
         time.sleep(_LOOK_S / 10)
@@ -195,7 +195,7 @@ class _Sender:
             if now_taken > num_taken:
                 num_taken, deadline_s = now_taken, time.monotonic() + _SILENCE_S
             if time.monotonic() > deadline_s:
-                raise RrfpError(f"it took nothing for {_SILENCE_S:.0f} s")
+                raise RrfpError(f"it took nothing for {_SILENCE_S:g} s")
             time.sleep(_LOOK_S / 10)
 
     def finish(self) -> None:
@@ -248,8 +248,7 @@ class _Receiver:
                 self._is_ending.wait(_LOOK_S)
             elif time.monotonic() > heard_s + _SILENCE_S:
                 raise RrfpError(
-                    f"host {', '.join(map(str, sorted(waiting)))} sent nothing for "
-                    f"{_SILENCE_S:.0f} s"
+                    f"host {', '.join(map(str, sorted(waiting)))} sent nothing for {_SILENCE_S:g} s"
                 )
             else:
                 time.sleep(_LOOK_S / 10)
