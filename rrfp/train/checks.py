@@ -133,7 +133,7 @@ def _check_hosts(world_size: int, run: RunSettings) -> None:
         )
         _require(
             run.out is not None,
-            "several hosts need --out DIR on a file system that all of them share",
+            "several hosts need --out DIR, of this run alone; they may share it or have one each",
         )
 
 
