@@ -59,5 +59,6 @@ def parameters_sha256(chunks: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            octets = parameter.detach().contiguous().view(torch.uint8).cpu()
+            digest.update(octets.numpy().tobytes())
     return digest.hexdigest()

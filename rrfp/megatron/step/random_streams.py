@@ -170,9 +170,9 @@ class TaskStreams:
         self._is_in_force = not self._is_in_force
 
 
-def advance_named_states(num_steps: int) -> None:
-    """Advance Megatron's named states on the CPU as so many training steps do."""
-    scratch = torch.Generator()
+def advance_named_states(num_steps: int, device: torch.device) -> None:
+    """Advance Megatron's named states on this device as so many training steps do."""
+    scratch = torch.Generator(device)
     for _ in range(num_steps):
         _, states = _drawn_seeds(scratch)
         _set_named_states(states)

@@ -129,7 +129,10 @@ class VisionStage(_Stage):
     def forward(self, batch: ImageBatch) -> torch.Tensor:
         """Returns [patches, 1, hidden], without rows if the microbatch has no images."""
         hidden = self._patches(batch) if self.pre_process else self._input
-        image_ids = torch.repeat_interleave(batch["patch_counts"])
+        # Without the size a GPU would have to tell it to the host first.
+        image_ids = torch.repeat_interleave(
+            batch["patch_counts"], output_size=len(batch["patches"])
+        )
         is_empty = len(image_ids) == 0
         if is_empty:
             # Megatron's attention does not accept an empty sequence. The gradients of this row are

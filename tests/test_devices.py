@@ -1,0 +1,129 @@
+"""A run on GPUs, as far as it can be seen without one: what it is refused, the GPU that a rank
+takes, its groups, and what changes in its model."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rrfp.errors import UsageError
+from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu
+from rrfp.train import device_checks
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
+from tests.ranks import run_ranks
+
+NO_DRIVER = CudaPresence((), "there is no driver")
+ONE_GPU = CudaPresence((Gpu("GPU", 2**30),), None)
+SMALL = {"layers": 4, "hidden": 32, "heads": 2, "seq_length": 16, "microbatches": 4, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("presence", "flags", "words"),
+    [
+        (NO_DRIVER, {}, "there is no driver"),
+        (ONE_GPU, {}, "4 ranks on this host take a GPU each and it has 1; start fewer, or let"),
+        (ONE_GPU, {"pp": 1}, None),
+        (ONE_GPU, {"share_gpu": True}, None),
+        (ONE_GPU, {"share_gpu": True, "dp": 2, "distributed_optimizer": True}, None),
+        (ONE_GPU, {"share_gpu": True, "tp": 2}, "--share-gpu leaves no NCCL, by which ranks of"),
+        (ONE_GPU, {"share_gpu": True, "model": "moe", "ep": 2}, "--share-gpu leaves no NCCL"),
+        (
+            ONE_GPU,
+            {"share_gpu": True, "dispatch": "megatron"},
+            "by which Megatron-Core's own schedule transfers",
+        ),
+        (
+            ONE_GPU,
+            {"pp": 1, "dispatch": "megatron", "pace": "uniform"},
+            "--pace holds Megatron-Core's own schedule back on the host only",
+        ),
+        (ONE_GPU, {"share_gpu": True, "device": "cpu"}, "add --device cuda or leave it out"),
+        (ONE_GPU, {"share_gpu": True, "transport": "shm"}, "choose cuda-ipc or bounce"),
+    ],
+)
+def test_what_a_run_on_gpus_asks_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+    presence: CudaPresence,
+    flags: dict[str, Any],
+    words: str | None,
+) -> None:
+    device_checks._num_gpus.cache_clear()
+    monkeypatch.setattr(device_checks, "cuda_presence", lambda: presence)
+    settings = TrainSettings(**{"device": "cuda", **flags})
+    try:
+        if words is None:
+            check_settings(settings)
+        else:
+            with pytest.raises(UsageError, match=words):
+                check_settings(settings)
+    finally:
+        device_checks._num_gpus.cache_clear()
+
+
+def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
+    """What the fourth rank of a host takes where torch sees two GPUs."""
+    from rrfp.megatron.cpu import patches
+    from rrfp.train.ranks import devices
+
+    taken: list[str] = []
+    os.environ.update(LOCAL_RANK="3", CUBLAS_WORKSPACE_CONFIG=":16:8")
+    with (
+        patch.object(torch.cuda, "device_count", lambda: 2),
+        patch.object(torch.cuda, "set_device", lambda device: taken.append(str(device))),
+    ):
+        device = devices.take_device(TrainSettings(device="cuda").run)
+    return (
+        str(device),
+        taken,
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ["CUBLAS_WORKSPACE_CONFIG"],
+        os.environ.get("NCCL_ALGO"),
+        patches._prepared,
+    )
+
+
+def test_ranks_take_the_gpus_in_turn() -> None:
+    (told,) = run_ranks(1, take_gpu, fresh=True)
+    assert told == ("cuda:1", ["cuda:1"], True, ":16:8", "^NVLS", False)
+
+
+def learn(is_on_gpu: bool) -> list[Any]:
+    """What this rank learns on the CPU, by the settings of a run on it, and by those of one on GPUs
+    with groups of two backends."""
+    from rrfp.megatron.cpu.patches import prepare_cpu
+
+    prepare_cpu()
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
+
+    from rrfp.megatron.groups import device_for
+    from rrfp.runtime.delays import Delays
+    from rrfp.train.ranks import parallel
+    from rrfp.verify.rank import _learn
+
+    settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
+    with (
+        patch.object(
+            parallel, "backend_of", lambda _: "cpu:gloo,cuda:fake" if is_on_gpu else "gloo"
+        ),
+        parallel.parallel_groups(settings) as layout,
+    ):
+        assert ("fake" in dist.get_backend_config()) is is_on_gpu
+        assert device_for(dist.group.WORLD) == torch.device("cpu")
+        return [asdict(_learn(settings, layout, Delays(0, layout.rank, 1e-4)))]
+
+
+def test_what_the_settings_of_a_gpu_change_does_not_change_what_is_learnt() -> None:
+    assert run_ranks(4, learn, True) == run_ranks(4, learn, False)
+
+
+def test_the_backend_of_groups() -> None:
+    from rrfp.train.ranks.devices import backend_of
+
+    assert backend_of(TrainSettings().run) == "gloo"
+    assert backend_of(TrainSettings(device="cuda").run) == "cpu:gloo,cuda:nccl"
+    assert backend_of(TrainSettings(device="cuda", share_gpu=True).run) == "gloo"
