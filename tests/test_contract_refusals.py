@@ -66,8 +66,11 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
 def graph_safe_random_states(rig: Rig) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    with patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True):
-        refused(rig, "leave te_rng_tracker and use_cudagraphable_rng off")
+    with (
+        patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True),
+        patch.object(rig.gpt.config, "recompute_granularity", "selective"),
+    ):
+        refused(rig, "leave te_rng_tracker and use_cudagraphable_rng off, or recompute_granularity")
 
 
 def both_ends_on_a_rank(rig: Rig) -> None:
