@@ -127,3 +127,27 @@ def test_the_backend_of_groups() -> None:
     assert backend_of(TrainSettings().run) == "gloo"
     assert backend_of(TrainSettings(device="cuda").run) == "cpu:gloo,cuda:nccl"
     assert backend_of(TrainSettings(device="cuda", share_gpu=True).run) == "gloo"
+
+
+def test_what_tensors_take_on_a_gpu_and_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rrfp.megatron.memory.room import room_of
+    from rrfp.train.metrics import _bytes_on_gpu
+
+    gpu = torch.device("cuda", 1)
+    reset: list[torch.device] = []
+    for name, told in (
+        ("memory_allocated", 300),
+        ("max_memory_allocated", 500),
+        ("memory_reserved", 700),
+        ("mem_get_info", (2000, 10_000)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, told=told: told)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _bytes_on_gpu(torch.device("cpu")) == (0, 0)
+    assert _bytes_on_gpu(gpu) == (300, 500)
+    assert reset == [gpu]
+    # A tenth of the GPU stays free. Of five ranks three are on the GPU of the first.
+    for num_ranks, room in ((1, 1000 + 400), (2, 1000 + 400), (5, 1000 // 3 + 400)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+        assert room_of(gpu) == room
