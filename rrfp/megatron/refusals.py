@@ -23,7 +23,10 @@ _REFUSED = {
         "partial checkpointing counts microbatches in schedule order"
     ),
     "fp4": "its rounding is drawn in the order in which the tasks run",
-    "fine_grained_activation_offloading": "activation offloading follows the schedule's order",
+    "fine_grained_activation_offloading": (
+        "it brings back for a backward what is next in one queue of all microbatches, in the order "
+        "of the schedule's first step"
+    ),
     "moe_paged_stash": "it keeps experts' activations in pages by the schedule's order",
     "overlap_dispatch_backward_with_experts_wgrad": (
         "it runs weight gradients of experts beside the schedule's tasks"
@@ -42,8 +45,9 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
             raise UsageError(f"{name} cannot run readiness-first: {reason}; switch it off")
     if getattr(config, "cuda_graph_impl", "none") != "none":
         raise UsageError(
-            f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: graphs are "
-            "captured in one order; set it to none"
+            f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: all graphs share"
+            " one pool of memory by the order in which they were captured, and in another order one"
+            " overwrites what a microbatch still needs; set it to none"
         )
     _refuse_shared_random_states(config)
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
