@@ -93,19 +93,22 @@ def test_ranks_take_the_gpus_in_turn() -> None:
 
 
 def learn(is_on_gpu: bool) -> list[Any]:
-    """What this rank learns on the CPU, by the settings of a run on it, and by those of one on GPUs
-    with groups of two backends."""
+    """What this rank learns on the CPU, by the settings of a run on it, or by those of one on GPUs
+    with groups of two backends, and with collectives one by one."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
 
     from rrfp.megatron.groups import device_for
+    from rrfp.megatron.over_gloo import reduce_one_by_one
     from rrfp.runtime.delays import Delays
     from rrfp.train.ranks import parallel
     from rrfp.verify.rank import _learn
 
     settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
+    if is_on_gpu:
+        reduce_one_by_one()
     with (
         patch.object(
             parallel, "backend_of", lambda _: "cpu:gloo,cuda:fake" if is_on_gpu else "gloo"
@@ -114,7 +117,16 @@ def learn(is_on_gpu: bool) -> list[Any]:
     ):
         assert ("fake" in dist.get_backend_config()) is is_on_gpu
         assert device_for(dist.group.WORLD) == torch.device("cpu")
-        return [asdict(_learn(settings, layout, Delays(0, layout.rank, 1e-4)))]
+        return [
+            asdict(
+                _learn(
+                    settings.changed(distributed_optimizer=is_divided),
+                    layout,
+                    Delays(0, layout.rank, 1e-4),
+                )
+            )
+            for is_divided in (False, True)
+        ]
 
 
 def test_what_the_settings_of_a_gpu_change_does_not_change_what_is_learnt() -> None:

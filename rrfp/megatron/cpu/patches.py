@@ -1,6 +1,6 @@
 """Makes Megatron-Core run on the CPU, its own schedules and optimizers included.
 
-Megatron-Core refers to CUDA in about thirty places of its training path. They are of five kinds,
+Megatron-Core refers to CUDA in about thirty places of its training path. They are of four kinds,
 and each kind is patched in one way, by the *chosen* device and never by what the machine has:
 
 1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
@@ -12,12 +12,11 @@ and each kind is patched in one way, by the *chosen* device and never by what th
 3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
 4. The exchange of tokens between experts takes Transformer Engine's matrix product where that is
    installed, and copies its split sizes off the GPU.
-5. The loss is reduced over the tensor-parallel group three times per microbatch, even in a group of
-   one rank. On a GPU that costs a launch, but with gloo it wakes up a thread, so it is skipped.
 
 What it lacks without Transformer Engine, it lacks on every device
-(`rrfp.megatron.without_transformer_engine`). `prepare_cpu` must run before any other part of this
-package imports megatron.
+(`rrfp.megatron.without_transformer_engine`), and what gloo asks of it, gloo asks on GPUs, too
+(`rrfp.megatron.over_gloo`). `prepare_cpu` must run before any other part of this package imports
+megatron.
 """
 
 import contextlib
@@ -33,6 +32,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from rrfp.megatron.over_gloo import reduce_losses_among_several
 from rrfp.megatron.without_transformer_engine import prepare_without_transformer_engine
 
 _CORE = "megatron.core"
@@ -100,7 +100,7 @@ def prepare_cpu() -> None:
         _install_cpu_random_states()
         prepare_without_transformer_engine()
         _install_expert_exchange()
-        _install_loss_reduction()
+        reduce_losses_among_several()
         for path in _FUNCTIONS:
             _use_cpu_names(path)
         _prepared = True
@@ -227,22 +227,6 @@ def _install_cpu_random_states() -> None:
     module.CudaRNGStatesTracker = CpuRNGStatesTracker
     module._get_cuda_rng_state = get_state
     module._set_cuda_rng_state = set_state
-
-
-def _install_loss_reduction() -> None:
-    distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
-    vars(distributed).update(vars(torch.distributed))
-
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
-        if group.size() > 1:
-            torch.distributed.all_reduce(tensor, op=op, group=group)
-
-    vars(distributed)["all_reduce"] = all_reduce
-    module = _core("tensor_parallel.cross_entropy")
-    loss_torch = ModuleType("torch", torch.__doc__)
-    vars(loss_torch).update(vars(torch))
-    vars(loss_torch)["distributed"] = distributed
-    module.torch = loss_torch
 
 
 def _install_expert_exchange() -> None:

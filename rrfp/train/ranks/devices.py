@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rrfp.megatron.cpu.patches import prepare_cpu
+from rrfp.megatron.over_gloo import reduce_losses_among_several, reduce_one_by_one
 from rrfp.megatron.without_transformer_engine import prepare_without_transformer_engine
 from rrfp.train.setting_groups import DeviceKind, RunSettings
 
@@ -22,6 +23,9 @@ def take_device(run: RunSettings) -> torch.device:
     for name, value in _DETERMINISTIC.items():
         os.environ.setdefault(name, value)
     prepare_without_transformer_engine()
+    if run.share_gpu:
+        reduce_losses_among_several()
+        reduce_one_by_one()
     # Where a sum has no fixed order on a GPU, a slower one that has takes its place. Some have
     # none, and of these Megatron takes sums of whole numbers, which need no order.
     torch.use_deterministic_algorithms(True, warn_only=True)
