@@ -530,7 +530,7 @@ def slow_rank_1(seconds: float) -> None:
         write(*args)
 
     patched: Any = (parallel, checkpoints, saving)
-    patched[0]._join_the_world = lambda _: join(seconds / 2)
+    patched[0]._join_the_world = lambda backend, _: join(backend, seconds / 2)
     patched[1]._write = late
     patched[2]._AGREE_S = seconds / 8
 
@@ -554,7 +554,9 @@ def test_a_peer_lost_while_loading_is_no_fault_of_the_checkpoint(
     monkeypatch.setattr(dist_checkpointing, "load", lost)
     checkpoint = made_up(tmp_path, 2).newest()
     assert checkpoint is not None
-    nothing: Any = SimpleNamespace(to_load=lambda _: [], pp=1, tp=1, dp=1)
+    nothing: Any = SimpleNamespace(
+        to_load=lambda _: [], pp=1, tp=1, dp=1, device=torch.device("cpu")
+    )
     with pytest.raises(RuntimeError, match="^" + re.escape(said)):
         loading.load(checkpoint, settings_in(tmp_path), nothing, nothing)
 

@@ -27,7 +27,7 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
 
     for name, reason in (
         ("cpu_offloading", "in the reverse order of the forwards"),
-        ("fine_grained_activation_offloading", "follows the schedule's order"),
+        ("fine_grained_activation_offloading", "in the order of the schedule's first step"),
         ("overlap_moe_expert_parallel_comm", "pairs tasks by a schedule"),
         ("moe_paged_stash", "in pages by the schedule's order"),
         ("overlap_dispatch_backward_with_experts_wgrad", "beside the schedule's tasks"),
@@ -40,7 +40,7 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
             refused(rig, f"{name} 2 cannot run readiness-first: ranks gather each other's weights")
     for kind in ("local", "transformer_engine"):
         with patch.object(config, "cuda_graph_impl", kind):
-            refused(rig, f"cuda_graph_impl {kind} cannot run readiness-first: graphs are captured")
+            refused(rig, f"cuda_graph_impl {kind} cannot run readiness-first: all graphs share")
     for recipe in ("delayed", "custom"):
         with patch.multiple(config, fp8="e4m3", fp8_recipe=recipe):
             refused(rig, f"fp8_recipe {recipe} cannot run readiness-first: it scales")
@@ -66,8 +66,11 @@ def refuse_all(layout: Any, settings: dict[str, Any]) -> None:
 def graph_safe_random_states(rig: Rig) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    with patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True):
-        refused(rig, "leave te_rng_tracker and use_cudagraphable_rng off")
+    with (
+        patch.object(get_cuda_rng_tracker(), "use_cudagraphable_rng", True),
+        patch.object(rig.gpt.config, "recompute_granularity", "selective"),
+    ):
+        refused(rig, "leave te_rng_tracker and use_cudagraphable_rng off, or recompute_granularity")
 
 
 def both_ends_on_a_rank(rig: Rig) -> None:

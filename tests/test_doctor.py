@@ -33,7 +33,6 @@ from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
 from rrfp.runtime.device.cuda_runtime import CudaRuntimeError, has_bindings
 from rrfp.runtime.planes.nixl_package import is_installed
 from rrfp.runtime.probe import NoAnswerError, probe
-from rrfp.train.checks import CUDA_IS_NOT_WIRED
 from rrfp.train.setting_groups import DeviceKind
 from tests import cuda_in_files
 from tests.trained import rrfp, rrfp_here
@@ -97,14 +96,12 @@ def test_a_run_is_refused_with_what_the_doctor_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    for problem, told in ((NO_GPU.problem, NO_GPU.problem), (None, CUDA_IS_NOT_WIRED)):
-        monkeypatch.setattr("rrfp.train.checks.cuda_problem", lambda problem=problem: problem)
-        checks = [*gpus(NO_GPU)] if problem else [Check("gpu", State.OK, 1, "", "", CUDA_RUNS)]
-        code, _, stderr = found(checks, "--device", "cuda")
-        train = rrfp_here(tmp_path, "train", "--device", "cuda")
-        assert (code, train.returncode) == (1, 2)
-        assert stderr == train.stderr == f"rrfp: {told}\n"
-        assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr("rrfp.train.device_checks.cuda_presence", lambda: NO_GPU)
+    code, _, stderr = found([*gpus(NO_GPU)], "--device", "cuda")
+    train = rrfp_here(tmp_path, "train", "--device", "cuda")
+    assert (code, train.returncode) == (1, 2)
+    assert stderr == train.stderr == f"rrfp: {NO_GPU.problem}\n"
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

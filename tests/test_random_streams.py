@@ -1,6 +1,7 @@
 """Random streams by task: dropout is the same whatever the order, and states go on as ever."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -248,16 +249,55 @@ def check_streams_without_named_states(_layout: Any) -> None:
     assert [step(draws=True), step(draws=True)] == [first, second]
 
 
-def test_a_tracker_of_graph_safe_states_is_refused() -> None:
-    run_ranks(1, in_groups, {}, refuse_graph_safe_states, timeout_s=TIMEOUT_S)
+def test_generators_as_states_give_the_same_streams_and_stay() -> None:
+    (found,) = run_ranks(1, in_groups, {}, drawn_from_both_trackers, timeout_s=TIMEOUT_S)
+    of_bytes, of_generators = found
+    assert of_generators == of_bytes
+    assert len(set(of_bytes)) == len(of_bytes)
 
 
-def refuse_graph_safe_states(_layout: Any) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+def drawn_from_both_trackers(_layout: Any) -> list[list[float]]:
+    """What two steps draw, and their loop between them, with a tracker that keeps states' bytes,
+    and with one that keeps generators, as Transformer Engine's and the one for CUDA graphs do."""
+    from megatron.core.tensor_parallel import random as megatron_random
 
-    from rrfp.errors import UsageError
     from rrfp.megatron.step.random_streams import RandomStreams
 
-    get_cuda_rng_tracker().use_cudagraphable_rng = True
-    with pytest.raises(UsageError, match="use_cudagraphable_rng off"):
-        RandomStreams(torch.device("cpu"))
+    class Keeper(type(megatron_random.get_cuda_rng_tracker())):  # type: ignore[misc]
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            outer, generator = torch.get_rng_state(), self.states_[name]
+            torch.set_rng_state(generator.get_state())
+            yield
+            generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(outer)
+
+    plain = megatron_random.get_cuda_rng_tracker()
+    keeper = Keeper()
+    for name, state in plain.get_states().items():
+        keeper.states_[name] = torch.Generator()
+        keeper.states_[name].set_state(state)
+    generators, start = dict(keeper.states_), torch.get_rng_state()
+    found = []
+    for tracker in (plain, keeper):
+        torch.set_rng_state(start)
+        megatron_random._CUDA_RNG_STATE_TRACKER = tracker
+        streams = RandomStreams(torch.device("cpu"))
+        values: list[float] = []
+
+        def draw(tracker: Any = tracker, values: list[float] = values) -> None:
+            values.append(torch.rand(()).item())
+            for name in generators:
+                with tracker.fork(name):
+                    values.append(torch.rand(()).item())
+
+        for _ in range(2):
+            streams.start_step()
+            for microbatch in (1, 0):
+                with streams.task(0, microbatch) as task, task.inside():
+                    draw()
+            streams.finish_step()
+            draw()
+        found.append(values)
+    assert all(keeper.states_[name] is generator for name, generator in generators.items())
+    return found

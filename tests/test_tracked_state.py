@@ -112,13 +112,21 @@ def check_refusals(_layout: Any) -> None:
     from rrfp.errors import UsageError
     from rrfp.megatron.step.tracked_state import refuse_stateful
 
-    def refuse(module: torch.nn.Module, fp8: str | None = None, recipe: Any = "delayed") -> None:
-        refuse_stateful([torch.nn.Sequential(module)], SimpleNamespace(fp8=fp8, fp8_recipe=recipe))
+    def refuse(
+        module: torch.nn.Module, fp8: str | None = None, recipe: Any = "delayed", **others: bool
+    ) -> None:
+        config = SimpleNamespace(fp8=fp8, fp8_recipe=recipe, **others)
+        refuse_stateful([torch.nn.Sequential(module)], config)
 
     refuse(torch.nn.BatchNorm1d(2, track_running_stats=False))
     refuse(torch.nn.BatchNorm1d(2).eval())
     refuse(torch.nn.LayerNorm(2))
-    refuse(torch.nn.LayerNorm(2), "e4m3", Fp8Recipe.tensorwise)
+    for recipe in (Fp8Recipe.tensorwise, Fp8Recipe.blockwise, Fp8Recipe.mxfp8, "mxfp8"):
+        refuse(torch.nn.LayerNorm(2), "e4m3", recipe)
+        for attention in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+            refuse(torch.nn.LayerNorm(2), None, recipe, **{attention: True})
+            with pytest.raises(UsageError, match=f"{attention} cannot run readiness-first"):
+                refuse(torch.nn.LayerNorm(2), "e4m3", recipe, **{attention: True})
     with pytest.raises(UsageError, match="0 cannot run readiness-first: its running statistics"):
         refuse(torch.nn.BatchNorm1d(2))
     for recipe in ("delayed", Fp8Recipe.delayed):

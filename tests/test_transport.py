@@ -307,8 +307,9 @@ def test_no_file_descriptor_is_left() -> None:
 
 
 def test_the_device_chooses_the_transport() -> None:
-    assert transport_maker(torch.device("cpu")) is SocketTransport
-    with pytest.raises(UsageError, match="the model is on meta and messages carry CPU tensors"):
+    for device in ("cpu", "cuda"):
+        assert transport_maker(torch.device(device)) is SocketTransport
+    with pytest.raises(UsageError, match="on meta and messages carry CPU and CUDA tensors only"):
         transport_maker(torch.device("meta"))
 
 

@@ -106,13 +106,14 @@ def test_every_valid_combination_is_there() -> None:
     [
         ({"losses": [2.0, 1.0 + 2**-52]}, "rank 1, loss of step 1: 1.0000000000000002, not 1.0"),
         ({"grad_norms": [0.5, 0.25]}, "rank 1, gradient norm of step 0: 0.5, not 0.75"),
+        ({"gradients_sha256": {"norm": "b", "bias": "d"}}, "rank 1, gradient of bias"),
         ({"parameters_sha256": "b"}, "rank 1, final parameters"),
     ],
 )
 def test_the_last_bit_of_one_rank_is_seen(
     change: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    same = Learned([2.0, 1.0], [0.75, 0.25], "a")
+    same = Learned([2.0, 1.0], [0.75, 0.25], "a", {"norm": "b", "bias": "c"})
 
     def launch(settings: TrainSettings, run: RunDir) -> None:
         for rank in range(settings.layout.world_size):
@@ -126,7 +127,7 @@ def test_the_last_bit_of_one_rank_is_seen(
         Variant("1f1b", Dispatch.MEGATRON, None),
         Variant("bf", Dispatch.READY, None),
     ]
-    (verdict,) = verify("pp4", variants, tmp_path, steps=2, launch=launch)
+    (verdict,) = verify("pp4", variants, tmp_path, steps=2, launch=launch, device={})
     assert verdict.difference == told
 
 

@@ -170,7 +170,7 @@ def test_verify_trains_on_microbatches_with_and_without_images(layout: str, tmp_
         raise Launched(settings)
 
     with pytest.raises(Launched) as launched:
-        verify(layout, variants_of(layout, ("bf",)), tmp_path, steps=1, launch=launch)
+        verify(layout, variants_of(layout, ("bf",)), tmp_path, steps=1, launch=launch, device={})
     (settings,) = launched.value.args
     batches: Any = open_data(settings).batches(0)
     counts = [

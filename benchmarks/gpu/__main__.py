@@ -14,7 +14,7 @@ from rrfp.runtime.device.cuda_presence import CudaPresence, cuda_presence, insta
 from rrfp.runtime.probe import NoAnswerError
 
 HEAD = ("line", "goal", "figure", "when", "where", "commit")
-NOT_BUILT = "not built yet"
+NOT_RUN = "not run"
 _ROOT = Path(__file__).parent.parent.parent
 
 
@@ -37,15 +37,16 @@ def table(lines: Iterable[Line], presence: CudaPresence) -> Iterator[tuple[str, 
     yield _row(("---",) * len(HEAD)), True
     run = _run(presence)
     for line in lines:
+        lacks = line.lacks()
+        if lacks is not None:
+            yield _row((line.name, line.goal, f"{NOT_RUN}: {lacks}", "", "", "")), True
+            continue
         figure, holds = _measured(line)
-        ran = run if line.measure is not None else ("", "", "")
-        yield _row((line.name, line.goal, figure, *ran)), holds
+        yield _row((line.name, line.goal, figure, *run)), holds
 
 
 def _measured(line: Line) -> tuple[str, bool]:
-    """The figure of a line in words, and whether it holds, as far as it is known."""
-    if line.measure is None:
-        return f"{NOT_BUILT}: {line.lacks}", True
+    """The figure of a line in words, and whether it holds."""
     try:
         measured = line.measure()
     except NoAnswerError as error:

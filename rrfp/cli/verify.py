@@ -11,6 +11,7 @@ import typer
 from rrfp.cli.completion import hint_names
 from rrfp.cli.options import PlainFormat
 from rrfp.errors import RrfpError, UsageError
+from rrfp.train.setting_groups import DeviceKind
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +40,15 @@ def verify(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 5,
+    device: Annotated[
+        DeviceKind,
+        typer.Option(
+            help="cpu, or cuda: layouts that this machine's GPUs cannot run are left out."
+        ),
+    ] = DeviceKind.CPU,
+    share_gpu: Annotated[
+        bool, typer.Option("--share-gpu", help="Let several ranks share a GPU.")
+    ] = False,
     output_format: Annotated[
         PlainFormat, typer.Option("--format", help="How to print the verdicts.")
     ] = PlainFormat.TABLE,
@@ -48,21 +58,35 @@ def verify(
     On every layout (stages, chunks, tensor, data and expert parallelism) a
     small model is trained under every hint that goes with it, with random
     delays before each task and message. Losses, gradient norms and final
-    parameters must equal those of Megatron's own schedule (of zb-v as a fixed
-    order on the V, which Megatron lacks), to the last bit; with dropout on,
+    parameters must equal those of Megatron's own schedule (of its order on
+    GPUs that ranks share, and of zb-v as a fixed order on the V, which
+    Megatron lacks), to the last bit; with dropout on,
     ours must equal each other. Takes some minutes; exits with 1 when anything
     differs.
 
     Example: rrfp verify --layout pp4 --hint bf --hint bfw
     """
+    from rrfp.train.checks import check_settings
     from rrfp.train.ranks.launch import launch
+    from rrfp.train.settings import TrainSettings
     from rrfp.verify.sameness import RANK_MODULE
     from rrfp.verify.sameness import verify as verify_layout
-    from rrfp.verify.variants import CHOICES, LAYOUTS, variants_of
+    from rrfp.verify.variants import CHOICES, LAYOUTS, layout_settings, variants_of
 
+    on_device = {"device": device, "share_gpu": share_gpu}
+    check_settings(TrainSettings(pp=1, **on_device))
     chosen = {}
     for name in layout or LAYOUTS:
-        reference, *ours = variants_of(name, tuple(hint or CHOICES), full=full)
+        reference, *ours = variants_of(
+            name, tuple(hint or CHOICES), full=full, shares_gpu=share_gpu
+        )
+        try:
+            check_settings(layout_settings(name, on_device))
+        except UsageError as error:
+            if layout:
+                raise
+            typer.echo(f"{name} is left out: {error}", err=True)
+            continue
         if ours:
             chosen[name] = [reference, *ours]
     if not chosen:
@@ -88,6 +112,7 @@ def verify(
                 run,
                 steps=steps,
                 launch=lambda settings, run: launch(settings, run, RANK_MODULE),
+                device=on_device,
             )
     except RrfpError:
         # It names a log in the directory.

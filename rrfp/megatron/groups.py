@@ -109,9 +109,16 @@ def device_of(models: Sequence[torch.nn.Module], groups: Any) -> torch.device:
     parameter = next(parameters, None)
     if parameter is not None:
         return parameter.device
-    if dist.get_backend(groups.pp) == dist.Backend.NCCL:
+    if "cuda:nccl" in dist.get_backend_config(groups.pp):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_for(group: Any) -> torch.device:
+    """Where the tensors of a group's collectives may lie: the CPU if it takes those."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
 from megatron.core.utils import get_attr_wrapped_model
 
 from rrfp.errors import UsageError
@@ -19,7 +23,10 @@ _REFUSED = {
         "partial checkpointing counts microbatches in schedule order"
     ),
     "fp4": "its rounding is drawn in the order in which the tasks run",
-    "fine_grained_activation_offloading": "activation offloading follows the schedule's order",
+    "fine_grained_activation_offloading": (
+        "it brings back for a backward what is next in one queue of all microbatches, in the order "
+        "of the schedule's first step"
+    ),
     "moe_paged_stash": "it keeps experts' activations in pages by the schedule's order",
     "overlap_dispatch_backward_with_experts_wgrad": (
         "it runs weight gradients of experts beside the schedule's tasks"
@@ -38,9 +45,11 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
             raise UsageError(f"{name} cannot run readiness-first: {reason}; switch it off")
     if getattr(config, "cuda_graph_impl", "none") != "none":
         raise UsageError(
-            f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: graphs are "
-            "captured in one order; set it to none"
+            f"cuda_graph_impl {config.cuda_graph_impl} cannot run readiness-first: all graphs share"
+            " one pool of memory by the order in which they were captured, and in another order one"
+            " overwrites what a microbatch still needs; set it to none"
         )
+    _refuse_shared_random_states(config)
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if getattr(config, name, 1) > 1:
             raise UsageError(
@@ -101,6 +110,16 @@ def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
         raise UsageError(
             f"delay_wgrad_compute splits the backward, which {name} does not; switch it off, or "
             "choose a hint that does, such as bfw"
+        )
+
+
+def _refuse_shared_random_states(config: Any) -> None:
+    tracker = get_cuda_rng_tracker()
+    if is_graph_safe_cuda_rng_tracker(tracker) and getattr(config, "recompute_granularity", None):
+        raise UsageError(
+            f"recomputed activations draw from the random states of {type(tracker).__name__}, which"
+            " Megatron-Core brings back by reference, as later tasks have left them; leave "
+            "te_rng_tracker and use_cudagraphable_rng off, or recompute_granularity out"
         )
 
 

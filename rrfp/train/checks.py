@@ -6,14 +6,12 @@ from collections.abc import Callable
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
-from rrfp.runtime.device.cuda_presence import cuda_problem
-from rrfp.runtime.device.cuda_runtime import has_bindings
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.nixl_package import is_installed
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.train.device_checks import DEVICES_TOGETHER, check_gpus
 from rrfp.train.setting_groups import (
     NUM_EXPERTS_PER_TOKEN,
     DataSettings,
@@ -24,11 +22,6 @@ from rrfp.train.setting_groups import (
     RunSettings,
 )
 from rrfp.train.settings import DECLARED, TrainSettings
-
-CUDA_IS_NOT_WIRED = (
-    "--device cuda finds a GPU that works, and training does not run on GPUs yet; use --device cpu"
-)
-"""Why a run is refused where CUDA can be used."""
 
 _MAX_PORT = 2**16 - 1
 
@@ -52,12 +45,8 @@ def check_settings(settings: TrainSettings) -> None:
         _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
     # Last: it may take seconds.
-    _check_device(settings.run.device)
-
-
-def _check_device(device: DeviceKind) -> None:
-    if device is DeviceKind.CUDA:
-        raise UsageError(cuda_problem() or CUDA_IS_NOT_WIRED)
+    if settings.run.device is DeviceKind.CUDA:
+        check_gpus(settings.layout.world_size // settings.run.nnodes, settings.run)
 
 
 def _check_layout(layout: LayoutSettings, model: ModelSettings) -> None:
@@ -193,21 +182,7 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "--dispatch megatron sends by Megatron-Core's own transfers; leave --transport "
         "{0.layout.transport} out",
     ),
-    # What carries tensors.
-    (
-        lambda s: s.layout.transport == TransportName.CUDA_IPC and s.run.device == "cpu",
-        "--transport cuda-ipc carries tensors of GPUs and --device is cpu; choose shm",
-    ),
-    (
-        lambda s: s.layout.transport == TransportName.CUDA_IPC and not has_bindings(),
-        "--transport cuda-ipc needs the package cuda-bindings, which is not installed; pip install "
-        "'rrfp[cuda]', or leave --transport out",
-    ),
-    (
-        lambda s: s.layout.transport == TransportName.NIXL and not is_installed(),
-        "--transport nixl needs the package nixl, which is not installed; pip install "
-        "'rrfp[nixl]', or leave --transport out",
-    ),
+    *DEVICES_TOGETHER,
     # The source of microbatches' weights.
     (
         lambda s: (
@@ -264,8 +239,8 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     # What the model and its groups need.
     (
         lambda s: s.layout.cp > 1,
-        "--cp {0.layout.cp} needs the attention of Transformer Engine, which this build for the "
-        "CPU lacks; leave --cp out",
+        "--cp {0.layout.cp} needs the attention of Transformer Engine, and models here have "
+        "Megatron-Core's own; leave --cp out",
     ),
     (
         lambda s: s.layout.sequence_parallel and s.layout.tp == 1,
@@ -300,7 +275,7 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "parallel",
     ),
     (
-        lambda s: s.layout.ep > 1 and s.layout.tp > 1,
+        lambda s: s.layout.ep > 1 and s.layout.tp > 1 and s.run.device == DeviceKind.CPU,
         "--ep {0.layout.ep} with --tp {0.layout.tp} gathers tokens in unequal parts, which gloo "
         "cannot do; leave one of them out",
     ),

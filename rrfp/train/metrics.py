@@ -49,6 +49,7 @@ class Metrics:
                 own_tally.num_tasks,
                 own_tally.num_over,
                 own_tally.worst_over_ns,
+                *_bytes_on_gpu(layout.device),
             ],
             dtype=torch.float64,
         )
@@ -62,6 +63,7 @@ class Metrics:
         busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
         peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
         peak_bytes = table[:, 4].reshape(layout.pp, -1).amax(dim=1)
+        on_gpu = table[:, 8:].reshape(layout.pp, -1, 2).amax(dim=1)
         line = {
             "step": step,
             "loss": result.loss,
@@ -72,6 +74,8 @@ class Metrics:
             "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
             "peak_held": peak_held.tolist(),
             "peak_held_bytes": [int(each) for each in peak_bytes] if peak_bytes.any() else None,
+            "allocated_bytes": on_gpu[:, 0].long().tolist() if on_gpu.any() else None,
+            "peak_allocated_bytes": on_gpu[:, 1].long().tolist() if on_gpu.any() else None,
             "busy_fraction": busy.mean(dim=1).tolist(),
             "plan": plan,
             "hint": hint,
@@ -90,3 +94,12 @@ class Metrics:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _bytes_on_gpu(device: torch.device) -> tuple[int, int]:
+    """What this rank's tensors take now, and the most they took since the last call; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    told = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return told

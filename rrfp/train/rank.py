@@ -10,6 +10,7 @@ import torch
 
 from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
 from rrfp.megatron.native.schedule import NativeSchedule
+from rrfp.megatron.native.timing import CudaTimer
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.megatron.transport_log import TransportLog
@@ -34,6 +35,7 @@ from rrfp.train.metrics import Metrics
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import pace_of
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings
 from rrfp.train.training import Trainer
 
@@ -211,7 +213,8 @@ def schedule_of(
     """The function that runs this run's steps, paced if `pace` is given: Megatron's own, or ours,
     which `delays` can slow down."""
     if settings.policy.dispatch == Dispatch.MEGATRON:
-        return NativeSchedule(pp_rank, record, pace=pace)
+        on_gpu = settings.run.device is DeviceKind.CUDA
+        return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)
     policy = settings.effective_policy
     dispatch = DispatchSettings(
         hint=policy.hint,

@@ -316,6 +316,7 @@ class RunSettings:
     device: DeviceKind = setting(
         DeviceKind.CPU, "cpu (default) or cuda, which 'rrfp doctor --device cuda' tries out."
     )
+    share_gpu: bool = setting(False, "Let several ranks share a GPU, for trials.")
     out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
     no_trace: bool = setting(False, "Record nothing.")

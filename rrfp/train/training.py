@@ -1,7 +1,7 @@
 """One rank's training step, under any schedule function with Megatron's signature."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -32,7 +32,7 @@ class Schedule(Protocol):
         self,
         *,
         forward_step_func: Callable[..., Any],
-        data_iterator: list[Iterator[Batch]],
+        data_iterator: list[Iterator[Any]],
         model: list[Any],
         num_microbatches: int,
         seq_length: int,
@@ -51,15 +51,20 @@ def run_schedule(
 ) -> list[Any]:
     """Let a schedule run a step on these microbatches, in their order. Returns the losses on the
     last stage's rank, and an empty list on others."""
+    on_device = [_moved(batch, model.device) for batch in batches]
     return schedule(
         forward_step_func=model.forward_step,
-        data_iterator=[iter(batches) for _ in model.chunks],
+        data_iterator=[iter(on_device) for _ in model.chunks],
         model=model.chunks,
         num_microbatches=len(batches),
         seq_length=settings.data.seq_length,
         micro_batch_size=settings.data.micro_batch_size,
         forward_only=forward_only,
     )
+
+
+def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 class StepResult(NamedTuple):

@@ -16,6 +16,8 @@ class Learned:
     losses: list[float]
     grad_norms: list[float]
     parameters_sha256: str
+    gradients_sha256: dict[str, str]
+    """Of the first step, by the parameter's name in the whole model."""
 
     def difference(self, other: "Learned") -> str | None:
         """The first difference to `other`, in a few words; None if equal to the last bit."""
@@ -26,6 +28,9 @@ class Learned:
             for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                 if a != b:
                     return f"{name} of step {step}: {b!r}, not {a!r}"
+        for name, digest in self.gradients_sha256.items():
+            if digest != other.gradients_sha256.get(name):
+                return f"gradient of {name}"
         return None if self.parameters_sha256 == other.parameters_sha256 else "final parameters"
 
 

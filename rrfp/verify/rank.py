@@ -14,6 +14,7 @@ from rrfp.trace.records import Record
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.open import open_data
 from rrfp.train.models.model import build_model
+from rrfp.train.models.parameters import whole_name
 from rrfp.train.rank import schedule_of
 from rrfp.train.ranks.parallel import Layout, seed_random_states
 from rrfp.train.settings import TrainSettings
@@ -44,14 +45,36 @@ def _learn(settings: TrainSettings, layout: Layout, delays: Delays) -> Learned:
     model = build_model(settings, layout, data)
     schedule = schedule_of(settings, layout.pp_rank, forget, delays)
     batches = data.batches(layout.dp_rank)
-    trainer = Trainer(settings, layout, model, batches, schedule, forget)
+    gradients: dict[str, str] = {}
+
+    def watched(**arguments: Any) -> list[Any]:
+        losses = schedule(**arguments)
+        if not gradients:
+            gradients.update(gradients_sha256(model.chunks, settings, layout))
+        return losses
+
+    trainer = Trainer(settings, layout, model, batches, watched, forget)
     results = [trainer.train_step(step) for step in range(settings.num_steps)]
     schedule.close()
     return Learned(
         [result.loss for result in results],
         [result.grad_norm for result in results],
         parameters_sha256(model.chunks),
+        gradients,
     )
+
+
+def gradients_sha256(
+    chunks: Sequence[Any], settings: TrainSettings, layout: Layout
+) -> dict[str, str]:
+    """Digests of a rank's gradients, by the parameters' names in the whole model."""
+    return {
+        whole_name(name, chunk.module, settings, layout): hashlib.sha256(
+            _octets(parameter.main_grad)
+        ).hexdigest()
+        for chunk in chunks
+        for name, parameter in chunk.module.named_parameters()
+    }
 
 
 def parameters_sha256(chunks: Sequence[Any]) -> str:
@@ -59,5 +82,9 @@ def parameters_sha256(chunks: Sequence[Any]) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:
         for parameter in chunk.parameters():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(_octets(parameter))
     return digest.hexdigest()
+
+
+def _octets(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -5,15 +5,17 @@ the reference, then under every hint that the layout supports and every rule of 
 delays before each task and each message give every run its own timing. Losses, gradient norms and
 final parameters must equal the reference's on every rank, to the last bit.
 
-The reference is Megatron's own schedule; for the V, which Megatron lacks, it is `zb-v` as a fixed
-order. Megatron draws dropout in its own order of execution, so with dropout our runs are compared
-among themselves, with the first one as the reference.
+The reference is Megatron's own schedule; where ranks share a GPU, over which its transfers do not
+go, its order as a fixed one; and for the V, which Megatron lacks, `zb-v` as a fixed order. Megatron
+draws dropout in its own order of execution, so with dropout our runs are compared among themselves,
+with the first one as the reference.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rrfp.inputs.hint_files import OrderFile
 from rrfp.schedule.order import Order, format_order
@@ -21,7 +23,7 @@ from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.trace.rundir import RunDir
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.learned import Learned, read_learned, variants_file
-from rrfp.verify.variants import LAYOUTS, RANDOM, SMALL, Variant
+from rrfp.verify.variants import RANDOM, Variant, layout_settings
 
 RANK_MODULE = "rrfp.verify.rank"
 """The module with each rank's work."""
@@ -47,22 +49,33 @@ def verify(
     *,
     steps: int,
     launch: Callable[[TrainSettings, RunDir], None],
+    device: Mapping[str, Any],
 ) -> list[Verdict]:
     """Train every variant on the layout in one launch of its ranks, in `directory`, and compare.
 
-    `launch` runs the ranks to their end (`rrfp.train.ranks.launch`). Raises RrfpError if a rank
-    fails.
+    `launch` runs the ranks to their end (`rrfp.train.ranks.launch`), and `device` has the settings
+    of where. Raises RrfpError if a rank fails.
     """
-    base = TrainSettings(**SMALL, **LAYOUTS[layout], steps=steps, seed=_SEED)
+    base = layout_settings(layout, device).changed(steps=steps, seed=_SEED)
     random_order = OrderFile(RANDOM, format_order(_random_order(base.shape)))
     # A variant's own hint, if it has one, overrides the random one.
     chosen = [base.changed(**{"hint": random_order, **variant.settings}) for variant in variants]
+    return list(_verdicts(layout, variants, learn(base, chosen, directory, launch)))
+
+
+def learn(
+    base: TrainSettings,
+    chosen: Sequence[TrainSettings],
+    directory: Path,
+    launch: Callable[[TrainSettings, RunDir], None],
+) -> list[list[Learned]]:
+    """What each rank of `base` learns, by rank, under each of the chosen settings, which have its
+    layout; in one launch. Raises RrfpError if a rank fails."""
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
     variants_file(run).write_text(lines, encoding="utf-8")
     launch(base, run)
-    learned = [read_learned(run, rank, len(variants)) for rank in range(base.layout.world_size)]
-    return list(_verdicts(layout, variants, learned))
+    return [read_learned(run, rank, len(chosen)) for rank in range(base.layout.world_size)]
 
 
 def _random_order(shape: Shape) -> Order:

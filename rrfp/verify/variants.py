@@ -1,6 +1,6 @@
 """The runs that `rrfp verify` compares, layout by layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,10 +72,12 @@ class Variant:
 
 
 def variants_of(
-    layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False
+    layout: str, hints: tuple[str, ...] = CHOICES, *, full: bool = False, shares_gpu: bool = False
 ) -> list[Variant]:
     """Every valid combination of hint and agreement on a layout, without and with dropout; the
-    first is the reference. `full` adds binding orders and tight bounds on memory.
+    first is the reference: Megatron's own schedule, or the same order of ours where ranks share a
+    GPU, over which Megatron's transfers do not go. `full` adds binding orders and tight bounds on
+    memory.
 
     Raises UsageError for an unknown layout or hint.
     """
@@ -85,6 +87,8 @@ def variants_of(
         if hint not in CHOICES:
             raise UsageError(f"'{hint}' is not a hint ({', '.join(CHOICES)})")
     reference = _reference(layout)
+    if shares_gpu:
+        reference = replace(reference, dispatch=Dispatch.FIXED)
     ours = [
         variant
         for hint in dict.fromkeys(hints)
@@ -98,6 +102,11 @@ def variants_of(
     ]
     # A single variant has nothing to be compared with.
     return [reference, *ours, *(with_dropout if len(with_dropout) > 1 else ())]
+
+
+def layout_settings(layout: str, others: Mapping[str, Any]) -> TrainSettings:
+    """The settings of a small run on this layout, with others."""
+    return TrainSettings(**SMALL, **LAYOUTS[layout], **others)
 
 
 def _reference(layout: str) -> Variant:
@@ -124,7 +133,7 @@ def _variants_of_hint(layout: str, hint: str, *, full: bool) -> Iterator[Variant
 
 def _is_valid(layout: str, variant: Variant) -> bool:
     try:
-        settings = TrainSettings(**SMALL, **LAYOUTS[layout], **variant.settings)
+        settings = layout_settings(layout, variant.settings)
         check_settings(settings)
         settings.hint.on(settings.shape)
     except UsageError:

@@ -1,13 +1,14 @@
-"""Makes Megatron-Core's `dist_checkpointing` save and load on the CPU.
+"""Makes Megatron-Core's `dist_checkpointing` save and load in ranks of ours.
 
-- Its modules refer to CUDA for tensors of one number and for synchronisation, as others do; they
-  get the same copy of torch's namespace (`rrfp.megatron.cpu.patches`).
+- On the CPU: its modules refer to CUDA for tensors of one number and for synchronisation, as others
+  do; they get the same copy of torch's namespace (`rrfp.megatron.cpu.patches`). Where that was not
+  prepared the copy is torch itself.
 - Its writer forks a process per file, so that a GPU's process goes on, and asks a further process
   for the results. A rank here has threads and sockets, which a fork would copy, and these processes
   outlive a rank that is killed. The rank itself writes instead; who wants to go on meanwhile calls
   the writing in a thread. Megatron-Core 0.19 writes in threads, too.
-- Staging copies tensors to the CPU. From the CPU that would be no copy, and training would change
-  what is still being written.
+- Staging copies tensors to the CPU. From the CPU Megatron's would be no copy, and training would
+  change what is still being written.
 
 Modules and functions that a version of Megatron-Core lacks are passed over.
 """
@@ -42,7 +43,7 @@ Bucket = tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]
 
 
 def prepare_checkpoints() -> None:
-    """Patch the package, after `prepare_cpu`. Further calls change nothing."""
+    """Patch the package, on the CPU after `prepare_cpu`. Further calls change nothing."""
     cpu_torch: ModuleType = _core_utils.torch
     for name in _MODULES:
         module = _module(name)
@@ -103,5 +104,5 @@ def _staged(buckets: list[Bucket]) -> list[Bucket]:
     as gathered ones: these are let go of, one by one."""
     for _, _, (_, tensors) in buckets:
         for index, (item, tensor) in enumerate(tensors):
-            tensors[index] = item, tensor.clone()
+            tensors[index] = item, tensor.to("cpu", copy=True)
     return buckets

@@ -1,7 +1,7 @@
 """Makes Megatron-Core run on the CPU, its own schedules and optimizers included.
 
-Megatron-Core refers to CUDA in about thirty places of its training path. They are of six kinds, and
-each kind is patched in one way, by the *chosen* device and never by what the machine has:
+Megatron-Core refers to CUDA in about thirty places of its training path. They are of four kinds,
+and each kind is patched in one way, by the *chosen* device and never by what the machine has:
 
 1. ``torch.cuda.current_device()``, synchronisation, streams, and tensors created with
    ``device="cuda"``: the modules in `_MODULES` get, under the name ``torch``, a copy of torch's
@@ -10,14 +10,13 @@ each kind is patched in one way, by the *chosen* device and never by what the ma
 2. Type checks by name (``tensor.type() == 'torch.cuda.FloatTensor'``) and ``tensor.cuda()``: the
    functions in `_FUNCTIONS` get the CPU's names instead, in their constants and attribute names.
 3. The random-state tracker: `CpuRNGStatesTracker` forks the CPU generator.
-4. Megatron's wrapper of torch's norms refuses sequence parallelism: here it returns torch's norm
-   with its weights tagged for Megatron's gradient finalisation.
-5. The exchange of tokens between experts looks up Transformer Engine's matrix product by a name
-   that does not exist without it, and copies its split sizes off the GPU.
-6. The loss is reduced over the tensor-parallel group three times per microbatch, even in a group of
-   one rank. On a GPU that costs a launch, but with gloo it wakes up a thread, so it is skipped.
+4. The exchange of tokens between experts takes Transformer Engine's matrix product where that is
+   installed, and copies its split sizes off the GPU.
 
-`prepare_cpu` must run before any other part of this package imports megatron.
+What it lacks without Transformer Engine, it lacks on every device
+(`rrfp.megatron.without_transformer_engine`), and what gloo asks of it, gloo asks on GPUs, too
+(`rrfp.megatron.over_gloo`). `prepare_cpu` must run before any other part of this package imports
+megatron.
 """
 
 import contextlib
@@ -32,6 +31,9 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
+
+from rrfp.megatron.over_gloo import reduce_losses_among_several
+from rrfp.megatron.without_transformer_engine import prepare_without_transformer_engine
 
 _CORE = "megatron.core"
 
@@ -96,9 +98,9 @@ def prepare_cpu() -> None:
                 _core(name)
         _install_cpu_torch()
         _install_cpu_random_states()
-        _install_norm()
+        prepare_without_transformer_engine()
         _install_expert_exchange()
-        _install_loss_reduction()
+        reduce_losses_among_several()
         for path in _FUNCTIONS:
             _use_cpu_names(path)
         _prepared = True
@@ -225,37 +227,6 @@ def _install_cpu_random_states() -> None:
     module.CudaRNGStatesTracker = CpuRNGStatesTracker
     module._get_cuda_rng_state = get_state
     module._set_cuda_rng_state = set_state
-
-
-def _install_norm() -> None:
-    norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-
-    def tagged_norm(
-        _cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object
-    ) -> torch.nn.Module:
-        norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
-        parameter: Any  # Megatron sets its tags as attributes that torch's type does not declare
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    _core("transformer.torch_norm").WrappedTorchNorm.__new__ = tagged_norm
-
-
-def _install_loss_reduction() -> None:
-    distributed = ModuleType("torch.distributed", torch.distributed.__doc__)
-    vars(distributed).update(vars(torch.distributed))
-
-    def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> None:
-        if group.size() > 1:
-            torch.distributed.all_reduce(tensor, op=op, group=group)
-
-    vars(distributed)["all_reduce"] = all_reduce
-    module = _core("tensor_parallel.cross_entropy")
-    loss_torch = ModuleType("torch", torch.__doc__)
-    vars(loss_torch).update(vars(torch))
-    vars(loss_torch)["distributed"] = distributed
-    module.torch = loss_torch
 
 
 def _install_expert_exchange() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rrfp.megatron.groups import device_for
 from rrfp.megatron.memory.features import Features, with_group
 from rrfp.megatron.memory.kept import KeptBytes
 from rrfp.megatron.memory.model import Bound, SizeModel
@@ -129,7 +130,7 @@ def _widened(bound: Bound | None) -> Bound | None:
 
 def _with_group(features: Sequence[Features], group: Any) -> list[Features]:
     """The features with their sums over a group's ranks."""
-    own = torch.tensor(features, dtype=torch.float64, device=_device_of(group))
+    own = torch.tensor(features, dtype=torch.float64, device=device_for(group))
     found = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(found, own, group=group)
     members = [[tuple(row) for row in each.tolist()] for each in found]
@@ -146,15 +147,9 @@ def _agreed(
     num_microbatches = len(kept[0])
     table = torch.tensor([*([-budget] * num_microbatches for budget in budgets), *kept, *owed])
     for group in shared:
-        on_device = table.to(_device_of(group))
+        on_device = table.to(device_for(group))
         dist.all_reduce(on_device, dist.ReduceOp.MAX, group=group)
         table = on_device.cpu()
     free, budget, *found = table.tolist()
     sizes = Sizes(found[: len(kept)], found[len(kept) :])
     return sizes, (-free[0], -budget[0])
-
-
-def _device_of(group: Any) -> torch.device:
-    if dist.get_backend(group) == dist.Backend.NCCL:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -36,9 +36,11 @@ def room_of(device: torch.device) -> int:
 
 
 def _room_on_gpu(device: torch.device) -> int:
+    """This rank's even share of what the ranks on its GPU have left, and its allocator's blocks."""
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + unused - int(_MARGIN * total)
+    num_ranks = -(-_num_local_ranks() // torch.cuda.device_count())
+    return (free - int(_MARGIN * total)) // num_ranks + unused
 
 
 def _room_on_host() -> int:
@@ -51,8 +53,11 @@ def _room_on_host() -> int:
             continue
         if limit < total:
             available, total = min(available, limit - used), limit
-    num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return (available - int(_MARGIN * total)) // num_ranks
+    return (available - int(_MARGIN * total)) // _num_local_ranks()
+
+
+def _num_local_ranks() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _meminfo() -> tuple[int, int]:

@@ -5,13 +5,15 @@ Megatron's tracker, seeded by the step, the stage and the microbatch. They are a
 model runs. Data are always drawn under the **caller's** random states, which thus advance as under
 Megatron's own schedule; `rrfp.megatron.step.microbatch_data` says what else uses those.
 
-A step's seeds come from the tracker's named states, which belong to the model alone. Each advances
-by one draw per training step, so a checkpoint that saves them resumes with the same masks. Streams
-of the default generators are seeded from the state `data-parallel-rng`, which Megatron seeds like
-those generators, and which is equal on all ranks of a tensor-parallel group. The generators
-themselves may differ there, if one rank loads the data for all. If a loop never seeded the tracker,
-a seed is a digest of the generator's state, which advances by one draw after a step in which a task
-drew from it.
+A step's seeds are digests of the tracker's named states, which belong to the model alone. Each
+advances by one draw per training step, so a checkpoint that saves them resumes with the same masks.
+Streams of the default generators are seeded from the state `data-parallel-rng`, which Megatron
+seeds like those generators, and which is equal on all ranks of a tensor-parallel group. The
+generators themselves may differ there, if one rank loads the data for all. If a loop never seeded
+the tracker, a seed is a digest of the generator's own state, which advances by one draw after a
+step in which a task drew from it.
+
+A GPU's states lie on the host, as do all seeds: nothing here waits for a GPU.
 """
 
 import hashlib
@@ -23,10 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_data_parallel_rng_tracker_name,
-    is_graph_safe_cuda_rng_tracker,
 )
-
-from rrfp.errors import UsageError
 
 Generators = Mapping[str, torch.Generator]
 
@@ -35,18 +34,11 @@ class RandomStreams:
     """The random streams of one rank's tasks."""
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the model's. Raises UsageError for trackers of Transformer Engine and of CUDA
-        graphs, whose states are generators that a captured graph refers to."""
-        if is_graph_safe_cuda_rng_tracker(get_cuda_rng_tracker()):
-            raise UsageError(
-                f"the random states of {type(get_cuda_rng_tracker()).__name__} cannot be set for "
-                "each task; leave te_rng_tracker and use_cudagraphable_rng off"
-            )
+        """`device` is the model's."""
         self.device = device
         self._defaults = {"default": torch.default_generator}
         if device.type == "cuda":
-            index = torch.cuda.current_device()
-            self._defaults["cuda default"] = torch.cuda.default_generators[index]
+            self._defaults["cuda default"] = torch.cuda.default_generators[device.index]
         self._scratch = torch.Generator(device)
         self._default_seeds: dict[str, int] = {}
         self._named_seeds: dict[str, int] = {}
@@ -61,7 +53,7 @@ class RandomStreams:
             _set_named_states(states)
         shared = self._named_seeds.get(get_data_parallel_rng_tracker_name())
         self._default_seeds = {
-            name: _digest(generator) if shared is None else shared
+            name: _digest(generator.get_state()) if shared is None else shared
             for name, generator in self._defaults.items()
         }
         self._watches_draws = advances and shared is None
@@ -70,7 +62,7 @@ class RandomStreams:
     def finish_step(self) -> None:
         """Advance the default generators whose streams are seeded by their own states."""
         for name in self._to_advance:
-            _draw(self._defaults[name])
+            _advance(self._defaults[name])
 
     @contextmanager
     def task(self, stage: int, microbatch: int) -> Iterator["TaskStreams"]:
@@ -170,42 +162,53 @@ class TaskStreams:
         self._is_in_force = not self._is_in_force
 
 
-def advance_named_states(num_steps: int) -> None:
-    """Advance Megatron's named states on the CPU as so many training steps do."""
-    scratch = torch.Generator()
+def advance_named_states(num_steps: int, device: torch.device) -> None:
+    """Advance Megatron's named states on this device as so many training steps do."""
+    scratch = torch.Generator(device)
     for _ in range(num_steps):
         _, states = _drawn_seeds(scratch)
         _set_named_states(states)
 
 
 def _drawn_seeds(scratch: torch.Generator) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
-    """A step's seed from each named state, and the states after these draws."""
+    """A step's seed from each named state, and the states one draw later."""
     seeds, states = {}, {}
     for name, state in _named_states().items():
+        seeds[name] = _digest(state)
         scratch.set_state(state)
-        seeds[name] = _draw(scratch)
+        _advance(scratch)
         states[name] = scratch.get_state()
     return seeds, states
 
 
 def _named_states() -> dict[str, torch.Tensor]:
-    states: dict[str, torch.Tensor] = get_cuda_rng_tracker().get_states()
-    return states
+    """By value, also where the tracker keeps generators (Transformer Engine's does, and the one for
+    CUDA graphs)."""
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
 
 
 def _set_named_states(states: dict[str, torch.Tensor]) -> None:
+    tracker = get_cuda_rng_tracker()
+    kept = tracker.get_states()
+    if any(isinstance(state, torch.Generator) for state in kept.values()):
+        # The generators stay: a captured graph refers to them.
+        for name, state in states.items():
+            kept[name].set_state(state)
     # A tracker that is given states, even an empty dict, considers itself initialised.
-    if states:
-        get_cuda_rng_tracker().set_states(states)
+    elif states:
+        tracker.set_states(states)
 
 
-def _draw(generator: torch.Generator) -> int:
-    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
-    return int(drawn.item())
+def _advance(generator: torch.Generator) -> None:
+    """Draw once. What a GPU draws nobody waits for."""
+    torch.randint(2**62, (), generator=generator, device=generator.device)
 
 
-def _digest(generator: torch.Generator) -> int:
-    return _hashed(generator.get_state().numpy().tobytes())
+def _digest(state: torch.Tensor) -> int:
+    return _hashed(state.numpy().tobytes())
 
 
 def _task_seed(seed: int, name: str, stage: int, microbatch: int) -> int:

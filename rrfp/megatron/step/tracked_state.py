@@ -47,12 +47,19 @@ def refuse_stateful(chunks: Iterable[torch.nn.Module], config: Any) -> None:
     """Raise UsageError, before the first task, for a model in which a microbatch's forward reads
     state from another's, because the result would depend on the order of tasks."""
     # A plain ModelParallelConfig has neither attribute.
-    recipe = getattr(config, "fp8_recipe", None) if getattr(config, "fp8", None) else None
+    has_fp8 = bool(getattr(config, "fp8", None))
+    recipe = getattr(config, "fp8_recipe", None) if has_fp8 else None
     if recipe in ("delayed", "custom"):
         raise UsageError(
             f"fp8_recipe {str.__str__(recipe)} cannot run readiness-first: it scales a "
             "microbatch by what earlier ones held; choose tensorwise, blockwise or mxfp8"
         )
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if has_fp8 and getattr(config, name, False):
+            raise UsageError(
+                f"{name} cannot run readiness-first: under every recipe Transformer Engine scales "
+                "the attention's scores by what earlier microbatches held; switch it off"
+            )
     for chunk in chunks:
         for name, module in chunk.named_modules():
             for attribute, (what, next_step) in _STATEFUL.items():

@@ -40,10 +40,11 @@ class TransportMaker(Protocol):
 
 TRANSPORTS: Mapping[str, TransportMaker] = {
     "cpu": SocketTransport,
+    "cuda": SocketTransport,
 }
-"""By the type of the device on which a message's tensors lie. Where a peer is, each transport asks
-when it opens, link by link, for a rank can have peers on its own host and on others: the sockets
-take a Unix socket or a TCP port."""
+"""By the type of the device on which a message's tensors lie; a GPU's go by a data plane. Where a
+peer is, each transport asks when it opens, link by link, for a rank can have peers on its own host
+and on others: the sockets take a Unix socket or a TCP port."""
 
 
 DEVICES: Mapping[str, Callable[[torch.device], Device]] = {

@@ -12,6 +12,7 @@ from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
 from rrfp.train.checkpoints.tensors import TrainedTensors
 from rrfp.train.ranks.failure import is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings
 
 
@@ -57,4 +58,5 @@ def load(
 
 def _saved_layout(checkpoint: Checkpoint) -> str:
     told = checkpoint.manifest.settings
-    return f"pp{told['pp']}-tp{told['tp']}-dp{told['dp']}"
+    on_gpu = told.get("device") == DeviceKind.CUDA
+    return f"pp{told['pp']}-tp{told['tp']}-dp{told['dp']}{'-gpu' if on_gpu else ''}"

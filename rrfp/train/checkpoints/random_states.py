@@ -23,7 +23,8 @@ from rrfp.train.settings import TrainSettings
 
 
 def captured(layout: Layout) -> ShardedObject:
-    """This rank's random states: those of torch, numpy and Python, and Megatron's named ones."""
+    """This rank's random states: those of torch, numpy and Python, its GPU's if it has one, and
+    Megatron's named ones."""
     told: Any = np.random.get_state()
     _, keys, place, has_gauss, gauss = told
     version, numbers, next_gauss = random.getstate()
@@ -31,6 +32,7 @@ def captured(layout: Layout) -> ShardedObject:
         layout,
         {
             "torch": torch.get_rng_state(),
+            **({"gpu": torch.cuda.get_rng_state()} if _has_gpu(layout) else {}),
             "numpy": [torch.from_numpy(keys.astype(np.int64)), place, has_gauss, gauss],
             "python": [version, list(numbers), next_gauss],
             "megatron": dict(get_cuda_rng_tracker().get_states()),
@@ -46,6 +48,8 @@ def to_load(layout: Layout) -> ShardedObject:
 def restore(states: dict[str, Any]) -> None:
     """Set what `captured` took."""
     torch.set_rng_state(states["torch"])
+    if "gpu" in states:
+        torch.cuda.set_rng_state(states["gpu"])
     keys, place, has_gauss, gauss = states["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), place, has_gauss, gauss))
     version, numbers, next_gauss = states["python"]
@@ -59,7 +63,7 @@ def start_again(settings: TrainSettings, layout: Layout, step: int) -> None:
         digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
         seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)
     else:
-        advance_named_states(step)
+        advance_named_states(step, layout.device)
 
 
 def _sharded(layout: Layout, data: object) -> ShardedObject:
@@ -72,5 +76,9 @@ def _sharded(layout: Layout, data: object) -> ShardedObject:
 
 
 def layout_name(layout: Layout) -> str:
-    """Names the layouts that share random states."""
-    return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}"
+    """Names the layouts that share random states: those of a GPU are of another kind."""
+    return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}{'-gpu' if _has_gpu(layout) else ''}"
+
+
+def _has_gpu(layout: Layout) -> bool:
+    return layout.device.type == "cuda"

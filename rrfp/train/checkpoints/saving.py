@@ -86,7 +86,9 @@ class Saver:
                     raise
                 self._directory.discard(saving)
                 raise self._failed(step, error) from error
-        self._pending = _begun(step, saving, request, staged=self._is_async)
+        # Files are written from the CPU's memory.
+        staged = self._is_async or self._layout.device.type != "cpu"
+        self._pending = _begun(step, saving, request, staged=staged)
         if not self._is_async:
             self.finish()
 

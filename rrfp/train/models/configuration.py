@@ -3,7 +3,7 @@
 from typing import Any
 
 from rrfp.train.ranks.parallel import virtual_pipeline_size
-from rrfp.train.setting_groups import NUM_EXPERTS_PER_TOKEN, Dtype, ModelKind, Recompute
+from rrfp.train.setting_groups import NUM_EXPERTS_PER_TOKEN, DeviceKind, Dtype, ModelKind, Recompute
 from rrfp.train.settings import TrainSettings
 
 _AUX_LOSS_COEFFICIENT = 1e-2
@@ -54,6 +54,8 @@ def transformer_config(settings: TrainSettings) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        # Sums in a fixed order, where a GPU has a quicker one.
+        deterministic_mode=settings.run.device == DeviceKind.CUDA,
         # What a graph would capture: Megatron warns of its own default. The name is of 0.18.
         **{"cuda_graph_modules" if hasattr(enums, "CudaGraphModule") else "cuda_graph_scope": []},
     )

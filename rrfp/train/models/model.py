@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from rrfp.train.models.configuration import transformer_config
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.setting_groups import ModelKind
@@ -30,6 +32,8 @@ class ModelChunks:
     config: Any
     """The TransformerConfig that Megatron's schedules read."""
     optimizer: Any
+    device: torch.device
+    """Where the chunks are, and their data have to be."""
     forward_step: Callable[[Iterator[Any], Any], tuple[Any, Callable[..., Any]]]
     """Runs a chunk on the iterator's next batch (Megatron's `forward_step_func`)."""
 
@@ -80,4 +84,4 @@ def build_model(settings: TrainSettings, layout: Layout, data: Vocabulary) -> Mo
     config.no_sync_func = no_sync_funcs if len(chunks) > 1 else no_sync_funcs[0]
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    return ModelChunks(chunks, config, optimizer, forward_step)
+    return ModelChunks(chunks, config, optimizer, layout.device, forward_step)

@@ -31,9 +31,11 @@ def finish_chunk(
     chunk: Any, layers: Any, settings: TrainSettings, layout: Layout, num_before: int
 ) -> Any:
     """Give a chunk with these `layers`, of which the stages before have `num_before`, their layer
-    numbers and parameters, in the run's type."""
+    numbers and parameters, in the run's type and on the rank's device."""
     _number_layers(layers, num_before)
     _initialise(chunk, settings, layout)
+    # Megatron makes its own layers on the GPU, and torch's norms on the CPU.
+    chunk = chunk.to(layout.device)
     # As Megatron's Float16Module does, except that it would also cast the outputs of the last
     # *rank*, which in a V does not hold the last stage. The loss is in fp32 without it.
     return chunk.bfloat16() if chunk.config.bf16 else chunk

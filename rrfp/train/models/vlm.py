@@ -118,6 +118,8 @@ class VisionStage(_Stage):
         if is_first:
             num_values = _NUM_COLOURS * patch_size**2
             self.embedding = _linear(config, num_values + 4 * len(_WAVE_LENGTHS))
+            # On the device from the start: a copy from the host waits for a GPU's other work.
+            self.register_buffer("_wave_lengths", torch.tensor(_WAVE_LENGTHS), persistent=False)
         # With `pre_process`, every stage takes its input as an argument.
         self.encoder = TransformerBlock(
             config, layers, pre_process=True, post_process=is_last, vp_stage=vp_stage
@@ -129,7 +131,10 @@ class VisionStage(_Stage):
     def forward(self, batch: ImageBatch) -> torch.Tensor:
         """Returns [patches, 1, hidden], without rows if the microbatch has no images."""
         hidden = self._patches(batch) if self.pre_process else self._input
-        image_ids = torch.repeat_interleave(batch["patch_counts"])
+        # Without the size a GPU would have to tell it to the host first.
+        image_ids = torch.repeat_interleave(
+            batch["patch_counts"], output_size=len(batch["patches"])
+        )
         is_empty = len(image_ids) == 0
         if is_empty:
             # Megatron's attention does not accept an empty sequence. The gradients of this row are
@@ -149,7 +154,9 @@ class VisionStage(_Stage):
         )
 
     def _patches(self, batch: ImageBatch) -> torch.Tensor:
-        values = torch.cat((batch["patches"], _waves(batch["patch_places"])), dim=1)
+        values = torch.cat(
+            (batch["patches"], _waves(batch["patch_places"], self._wave_lengths)), dim=1
+        )
         return values.to(self.config.params_dtype)[:, None]
 
 
@@ -197,7 +204,8 @@ def _linear(config: Any, num_inputs: int) -> ColumnParallelLinear:
     )
 
 
-def _waves(places: torch.Tensor) -> torch.Tensor:
+def _waves(places: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Encode rows and columns [patches, 2] as [patches, 4 * wave lengths] within -1..1."""
-    angles = 2 * torch.pi * places[:, :, None] / torch.tensor(_WAVE_LENGTHS, device=places.device)
+    # Powers of two are the same in bf16.
+    angles = 2 * torch.pi * places[:, :, None] / lengths.float()
     return torch.cat((angles.sin(), angles.cos()), dim=2).flatten(1)

@@ -1,4 +1,4 @@
-"""Joins the process groups of a run: torch's gloo world, and Megatron's groups within it."""
+"""Joins the process groups of a run: torch's world, and Megatron's groups within it."""
 
 import os
 from collections.abc import Iterator
@@ -13,10 +13,12 @@ from rrfp.errors import RrfpError
 from rrfp.runtime import variables
 from rrfp.runtime.rendezvous import reachable_address
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.train.ranks.devices import backend_of
 from rrfp.train.ranks.gloo import one_device_at
 from rrfp.train.ranks.stores import open_store
 from rrfp.train.settings import TrainSettings
 
+_CPU = torch.device("cpu")
 _SEED_STRIDE = 100
 """The difference between seeds of neighbouring pipeline ranks, as in Megatron's training."""
 
@@ -37,6 +39,8 @@ class Layout:
     tp_rank: int
     dp_rank: int
     ep_rank: int
+    device: torch.device = _CPU
+    """Where its model and data are."""
 
     @property
     def world_size(self) -> int:
@@ -70,26 +74,28 @@ class Layout:
 
 
 @contextmanager
-def parallel_groups(settings: TrainSettings, timeout_s: float = 300.0) -> Iterator[Layout]:
+def parallel_groups(
+    settings: TrainSettings, timeout_s: float = 300.0, device: torch.device = _CPU
+) -> Iterator[Layout]:
     """Join the groups, seed Megatron's random states, and leave the groups at the end.
 
     RANK and WORLD_SIZE come from the environment; our launcher or torchrun (MASTER_ADDR,
     MASTER_PORT) says where the store is. gloo listens at one address: loopback if there is one
-    host. `timeout_s` bounds every collective. Call `prepare_cpu` first.
+    host. `timeout_s` bounds every collective. `device` is what `take_device` returned.
     """
     with one_device_at(variables.LOOPBACK if settings.run.nnodes == 1 else reachable_address()):
-        _join_the_world(timeout_s)
-        with _megatrons_groups(settings, timeout_s) as layout:
+        _join_the_world(backend_of(settings.run), timeout_s)
+        with _megatrons_groups(settings, timeout_s, device) as layout:
             yield layout
 
 
-def _join_the_world(timeout_s: float) -> None:
+def _join_the_world(backend: str, timeout_s: float) -> None:
     timeout, store = timedelta(seconds=timeout_s), open_store(timeout_s)
     if store is None:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
         return
     dist.init_process_group(
-        "gloo",
+        backend,
         timeout=timeout,
         store=store,
         rank=int(os.environ["RANK"]),
@@ -98,7 +104,9 @@ def _join_the_world(timeout_s: float) -> None:
 
 
 @contextmanager
-def _megatrons_groups(settings: TrainSettings, timeout_s: float) -> Iterator[Layout]:
+def _megatrons_groups(
+    settings: TrainSettings, timeout_s: float, device: torch.device
+) -> Iterator[Layout]:
     from megatron.core import parallel_state
 
     asked = settings.layout
@@ -129,6 +137,7 @@ def _megatrons_groups(settings: TrainSettings, timeout_s: float) -> Iterator[Lay
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             dp_rank=parallel_state.get_data_parallel_rank(),
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            device=device,
         )
         assert layout.rank == dist.get_rank()
         seed_random_states(settings, layout)

@@ -37,14 +37,14 @@ def main() -> None:
     launcher = int(os.environ[variables.LAUNCHER])
     threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
     try:
-        from rrfp.megatron.cpu.patches import prepare_cpu
+        from rrfp.train.ranks.devices import take_device
         from rrfp.train.ranks.exchange import no_objects
         from rrfp.train.ranks.parallel import parallel_groups
 
-        prepare_cpu()
+        device = take_device(settings.run)
         work = importlib.import_module(module).work
 
-        with parallel_groups(settings) as layout, no_objects():
+        with parallel_groups(settings, device=device) as layout, no_objects():
             try:
                 work(run, settings, layout)
             except Exception as error:
