@@ -135,8 +135,8 @@ def growth(where: Flags, num_steps: int) -> dict[str, list[float]]:
     """What tensors took at least as a step ended, in the first and in the last tenth of a run, in
     MB, by pipeline rank."""
     with tempfile.TemporaryDirectory() as directory:
-        flags = _SMALL | {"pp": 2, "no_trace": True, "steps": num_steps}
-        run = _train(directory, flags | where)
+        flags = _SMALL | {"pp": 2, "layers": 2, "microbatches": 2, "no_trace": True}
+        run = _train(directory, flags | {"steps": num_steps} | where)
         ended = [line["allocated_bytes"] for line in _metrics(run)]
     tenth = num_steps // 10
     # The least, because a message may be on its way as a step ends. Adam's state comes with the
