@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.cpu import CPU, CpuDevice
 from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES, CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.planes import cuda_ipc_plane as file
-from rrfp.runtime.planes import rank_planes
+from rrfp.runtime.planes import nixl_plane, rank_planes
 from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane, CudaIpcPuller
 from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.packing import Form
 from rrfp.runtime.planes.plane import Offer, PlaneRefusal, Pull
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -122,6 +124,51 @@ def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:
     assert path.stat().st_size == BLOCK_BYTES
     assert not plane.slab.any()
     plane.close(are_detached=True)
+
+
+class GpuInFiles(CpuDevice):
+    """A device that says that it is a GPU."""
+
+    torch_device = torch.device("cuda", 1)
+
+
+class Agent:
+    """In the place of NIXL's."""
+
+    made: ClassVar[list[tuple[torch.Tensor, ...]]] = []
+
+    def __init__(self, _: str, *slabs: torch.Tensor) -> None:
+        self.made.append(slabs)
+
+    def close(self) -> None:
+        pass
+
+
+def test_nixl_reads_memory_of_a_gpu_that_is_none_of_torchs(
+    cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_plane, "NixlAgent", Agent)
+    Agent.made.clear()
+    plane = NixlPlane(GpuInFiles(), 10_000)
+    ((lent, landing),) = Agent.made
+    assert plane.slab is lent
+    assert [lent.numel(), landing.numel()] == [10_000, 10_000]
+    assert {path.stat().st_size for path in cuda.iterdir()} == {BLOCK_BYTES}
+    assert len(memory_left(cuda)) == 2
+    plane.close(are_detached=True)
+    assert memory_left(cuda) == []
+    # Peers that were lost may have it open.
+    NixlPlane(GpuInFiles(), 10_000).close(are_detached=False)
+    assert len(memory_left(cuda)) == 2
+
+
+def test_nixl_without_memory_of_a_gpu_is_refused(
+    cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "cudaMalloc", cudaError_t.cudaErrorMemoryAllocation)
+    with pytest.raises(PlaneRefusal, match=r"no outbox for NIXL \(cudaMalloc: cudaErrorMemory"):
+        NixlPlane(GpuInFiles(), 10_000)
+    assert memory_left(cuda) == []
 
 
 def test_an_arrival_is_told_when_the_host_has_seen_the_copy(cuda: Path) -> None:

@@ -6,12 +6,15 @@ to the tensors: memory that comes and goes would have to be registered each time
 
 import base64
 import binascii
+import logging
 import secrets
 import time
+from contextlib import ExitStack
 from threading import Event
 
 import torch
 
+from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_agent import NixlAgent, Read, ReadError
@@ -29,6 +32,8 @@ from rrfp.runtime.planes.plane import (
 )
 from rrfp.runtime.protocols import PeerLostError
 
+_log = logging.getLogger(__name__)
+
 
 class NixlPlane:
     """Implements `rrfp.runtime.planes.plane.Plane`."""
@@ -41,10 +46,35 @@ class NixlPlane:
         """Raises PlaneRefusal where there is no NIXL, or none that starts."""
         self.device = device
         self.reserved_bytes = 2 * slab_bytes
-        stream = device.new_stream()
-        self.slab = device.empty([slab_bytes], torch.uint8, stream)
-        landing = device.empty([slab_bytes], torch.uint8, stream)
-        self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", self.slab, landing)
+        self._on_exit = ExitStack()
+        try:
+            self.slab, landing = self._memory(slab_bytes), self._memory(slab_bytes)
+            self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", self.slab, landing)
+        except PlaneRefusal:
+            self._on_exit.close()
+            raise
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory to be registered. Of a GPU it is none of torch's: reads of that are slow where
+        its segments expand (https://github.com/ai-dynamo/nixl/issues/1754)."""
+        device = self.device
+        if device.torch_device.type != "cuda":
+            return device.empty([num_bytes], torch.uint8, device.compute_stream())
+        with device.selected():
+            try:
+                cuda = CudaRuntime(device.torch_device.index or 0)
+                address = cuda.allocate(num_bytes)
+            except CudaRuntimeError as error:
+                raise PlaneRefusal(f"CUDA gives no outbox for NIXL ({error})") from None
+        self._on_exit.callback(self._free, cuda, address)
+        return device.memory_at(address, num_bytes)
+
+    def _free(self, cuda: CudaRuntime, address: int) -> None:
+        with self.device.selected():
+            try:
+                cuda.free(address)
+            except CudaRuntimeError as error:
+                _log.warning("memory that NIXL read from was not freed: %s", error)
 
     def offer(self) -> Offer:
         return Offer(
@@ -77,6 +107,8 @@ class NixlPlane:
     def close(self, *, are_detached: bool) -> None:
         self._agent.close()
         del self.slab
+        if are_detached:
+            self._on_exit.close()
 
 
 class NixlPuller:
