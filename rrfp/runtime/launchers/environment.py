@@ -3,6 +3,7 @@ before srun, which may have started that."""
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from rrfp.errors import UsageError
 from rrfp.runtime.launchers.numbers import below, natural
@@ -34,12 +35,13 @@ def started(environment: Mapping[str, str] = os.environ) -> Started | None:
 
 
 def told_as_torch_reads_it(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that torch's process groups need and that srun does not set; none where they
-    are set. Raises UsageError as `started` does."""
-    if all(name in environment for name in _TORCHS):
+    """The variables that torch's process groups need and that srun does not set. None where any of
+    them is set, or srun's own do not go together: a script may find its place in its own way."""
+    if any(name in environment for name in _TORCHS) or not is_task(environment):
         return {}
-    place = started(environment)
-    return {} if place is None else place.as_of_torch
+    with suppress(UsageError):
+        return started_by_srun(environment).as_of_torch
+    return {}
 
 
 def _started_by_torch(environment: Mapping[str, str]) -> Started:

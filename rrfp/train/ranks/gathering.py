@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, cast
@@ -120,15 +120,41 @@ def _awaited(store: Store, key: str, host: int) -> bytes:
     return bytes(store.get(key))
 
 
+class _Part:
+    """What one host does, on a thread of its own."""
+
+    def __init__(self, store: Store, run: RunDir, work: Callable[[], None]) -> None:
+        self._store = store
+        self._run = run
+        self._is_ending = threading.Event()
+        self._moved_s = 0.0
+        """When something moved last."""
+        # A daemon: a store at the other end of a dead link answers after minutes, or never.
+        self._thread = threading.Thread(target=work, name="rrfp-gather", daemon=True)
+
+    def finish(self) -> None:
+        """This host's ranks have ended: move what is left, and wait for it."""
+        self._moved_s = time.monotonic()
+        self._is_ending.set()
+        while self._thread.is_alive():
+            if time.monotonic() > self._moved_s + 2 * _SILENCE_S:
+                _log.warning(
+                    "the run's store has not answered for %g s; records of other hosts are gathered"
+                    " no more",
+                    2 * _SILENCE_S,
+                )
+                return
+            self._thread.join(_LOOK_S)
+
+
 # Another host.
 
 
-class _Sender:
-    """Follows the files of a host's own ranks, on a thread of its own."""
+class _Sender(_Part):
+    """Follows the files of a host's own ranks."""
 
     def __init__(self, store: Store, run: RunDir, node_rank: int, ranks: Sequence[int]) -> None:
-        self._store = store
-        self._run = run
+        super().__init__(store, run, self._send)
         self._key = f"{_PREFIX}/{node_rank}"
         self._ranks = ranks
         # What lies there is of earlier sessions: records were left by a host that could not send
@@ -136,8 +162,6 @@ class _Sender:
         self._old = {path for path in self._files() if path.suffix == ".jsonl"}
         self._offsets = {path: path.stat().st_size for path in self._files()}
         self._num_sent = 0
-        self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._send, name="rrfp-gather", daemon=True)
         self._thread.start()
 
     def _files(self) -> Iterator[Path]:
@@ -190,34 +214,27 @@ class _Sender:
 
     def _await_taken(self, num: int) -> None:
         """Wait until host 0 has taken so many pieces. Raises RrfpError if it takes none."""
-        num_taken, deadline_s = 0, time.monotonic() + _SILENCE_S
+        num_taken = 0
+        self._moved_s = time.monotonic()
         while (now_taken := self._store.add(f"{self._key}/taken", 0)) < num:
             if now_taken > num_taken:
-                num_taken, deadline_s = now_taken, time.monotonic() + _SILENCE_S
-            if time.monotonic() > deadline_s:
+                num_taken, self._moved_s = now_taken, time.monotonic()
+            if time.monotonic() > self._moved_s + _SILENCE_S:
                 raise RrfpError(f"it took nothing for {_SILENCE_S:g} s")
             time.sleep(_LOOK_S / 10)
-
-    def finish(self) -> None:
-        """The ranks have ended: send what is left."""
-        self._is_ending.set()
-        self._thread.join()
 
 
 # Host 0.
 
 
-class _Receiver:
-    """Writes what other hosts send, on a thread of its own."""
+class _Receiver(_Part):
+    """Writes what other hosts send."""
 
     def __init__(self, store: Store, run: RunDir, ranks_of: dict[int, range]) -> None:
-        self._store = store
-        self._run = run
+        super().__init__(store, run, self._receive)
         self._ranks_of = ranks_of
         self._num_taken = dict.fromkeys(ranks_of, 0)
         self._files: dict[str, IO[bytes]] = {}
-        self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._receive, name="rrfp-gather", daemon=True)
         self._thread.start()
 
     def _receive(self) -> None:
@@ -233,20 +250,18 @@ class _Receiver:
 
     def _take_all(self) -> None:
         waiting = {*self._ranks_of}
-        heard_s = time.monotonic()
         while waiting:
             was_ending = self._is_ending.is_set()
             for host in sorted(waiting):
                 while (piece := self._next_of(host)) is not None:
-                    heard_s = time.monotonic()
+                    self._moved_s = time.monotonic()
                     if piece == _END:
                         waiting.discard(host)
                         break
                     self._write(host, piece)
             if not was_ending:
-                heard_s = time.monotonic()
                 self._is_ending.wait(_LOOK_S)
-            elif time.monotonic() > heard_s + _SILENCE_S:
+            elif time.monotonic() > self._moved_s + _SILENCE_S:
                 raise RrfpError(
                     f"host {', '.join(map(str, sorted(waiting)))} sent nothing for {_SILENCE_S:g} s"
                 )
@@ -285,8 +300,3 @@ class _Receiver:
         for file in self._files.values():
             fcntl.flock(file, fcntl.LOCK_UN)
             file.close()
-
-    def finish(self) -> None:
-        """This host's ranks have ended: take what the others still send."""
-        self._is_ending.set()
-        self._thread.join()
