@@ -5,7 +5,7 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.schedule.policy import Dispatch
-from rrfp.train import checks
+from rrfp.train import device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
@@ -121,8 +121,7 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
 def test_a_transport_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], lacks: str, words: str
 ) -> None:
-    monkeypatch.setattr(checks, lacks, lambda: False)
-    monkeypatch.setattr(checks, "cuda_problem", lambda: None)
+    monkeypatch.setattr(device_checks, lacks, lambda: False)
     with pytest.raises(UsageError, match=words):
         check_settings(TrainSettings(**flags))
 

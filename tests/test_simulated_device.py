@@ -1,12 +1,12 @@
 """The protocol of outbox, pull and release on simulated devices: right as it is, and wrong in every
 seed where one of its rules is broken."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rrfp.runtime.device.device import Event, Stream
-from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.device.simulated import SimulatedDevice, _Stream
 from rrfp.runtime.planes.mapped import MappedPuller
 from rrfp.runtime.planes.outbox import _Copying
 from rrfp.runtime.planes.plane import Pull
@@ -27,7 +27,11 @@ seeds = pytest.mark.parametrize(
 
 
 class HeaderEarly(PoisoningOutbox):
-    """The frame leaves when the copy into the slot is queued."""
+    """The frame leaves when the copy into the slot is queued, which is slower than a frame."""
+
+    def __init__(self, *plane_and_clock: Any) -> None:
+        super().__init__(*plane_and_clock)
+        cast(_Stream, self._stream).mean_delay_s = 5 * SLOW_S
 
     def _copy(self, *taken: Any) -> _Copying:
         copying = super()._copy(*taken)
@@ -103,7 +107,7 @@ class DoesNotTakeOver(SimulatedDevice):
 
 
 MISTAKES = {
-    "header early": Mistake(outbox=HeaderEarly, delay_s=SLOW_S / 2),
+    "header early": Mistake(outbox=HeaderEarly),
     "arrival early": Mistake(
         puller=ArrivalEarly, link=NeverReleases, outbox_bytes=LARGE_OUTBOX_BYTES
     ),

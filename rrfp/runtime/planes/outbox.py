@@ -133,10 +133,12 @@ class Outbox:
 
     def _run(self) -> None:
         try:
-            while self._go_on():
-                pass
-            # No copy may still read or write when the memory goes.
-            self._device.synchronize(self._device.record(self._stream))
+            try:
+                while self._go_on():
+                    pass
+            finally:
+                # No copy may still read or write when the memory goes.
+                self._device.synchronize(self._device.record(self._stream))
         except Exception as error:  # A thread that dies in silence would hang the run.
             self._fail(error)
         finally:
