@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,10 @@ sys.exit(0 if how == "end" else 3)
 """
 
 
-def run(directory: Path, *ways: str) -> dict[int, children.Failure]:
+def run(directory: Path, *ways: str, lost: Callable[[], str] = str) -> dict[int, children.Failure]:
     command = (sys.executable, "-c", PROGRAM, str(directory), ",".join(ways))
-    return run_to_end(command, {rank: {"RANK": str(rank)} for rank in range(len(ways))}, directory)
+    environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
+    return run_to_end(command, environments, directory, lost=lost)
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +93,11 @@ def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
 def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:
     failures = run(tmp_path, "die", "end")
     assert failures[0].exit_code == -signal.SIGKILL
+
+
+def test_another_host_that_is_lost_ends_them_all(tmp_path: Path) -> None:
+    with pytest.raises(RrfpError, match="host 1 was silent"):
+        run(tmp_path, "wait", lost=lambda: "host 1 was silent" if [*tmp_path.iterdir()] else "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

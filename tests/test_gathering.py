@@ -146,5 +146,5 @@ def test_what_host_0_does_not_take_stays(hosts: Hosts, caplog: pytest.LogCapture
     hosts.store.set(f"{PREFIX}/token", "unknown here")
     hosts.be(1, lambda: hosts.put(1, "records/rank-2.jsonl", b"mine"))
     (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert told.startswith("host 0 does not take what ranks 2, 3 recorded (it took nothing for")
+    assert told.startswith("host 0 takes no more records (it took nothing for")
     assert (hosts.runs[1].path / "records/rank-2.jsonl").read_bytes() == b"mine"

@@ -1,6 +1,7 @@
 """A stall is told as a grid: each rank's cause, its ready tasks, what the best lacks, from whom."""
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,34 @@ def test_a_lost_store_costs_the_rows_of_the_others_only() -> None:
     board.publish(0, 1, row(0))
     assert board.num_calls(0) == 0
     assert board.rows(0, 0) == []
+
+
+class SilentStore:
+    """A store whose host has gone, with nothing to say so."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+        self.num_calls = 0
+
+    def add(self, *_: object) -> int:
+        self.num_calls += 1
+        self.end.wait(60)
+        return 3
+
+
+def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rrfp.runtime.stall._ANSWER_S", 0.05)
+    silent = SilentStore()
+    store: Store = silent  # type: ignore[assignment]
+    board = StoreStallBoard(store, "p", [0, 1])
+    for _ in range(3):
+        assert board.num_calls(0) == 0
+        assert board.rows(0, 0) == []
+    assert silent.num_calls == 1
+    silent.end.set()  # the link is back
+    assert board._asking is not None
+    board._asking.join(20)
+    assert board.num_calls(0) == 3
 
 
 def test_the_grid(golden: Callable[[str, str], None]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import TracebackType
@@ -60,12 +60,13 @@ def trained_recording(directory: Path, flags: str) -> Recording:
 class Training:
     """A tiny `rrfp train --out RUN` that goes on by itself, and is ended with the `with` block."""
 
-    def __init__(self, run: Path, *flags: str) -> None:
+    def __init__(self, run: Path, *flags: str, within: Sequence[str] = ()) -> None:
+        """`within` goes before the command."""
         self.run = run
         # A file, because it is read while the run goes on.
         self._stderr = tempfile.NamedTemporaryFile(prefix="rrfp-stderr-")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "rrfp", "train", "--out", str(run), *TINY, *flags],
+            [*within, sys.executable, "-m", "rrfp", "train", "--out", str(run), *TINY, *flags],
             env=_environment(),
             stdout=subprocess.PIPE,
             stderr=self._stderr,

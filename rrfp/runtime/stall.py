@@ -8,10 +8,11 @@ through torch's store, and only after a rank has waited for a while.
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from threading import Thread
+from typing import Protocol, TypeVar
 
 from torch.distributed import Store
 
@@ -21,6 +22,11 @@ LOOK_S = 0.5
 """How often a waiting rank checks whether another one calls for rows."""
 GATHER_S = 1.5
 """How long before giving up a rank calls for rows; the others check at least twice by then."""
+
+_ANSWER_S = 0.5
+"""How long the store may take to answer. Nothing that arrives is taken in meanwhile."""
+
+T = TypeVar("T")
 
 _NUM_LISTED = 3
 _WIDTH = 80
@@ -46,8 +52,8 @@ class StallRow:
 
 
 class StallBoard(Protocol):
-    """Where the ranks that a stall may concern publish their rows. Never raises, because a stalled
-    rank must be able to report it."""
+    """Where the ranks that a stall may concern publish their rows. Never raises and never takes
+    long, because a stalled rank must be able to report it, and to hear that a peer is lost."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -69,12 +75,17 @@ class StallBoard(Protocol):
 
 
 class StoreStallBoard:
-    """A `StallBoard` in torch's store, below a key prefix used by one opening only."""
+    """A `StallBoard` in torch's store, below a key prefix used by one opening only.
+
+    The host of the store may have gone, with nothing to say so. A call to it then never returns, so
+    each is made in a thread of its own, and none while one has not returned.
+    """
 
     def __init__(self, store: Store, prefix: str, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
         self._store = store
         self._prefix = prefix
+        self._asking: Thread | None = None
 
     def call(self, step: int) -> int:
         return self._count(step, 1)
@@ -83,28 +94,48 @@ class StoreStallBoard:
         return self._count(step, 0)
 
     def publish(self, step: int, call: int, row: StallRow) -> None:
-        with suppress(RuntimeError):
-            self._store.set(self._row_key(step, row.rank), json.dumps([call, asdict(row)]))
+        self._answer(
+            lambda: self._store.set(self._row_key(step, row.rank), json.dumps([call, asdict(row)])),
+            None,
+        )
 
     def rows(self, step: int, call: int) -> list[StallRow]:
+        return self._answer(lambda: self._rows(step, call), [])
+
+    def _rows(self, step: int, call: int) -> list[StallRow]:
         rows = []
-        with suppress(RuntimeError):
-            for rank in self.ranks:
-                key = self._row_key(step, rank)
-                if not self._store.check([key]):
-                    continue
-                # Skip a row that cannot be read: a stalled rank reports what it knows.
-                with suppress(ValueError):
-                    answered, cells = items(parsed(self._store.get(key)), 2)
-                    if integer(answered) >= call:
-                        rows.append(instance(StallRow, cells))
+        for rank in self.ranks:
+            key = self._row_key(step, rank)
+            if not self._store.check([key]):
+                continue
+            # Skip a row that cannot be read: a stalled rank reports what it knows.
+            with suppress(ValueError):
+                answered, cells = items(parsed(self._store.get(key)), 2)
+                if integer(answered) >= call:
+                    rows.append(instance(StallRow, cells))
         return rows
 
     def _count(self, step: int, num_new: int) -> int:
-        # Without the store a rank still reports its own row. ValueError: the value is not a number.
-        with suppress(RuntimeError, ValueError):
-            return self._store.add(f"{self._prefix}/stall/{step}/calls", num_new)
-        return 0
+        return self._answer(
+            lambda: self._store.add(f"{self._prefix}/stall/{step}/calls", num_new), 0
+        )
+
+    def _answer(self, ask: Callable[[], T], without: T) -> T:
+        """What the store answers; `without` if it fails, or does not answer in time."""
+        if self._asking is not None and self._asking.is_alive():
+            return without
+        answers: list[T] = []
+
+        def note() -> None:
+            # Without the store a rank still reports its own row. ValueError: the value of a count
+            # is not a number.
+            with suppress(RuntimeError, ValueError):
+                answers.append(ask())
+
+        self._asking = Thread(target=note, name="rrfp-stall", daemon=True)
+        self._asking.start()
+        self._asking.join(_ANSWER_S)
+        return answers[0] if answers else without
 
     def _row_key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/stall/{step}/row/{rank}"

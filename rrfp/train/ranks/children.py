@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +62,12 @@ def run_to_end(
     directory: Path,
     *,
     end_on_request: bool = False,
+    lost: Callable[[], str] = str,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; returns the failures. As soon as one rank fails, the others are ended.
+    until all have ended; returns the failures. As soon as one rank fails, the others are ended. So
+    are all once `lost` says in a sentence that another host is, which is raised as RrfpError; `str`
+    says nothing.
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
@@ -79,7 +82,7 @@ def run_to_end(
             with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
                 for rank, environment in environments.items():
                     children[rank] = _start(command, environment, directory / f"error-{rank}.json")
-            return _watch(children, noted, end_on_request=end_on_request)
+            return _watch(children, noted, lost, end_on_request=end_on_request)
     finally:
         _signal(children, signal.SIGKILL)
 
@@ -98,7 +101,11 @@ def _start(command: Sequence[str], environment: Mapping[str, str], error_file: P
 
 
 def _watch(
-    children: Mapping[int, _Child], noted: list[signal.Signals], *, end_on_request: bool
+    children: Mapping[int, _Child],
+    noted: list[signal.Signals],
+    lost: Callable[[], str],
+    *,
+    end_on_request: bool,
 ) -> dict[int, Failure]:
     failures: dict[int, Failure] = {}
     requested_s = math.inf
@@ -120,6 +127,9 @@ def _watch(
             number = next(each for each in noted if each != signal.SIGTERM or not end_on_request)
             _end(children, ending_signal(end_on_request=True) if end_on_request else number)
             raise SignalledError(number)
+        if sentence := lost():
+            _end(children, ending_signal(end_on_request=end_on_request))
+            raise RrfpError(sentence)
         is_over = all(child.process.poll() is not None for child in children.values())
         _add_failures(failures, children)
         if is_over:

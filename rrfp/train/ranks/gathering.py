@@ -33,6 +33,7 @@ _ANSWER_S = 30.0
 """How long hosts that have just met wait for each other."""
 _SILENCE_S = 15.0
 """How long either side waits for the other, once this host's ranks have ended."""
+_STUCK_S = 2.0
 _END = b""
 _PREFIX = "rrfp/gathered"
 _NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)\.jsonl|logs/rank-(\d+)\.log)")
@@ -53,11 +54,14 @@ def gathering(store: Store, settings: TrainSettings, run: RunDir) -> Iterator[No
             part = _Receiver(store, run, {host: _ranks_of(settings, host) for host in hosts})
     elif not _shares(store, run, node_rank):
         part = _Sender(store, run, node_rank, _ranks_of(settings, node_rank))
+    if part is None:
+        yield
+        return
+    part.start()
     try:
         yield
     finally:
-        if part is not None:
-            part.finish()
+        part.finish()
 
 
 def _ranks_of(settings: TrainSettings, node_rank: int) -> range:
@@ -123,25 +127,31 @@ def _awaited(store: Store, key: str, host: int) -> bytes:
 class _Part:
     """What one host does, on a thread of its own."""
 
-    def __init__(self, store: Store, run: RunDir, work: Callable[[], None]) -> None:
+    def __init__(self, store: Store, run: RunDir, work: Callable[[], None], without: str) -> None:
+        """`without` says what comes of it if the store does not answer."""
         self._store = store
         self._run = run
+        self._without = without
         self._is_ending = threading.Event()
         self._moved_s = 0.0
         """When something moved last."""
         # A daemon: a store at the other end of a dead link answers after minutes, or never.
         self._thread = threading.Thread(target=work, name="rrfp-gather", daemon=True)
 
+    def start(self) -> None:
+        self._thread.start()
+
     def finish(self) -> None:
         """This host's ranks have ended: move what is left, and wait for it."""
         self._moved_s = time.monotonic()
         self._is_ending.set()
         while self._thread.is_alive():
-            if time.monotonic() > self._moved_s + 2 * _SILENCE_S:
+            # The thread itself waits for the other side, but not where a call does not return.
+            if time.monotonic() > self._moved_s + _SILENCE_S + _STUCK_S:
                 _log.warning(
-                    "the run's store has not answered for %g s; records of other hosts are gathered"
-                    " no more",
-                    2 * _SILENCE_S,
+                    "the run's store has not answered for %g s; %s",
+                    _SILENCE_S + _STUCK_S,
+                    self._without,
                 )
                 return
             self._thread.join(_LOOK_S)
@@ -154,7 +164,8 @@ class _Sender(_Part):
     """Follows the files of a host's own ranks."""
 
     def __init__(self, store: Store, run: RunDir, node_rank: int, ranks: Sequence[int]) -> None:
-        super().__init__(store, run, self._send)
+        stays = f"what ranks {', '.join(map(str, ranks))} recorded stays in {run.path}"
+        super().__init__(store, run, self._send, stays)
         self._key = f"{_PREFIX}/{node_rank}"
         self._ranks = ranks
         # What lies there is of earlier sessions: records were left by a host that could not send
@@ -162,7 +173,6 @@ class _Sender(_Part):
         self._old = {path for path in self._files() if path.suffix == ".jsonl"}
         self._offsets = {path: path.stat().st_size for path in self._files()}
         self._num_sent = 0
-        self._thread.start()
 
     def _files(self) -> Iterator[Path]:
         for rank in self._ranks:
@@ -183,10 +193,7 @@ class _Sender(_Part):
             self._await_taken(self._num_sent)
         except (RrfpError, RuntimeError, OSError) as error:
             _log.warning(
-                "host 0 does not take what ranks %s recorded (%s); it stays in %s",
-                ", ".join(map(str, self._ranks)),
-                first_line(str(error)),
-                self._run.path,
+                "host 0 takes no more records (%s); %s", first_line(str(error)), self._without
             )
             return
         for path in {*self._files()} - self._old:
@@ -231,11 +238,10 @@ class _Receiver(_Part):
     """Writes what other hosts send."""
 
     def __init__(self, store: Store, run: RunDir, ranks_of: dict[int, range]) -> None:
-        super().__init__(store, run, self._receive)
+        super().__init__(store, run, self._receive, "the trace lacks the rest")
         self._ranks_of = ranks_of
         self._num_taken = dict.fromkeys(ranks_of, 0)
         self._files: dict[str, IO[bytes]] = {}
-        self._thread.start()
 
     def _receive(self) -> None:
         with ExitStack() as stack:
@@ -244,8 +250,9 @@ class _Receiver(_Part):
                 self._take_all()
             except (RrfpError, RuntimeError, OSError, ValueError) as error:
                 _log.warning(
-                    "what other hosts record is gathered no more (%s); the trace lacks the rest",
+                    "other hosts' records are gathered no more (%s); %s",
                     first_line(str(error)),
+                    self._without,
                 )
 
     def _take_all(self) -> None:

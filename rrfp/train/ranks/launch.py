@@ -4,16 +4,17 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.stores import file_store
+from rrfp.train.ranks.stores import file_store, store_at
 from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ TRAINING = "rrfp.train.rank"
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
+_ANSWER_S = 30.0
 
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
@@ -38,7 +40,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory) as environment:
+        with _store(settings, run, directory) as (environment, lost):
             environments = _environments(settings, environment)
             end_on_request = settings.run.save is not None
             try:
@@ -47,6 +49,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                     environments,
                     directory,
                     end_on_request=end_on_request,
+                    lost=lost,
                 )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
@@ -58,21 +61,27 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
 
 
 @contextmanager
-def _store(settings: TrainSettings, run: RunDir, directory: Path) -> Iterator[Mapping[str, str]]:
-    """Keep the ranks' store open, and give the variables that tell them where it is. What ranks of
-    other hosts record comes to host 0."""
+def _store(
+    settings: TrainSettings, run: RunDir, directory: Path
+) -> Iterator[tuple[Mapping[str, str], Callable[[], str]]]:
+    """Keep the ranks' store open, and give the variables that tell them where it is, and what says
+    whether another host is lost. What ranks of other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory)
+        yield file_store(directory), str
         return
     # Imported late: only a launcher of several hosts needs torch.
     from rrfp.train.ranks.gathering import gathering
     from rrfp.train.ranks.meeting import meeting
+    from rrfp.train.ranks.pulse import beating
 
     def within(store: "Store") -> AbstractContextManager[None]:
         return gathering(store, settings, run)
 
     with meeting(settings, _MEETING_S, within) as environment:
-        yield environment
+        # A connection of its own: on the meeting's a call may wait for another to be answered.
+        store = store_at(environment[variables.STORE], _ANSWER_S)
+        with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
+            yield environment, pulse.lost
 
 
 def _environments(

@@ -7,6 +7,7 @@ polls, so that Ctrl-C ends it, and names the host that is missing.
 import ipaddress
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -29,6 +30,7 @@ from rrfp.train.settings import TrainSettings
 
 _LOOK_S = 0.2
 _ANSWER_S = 30.0
+_TELL_S = 5.0
 _PARTING_S = 60.0
 """How long hosts whose ranks have ended wait for the others."""
 
@@ -107,7 +109,13 @@ class _Meeting:
         return store
 
     def leave(self, store: Store) -> None:
-        """Tell host 0 that this host's ranks have ended."""
+        """Tell host 0 that this host's ranks have ended, if it can still be told."""
+        # A daemon: a store behind a dead link never answers, nor whoever waits for an answer of it.
+        telling = threading.Thread(target=self._tell, args=(store,), name="rrfp-leave", daemon=True)
+        telling.start()
+        telling.join(_TELL_S)
+
+    def _tell(self, store: Store) -> None:
         if self._settings.run.node_rank > 0:
             # Before host 0 may close its store, and open that of the next meeting at the same port.
             with suppress(OSError):

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, first_line
 from rrfp.runtime import variables
 
 if TYPE_CHECKING:
@@ -39,18 +39,28 @@ def port_store(host: str, port: int, own_address: str) -> dict[str, str]:
 def open_store(timeout_s: float) -> "Store | None":
     """The store that our launcher has named; None if torch is to find its own by the variables that
     torchrun sets."""
+    where = os.environ.get(variables.STORE)
+    return None if where is None else store_at(where, timeout_s)
+
+
+def store_at(where: str, timeout_s: float) -> "Store":
+    """The store at such a place: `file:PATH` or `tcp:HOST:PORT`. Raises RrfpError if nobody answers
+    there."""
     from torch.distributed import FileStore, TCPStore
 
-    where = os.environ.get(variables.STORE)
-    if where is None:
-        return None
     kind, _, place = where.partition(":")
     store: Store
     if kind == "file":
         store = FileStore(place)
     elif kind == "tcp":
         host, _, port = place.rpartition(":")
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        try:
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        except RuntimeError as error:
+            raise RrfpError(
+                f"the run's store at {place} cannot be reached ({first_line(str(error))}); see how "
+                "rrfp train ended on host 0"
+            ) from None
     else:
         raise RrfpError(
             f"{variables.STORE} is '{where}', which is neither file:PATH nor tcp:HOST:PORT; let "

@@ -1,0 +1,118 @@
+"""Two hosts as two network namespaces with mounts of their own. The wire between them takes 5 ms,
+loses a packet in a hundred, is cut for a while, and is cut for good."""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rrfp.trace.perfetto.reader import read_trace
+from tests.link_pairs import needs_nixl
+from tests.trained import (
+    ENDLESS,
+    START_S,
+    TINY,
+    Training,
+    await_no_process,
+    read_metrics,
+    rrfp,
+    rrfp_here,
+)
+from tests.wire import Wire
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+_PORT = 29400
+LARGE = ("--micro-batch-size=1024",)
+"""Activations then have 4 MiB, enough for a plane of the CPU's."""
+
+
+@contextmanager
+def two_hosts(disk: Path, *flags: str) -> Iterator[tuple[Wire, Training, Training]]:
+    """A run on both, at one path, which is another directory on each."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no `ip` command to make a network with")
+    try:
+        wire = Wire(f"rrfp-{os.getpid()}", delay_s=0.005, loss=0.01)
+    except OSError as error:
+        pytest.skip(f"this process may not make a network: {error}")
+    disk.mkdir()
+    run = disk / "run"
+    hosts = ["--nnodes", "2", "--rdzv-endpoint", f"{Wire.ADDRESS}:{_PORT}", "--node-rank"]
+    with (
+        wire,
+        Training(run, *flags, *hosts, "0", within=wire.within(0)) as first,
+        Training(run, *flags, *hosts, "1", within=wire.within(1, own=disk)) as second,
+    ):
+        yield wire, first, second
+
+
+def check_run(run: Path, num_steps: int) -> None:
+    """All steps are there, and the trace has the records of all ranks whole."""
+    assert len(read_metrics(run)) == num_steps
+    checked = rrfp_here(run.parent, "trace", "check", str(run))
+    assert checked.returncode == 0, checked.stdout
+    ranks = read_trace(run / "trace.pftrace").ranks
+    assert [{task.step for task in rank.tasks} for rank in ranks] == [{*range(num_steps)}] * 4
+
+
+transports = pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=needs_nixl)])
+
+
+@transports
+def test_they_make_one_run_that_learns_the_same(tmp_path: Path, transport: str) -> None:
+    with two_hosts(tmp_path / "disk", "--steps=3", *LARGE, f"--transport={transport}") as hosts:
+        _, first, second = hosts
+        code, _, err = first.ended()
+        assert code == 0, err
+        assert second.ended()[:2] == (0, "")
+        check_run(first.run, 3)
+        between = {
+            send.plane
+            for rank in read_trace(first.run / "trace.pftrace").ranks
+            for send in rank.sends
+            if {rank.info.rank, send.peer} == {1, 2}
+        }
+        assert between == {"nixl" if transport == "nixl" else "inline"}
+        there = rrfp(tmp_path, "train", "--steps=3", "--out=one", *TINY, *LARGE)
+    assert there.returncode == 0
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (first.run, tmp_path / "one")]
+    assert losses[0] == losses[1]
+
+
+def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path) -> None:
+    with two_hosts(tmp_path / "disk", "--steps=12") as (wire, first, second):
+        first.await_steps(2)
+        wire.cut()
+        time.sleep(5)
+        assert first.num_steps < 12
+        wire.mend()
+        code, _, err = first.ended()
+        assert code == 0, err
+        assert second.ended()[:2] == (0, "")
+        check_run(first.run, 12)
+
+
+@transports
+def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, transport: str) -> None:
+    with two_hosts(tmp_path / "disk", *ENDLESS, *LARGE, f"--transport={transport}") as hosts:
+        wire, first, second = hosts
+        first.await_steps(3)
+        wire.cut()
+        ends = [each.ended(timeout_s=START_S) for each in (first, second)]
+        await_no_process(first.run, timeout_s=10)
+        assert "other hosts' records are gathered no more (host 1 sent nothing" in ends[0][2]
+        assert "what ranks 2, 3 recorded stays in" in ends[1][2]
+        for host, (code, _, err) in enumerate(ends):
+            sentence = err.splitlines()[-1]
+            other = {0: "(rank [23]|host 1)", 1: "(rank [01]|host 0)"}[host]
+            assert code == 1
+            # A rank says it, unless all of its host wait in a collective.
+            assert re.search(rf"^rrfp: .*{other} was silent for [23]0 s", sentence), sentence
+        tasks = [rank.tasks for rank in read_trace(first.run / "trace.pftrace").ranks]
+    assert [len(each) > 0 for each in tasks] == [True] * 4
