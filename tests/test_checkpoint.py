@@ -51,6 +51,7 @@ from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import read_tensors
 from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks import children, meeting
+from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
@@ -635,7 +636,7 @@ def test_sigterm_while_hosts_part_changes_nothing(
     @contextmanager
     def parting(*_: Any) -> Iterator[dict[str, str]]:
         try:
-            yield {}
+            yield file_store(tmp_path)
         finally:
             signal.raise_signal(SIGTERM)
 
