@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Event, Failed, Inbox
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
+from rrfp.runtime.transport import tls
 from rrfp.runtime.transport.connecting import Listener, dial
 from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Where
 from rrfp.runtime.transport.wire import Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
@@ -31,7 +34,26 @@ PREFIX = "rrfp/transport"
 PATIENCE_S = 20.0
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason=f"needs NIXL: {HOW_TO_INSTALL}")
+needs_tls = pytest.mark.skipif(
+    not tls.is_installed(), reason=f"needs cryptography: {tls.HOW_TO_INSTALL}"
+)
+
+
+class Way(StrEnum):
+    """How two ranks connect."""
+
+    UNIX = "unix"
+    TCP = "tcp"
+    TLS = "tls"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of a socket transport."""
+        return {"allow_unix": self is Way.UNIX, "tls": self is Way.TLS}
+
+
 unix_and_tcp = pytest.mark.parametrize("allow_unix", [True, False], ids=["unix", "tcp"])
+ways = pytest.mark.parametrize("way", [Way.UNIX, Way.TCP, pytest.param(Way.TLS, marks=needs_tls)])
 
 
 @contextmanager
@@ -143,11 +165,12 @@ def lone_rank(
 
 @contextmanager
 def bare_peer(
-    role: str, *, unix: bool = True, **options: float
+    role: str, way: Way = Way.UNIX, **options: float
 ) -> Iterator[tuple[SocketTransport, Inbox, socket.socket]]:
     """Rank 0 with one link, whose other end is a proven but bare socket: the link's `source` or
     its `destination`."""
-    store, inbox = HashStore(), Inbox()
+    store, inbox, unix = HashStore(), Inbox(), way is Way.UNIX
+    tunnels = Tunnels() if way is Way.TLS else None
     rendezvous = Rendezvous(store, PREFIX, 1, PATIENCE_S)
     rendezvous.publish("place/1", files_identity() if unix else "elsewhere")
     sends_to, receives_from = ([1], []) if role == "destination" else ([], [1])
@@ -161,6 +184,7 @@ def bare_peer(
                 receives_from,
                 inbox,
                 num_credits=1,
+                tls=tunnels is not None,
                 **options,  # type: ignore[arg-type]
             )
         )
@@ -176,6 +200,7 @@ def bare_peer(
                 unix=unix,
                 tcp=not unix,
                 address="127.0.0.1",
+                tunnels=tunnels,
             )
             listener.open()
             rendezvous.publish("address/1", listener.where.to_json())
@@ -183,12 +208,14 @@ def bare_peer(
             listener.close()
         else:
             where = rendezvous.wait_json("address/0", 0, Where.decode)
-            connected.append(dial(1, 0, where, unix=unix, timeout_s=PATIENCE_S))
+            connected.append(dial(1, 0, where, unix=unix, timeout_s=PATIENCE_S, tunnels=tunnels))
         transport = making.result(PATIENCE_S)
     try:
         yield transport, inbox, connected[0]
     finally:
         connected[0].close()
+        if tunnels is not None:
+            tunnels.close(PATIENCE_S)
         transport.close()
 
 

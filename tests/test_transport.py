@@ -30,13 +30,14 @@ from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.link_pairs import (
     Pair,
+    Way,
     lone_rank,
     nothing_left,
     opened,
     pair,
     take,
     task,
-    unix_and_tcp,
+    ways,
 )
 from tests.test_wire import same_bits, tensors
 
@@ -83,10 +84,10 @@ def links() -> Iterator[dict[bool, Pair]]:
         yield {True: unix, False: tcp}
 
 
-@unix_and_tcp
-def test_large_messages_cross_both_ways_at_once(allow_unix: bool) -> None:
+@ways
+def test_large_messages_cross_both_ways_at_once(way: Way) -> None:
     big = torch.arange(3 * 2**20, dtype=torch.int32)
-    with pair(allow_unix=allow_unix) as made:
+    with pair(**way.options) as made:
         for index in range(3):
             for rank in (0, 1):
                 made.transports[rank].send(1 - rank, Message(0, task(index), (big,)))

@@ -26,6 +26,7 @@ from rrfp.runtime.transport.wire import Header, Purpose, encode_header
 from tests.link_pairs import (
     PATIENCE_S,
     Pair,
+    Way,
     bare_peer,
     failure,
     message_bytes,
@@ -34,7 +35,7 @@ from tests.link_pairs import (
     pair,
     take,
     task,
-    unix_and_tcp,
+    ways,
 )
 from tests.ranks import loopback_store, run_ranks
 from tests.test_wire import same_bits
@@ -48,9 +49,9 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@unix_and_tcp
-def test_closing_delivers_what_is_queued_and_fails_nobody(allow_unix: bool) -> None:
-    made = Pair(allow_unix=allow_unix)
+@ways
+def test_closing_delivers_what_is_queued_and_fails_nobody(way: Way) -> None:
+    made = Pair(**way.options)
     big = torch.ones(2**20)
     for index in range(5):
         made.transports[0].send(1, Message(0, task(index), (big,)))
@@ -93,10 +94,10 @@ def test_a_rank_that_fails_leaves_without_a_farewell() -> None:
         assert all("rank 1 closed its connection" in str(error) for error in errors)
 
 
-@unix_and_tcp
-def test_a_forked_process_does_not_keep_a_failed_rank_alive(allow_unix: bool) -> None:
+@ways
+def test_a_forked_process_does_not_keep_a_failed_rank_alive(way: Way) -> None:
     """A data loader's worker has the links of its parent open."""
-    with pair(allow_unix=allow_unix, silence_s=3600.0) as made:
+    with pair(**way.options, silence_s=3600.0) as made:
         reader, writer = os.pipe()
         worker = os.fork()
         if worker == 0:
@@ -117,17 +118,17 @@ def test_a_forked_process_does_not_keep_a_failed_rank_alive(allow_unix: bool) ->
 # Peers that break the protocol, and strangers.
 
 
-@unix_and_tcp
-def test_close_wakes_a_sender_without_credit(allow_unix: bool) -> None:
-    with bare_peer("destination", unix=allow_unix, close_s=0.1) as (transport, inbox, _):
+@ways
+def test_close_wakes_a_sender_without_credit(way: Way) -> None:
+    with bare_peer("destination", way, close_s=0.1) as (transport, inbox, _):
         transport.send(1, Message(0, task(0), ()))
         transport.close()
         assert not inbox.take()
 
 
-@unix_and_tcp
-def test_close_wakes_a_sender_with_a_full_socket(allow_unix: bool) -> None:
-    with bare_peer("destination", unix=allow_unix, close_s=0.1) as (transport, inbox, raw):
+@ways
+def test_close_wakes_a_sender_with_a_full_socket(way: Way) -> None:
+    with bare_peer("destination", way, close_s=0.1) as (transport, inbox, raw):
         raw.sendall(encode_header(Header(Purpose.CREDIT, number=1)))
         transport.send(1, Message(0, task(0), (torch.ones(2**24),)))
         assert raw.recv(4) == b"RRFP"
@@ -162,9 +163,9 @@ def test_what_breaks_the_protocol_is_told_with_its_rank(
 
 
 @pytest.mark.parametrize("role", ["source", "destination"])
-@unix_and_tcp
-def test_an_end_of_file_in_mid_frame_is_a_loss(role: str, allow_unix: bool) -> None:
-    with bare_peer(role, unix=allow_unix) as (_, inbox, raw):
+@ways
+def test_an_end_of_file_in_mid_frame_is_a_loss(role: str, way: Way) -> None:
+    with bare_peer(role, way) as (_, inbox, raw):
         raw.sendall(message_bytes(0)[:20])
         raw.close()
         error = failure(take(inbox, 1))
@@ -247,11 +248,10 @@ def test_a_stopped_peer_is_named_even_while_its_socket_is_full() -> None:
         assert "rank 1 was silent for 1 s" in second
 
 
-def exchange_with_other_rank(allow_unix: bool) -> list[str]:
+def exchange_with_other_rank(way: Way) -> list[str]:
     """Send random messages to the other rank and compare what it sends, which is the same."""
     rank, inbox = int(os.environ["RANK"]), Inbox()
-    options = {"allow_unix": allow_unix}
-    transport = make_in_process(rank, inbox, int(os.environ["MASTER_PORT"]), **options)
+    transport = make_in_process(rank, inbox, int(os.environ["MASTER_PORT"]), **way.options)
     generator = torch.Generator().manual_seed(1)
     sent = [torch.randn(index * 1000, 3, generator=generator) for index in range(40)]
     for index, tensor in enumerate(sent):
@@ -275,6 +275,6 @@ def exchange_with_other_rank(allow_unix: bool) -> list[str]:
     return wrong
 
 
-@unix_and_tcp
-def test_two_processes_exchange_messages(allow_unix: bool) -> None:
-    assert run_ranks(2, exchange_with_other_rank, allow_unix, timeout_s=40) == [[], []]
+@ways
+def test_two_processes_exchange_messages(way: Way) -> None:
+    assert run_ranks(2, exchange_with_other_rank, way, timeout_s=40) == [[], []]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.trace.perfetto.reader import read_trace
-from tests.link_pairs import needs_nixl
+from tests.link_pairs import needs_nixl, needs_tls
 from tests.trained import (
     ENDLESS,
     START_S,
@@ -61,12 +61,19 @@ def check_run(run: Path, num_steps: int) -> None:
     assert [{task.step for task in rank.tasks} for rank in ranks] == [{*range(num_steps)}] * 4
 
 
-transports = pytest.mark.parametrize("transport", ["auto", pytest.param("nixl", marks=needs_nixl)])
+flags = pytest.mark.parametrize(
+    "flag",
+    [
+        "--transport=auto",
+        pytest.param("--transport=nixl", marks=needs_nixl),
+        pytest.param("--tls", marks=needs_tls),
+    ],
+)
 
 
-@transports
-def test_they_make_one_run_that_learns_the_same(tmp_path: Path, transport: str) -> None:
-    with two_hosts(tmp_path / "disk", "--steps=3", *LARGE, f"--transport={transport}") as hosts:
+@flags
+def test_they_make_one_run_that_learns_the_same(tmp_path: Path, flag: str) -> None:
+    with two_hosts(tmp_path / "disk", "--steps=3", *LARGE, flag) as hosts:
         _, first, second = hosts
         code, _, err = first.ended()
         assert code == 0, err
@@ -78,7 +85,7 @@ def test_they_make_one_run_that_learns_the_same(tmp_path: Path, transport: str) 
             for send in rank.sends
             if {rank.info.rank, send.peer} == {1, 2}
         }
-        assert between == {"nixl" if transport == "nixl" else "inline"}
+        assert between == {"nixl" if flag.endswith("nixl") else "inline"}
         there = rrfp(tmp_path, "train", "--steps=3", "--out=one", *TINY, *LARGE)
     assert there.returncode == 0
     losses = [[line["loss"] for line in read_metrics(run)] for run in (first.run, tmp_path / "one")]
@@ -98,9 +105,9 @@ def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         check_run(first.run, 12)
 
 
-@transports
-def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, transport: str) -> None:
-    with two_hosts(tmp_path / "disk", *ENDLESS, *LARGE, f"--transport={transport}") as hosts:
+@flags
+def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, flag: str) -> None:
+    with two_hosts(tmp_path / "disk", *ENDLESS, *LARGE, flag) as hosts:
         wire, first, second = hosts
         first.await_steps(3)
         wire.cut()

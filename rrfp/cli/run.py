@@ -31,7 +31,7 @@ _STEERING = (
     *("hint", "limit", "hold", "hold_features", "measure_memory"),
     *("w", "agreement", "patience", "grad_order"),
     *("admit", "admit_cost", "plan_ms", "admit_across"),
-    *("transport", "outbox_mb"),
+    *("transport", "outbox_mb", "tls"),
 )
 """Settings of a training run that a job takes as they are."""
 

@@ -73,6 +73,7 @@ class Pipeline:
             connect_s=settings.connect_s,
             delays=delays,
             planes=self._planes,
+            tls=settings.tls,
         )
         self._transport.open()
         self._agreement = StarAgreement(place.rank, members, self._transport, record)

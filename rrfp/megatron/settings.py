@@ -11,6 +11,7 @@ from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.dealing_files import dealing_file
 from rrfp.inputs.hint_files import resolve_hint
 from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
+from rrfp.runtime.transport import tls
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.auto import AutoHint
@@ -77,6 +78,8 @@ class DispatchSettings:
     """What carries the tensors of messages."""
     outbox_mb: int = DEFAULT_OUTBOX_MB
     """The memory, in MiB, in which a rank's large messages wait for their receivers."""
+    tls: bool = False
+    """Whether messages to ranks on other hosts are encrypted."""
     placement: Placement = Placement.LOOP
     """Which stages a rank's model chunks are."""
     connect_s: float = 60.0
@@ -114,6 +117,10 @@ class DispatchSettings:
         if not isinstance(outbox_mb, int) or outbox_mb < 1:
             raise UsageError(
                 f"outbox_mb is {outbox_mb!r}; it must be a number of MiB of at least 1"
+            )
+        if self.tls and not tls.is_installed():
+            raise UsageError(
+                f"tls needs the package cryptography, which is not installed; {tls.HOW_TO_INSTALL}"
             )
         if not isinstance(self.admit, str):
             raise UsageError(f"admit is {self.admit!r}; it must be a name or a path, as text")

@@ -8,6 +8,7 @@ from rrfp.runtime.device.cuda_presence import cuda_presence
 from rrfp.runtime.device.cuda_runtime import has_bindings
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_package import is_installed
+from rrfp.runtime.transport import tls
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.setting_groups import DeviceKind, RunSettings
 from rrfp.train.settings import TrainSettings
@@ -79,6 +80,21 @@ DEVICES_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         lambda s: s.layout.transport == TransportName.NIXL and not is_installed(),
         "--transport nixl needs the package nixl, which is not installed; pip install "
         "'rrfp[nixl]', or leave --transport out",
+    ),
+    (
+        lambda s: s.layout.tls and not tls.is_installed(),
+        "--tls needs the package cryptography, which is not installed; pip install 'rrfp[tls]', or "
+        "leave --tls out",
+    ),
+    (
+        lambda s: s.layout.tls and s.run.nnodes > 1 and s.layout.transport == TransportName.NIXL,
+        "--transport nixl does not encrypt what goes to other hosts and --tls asks for it; leave "
+        "one of them out",
+    ),
+    (
+        lambda s: s.layout.tls and s.policy.dispatch == Dispatch.MEGATRON,
+        "--tls encrypts rrfp's own messages and --dispatch megatron sends by Megatron-Core's own "
+        "transfers; leave --tls out",
     ),
 )
 """Combinations that do not work, as in `rrfp.train.checks`."""

@@ -230,5 +230,6 @@ def schedule_of(
         placement=settings.layout.placement,
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,
+        tls=settings.layout.tls,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

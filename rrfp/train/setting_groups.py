@@ -191,6 +191,9 @@ class LayoutSettings:
         must=AT_LEAST_1,
         metavar="MIB",
     )
+    tls: bool = setting(
+        False, "Encrypt the messages between pipeline ranks of different hosts (`rrfp[tls]`)."
+    )
 
     @property
     def num_replicas(self) -> int:

@@ -38,6 +38,9 @@ CHOICES: Mapping[str, Mapping[TransportName, tuple[tuple[TransportName, ...], ..
 on another; the first that works, and else the socket itself."""
 
 
+_PLAIN = frozenset({TransportName.NIXL})
+"""What goes past the link, and so past its TLS."""
+
 PLANES: Mapping[TransportName, Callable[[Device, int], Plane]] = {
     TransportName.SHM: SharedMemoryPlane,
     TransportName.CUDA_IPC: CudaIpcPlane,
@@ -74,8 +77,16 @@ class RankPlanes:
         """Whether links have something to settle; the same on all ranks."""
         return bool(self._near or self._far)
 
-    def open(self, *, has_near: bool, has_far: bool) -> None:
-        """Make what links to peers on this host, and on others, may take."""
+    def open(self, *, has_near: bool, has_far: bool, encrypts: bool = False) -> None:
+        """Make what links to peers on this host, and on others, may take; `encrypts`: what goes to
+        other hosts is to be encrypted. Raises UsageError where what was asked for does not."""
+        if encrypts and has_far:
+            if self.asked in _PLAIN:
+                raise UsageError(
+                    f"transport {self.asked} does not encrypt what goes to other hosts, and tls is "
+                    "asked for; leave one of them out"
+                )
+            self._far = tuple(name for name in self._far if name not in _PLAIN)
         names = {*(self._near if has_near else ()), *(self._far if has_far else ())}
         if TransportName.NIXL in names and not has_far:
             keep_to_this_host()

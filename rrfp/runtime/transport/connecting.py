@@ -4,6 +4,8 @@ A destination listens before it publishes where, and accepts on threads of its o
 so that ranks may start in any order and none waits for another's accept to dial. It stops
 listening once all its sources are there.
 
+Between hosts a connection may be under TLS (`rrfp.runtime.transport.tls`).
+
 Who may connect is who knows the listener's secret. That of a Unix socket lies in a file beside it,
 in a directory that only its owner may enter, and goes nowhere else. That of a TCP port, where a
 source is on another host, stands in the store with the port's address: whoever can read the store
@@ -30,6 +32,7 @@ from rrfp.runtime.transport.handshake import (
     dial_handshake,
 )
 from rrfp.runtime.transport.private_socket import StrangeFileError, bind_private, connect_private
+from rrfp.runtime.transport.tls import TlsError, Tunnels
 from rrfp.runtime.transport.whereabouts import Port, Where
 
 _HANDSHAKE_S = 10.0
@@ -52,9 +55,10 @@ class Listener:
         unix: bool,
         tcp: bool,
         address: str | None,
+        tunnels: Tunnels | None = None,
     ) -> None:
         """To listen at a Unix socket, at a TCP port, or both; `address` is the host name or address
-        to listen at (default: `reachable_address()`).
+        to listen at (default: `reachable_address()`). With `tunnels` the port speaks TLS.
 
         `on_connected` is called on a thread of the listener, once for each source, with a socket
         that it then owns.
@@ -62,6 +66,7 @@ class Listener:
         self._rank = rank
         self._on_connected = on_connected
         self._unix, self._tcp, self._address = unix, tcp, address
+        self._tunnels = tunnels
         self._condition = Condition()
         # Guarded by the condition.
         self._missing = set(sources)
@@ -104,7 +109,9 @@ class Listener:
                 f"rank {self._rank} cannot listen at '{host}' ({error}); give an address of this"
                 " host that the others can reach"
             ) from None
-        self._port = Port(host, listening.getsockname()[1], secrets.token_bytes(SECRET_BYTES))
+        fingerprint = None if self._tunnels is None else self._tunnels.certify()
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._port = Port(host, listening.getsockname()[1], secret, fingerprint)
         self._sockets.append((listening, self._port.secret))
 
     @property
@@ -185,12 +192,13 @@ class Listener:
 
     def _prove(self, connection: socket.socket, secret: bytes) -> None:
         """Have one dialler prove itself; a stranger is dropped without a word."""
-        try:
+        accepted, source = connection, None
+        with suppress(TlsError, HandshakeError):
+            if self._tunnels is not None and connection.family != socket.AF_UNIX:
+                connection = self._tunnels.accept(accepted, _HANDSHAKE_S)
             source = accept_handshake(connection, secret, self._missing, self._rank, _HANDSHAKE_S)
-        except HandshakeError:
-            source = None
         with self._condition:
-            self._pending.discard(connection)
+            self._pending.discard(accepted)
             if source is None or source not in self._missing or self._is_closed:
                 connection.close()
                 return
@@ -200,9 +208,17 @@ class Listener:
             self._condition.notify_all()
 
 
-def dial(rank: int, peer: int, where: Where, *, unix: bool, timeout_s: float) -> socket.socket:
-    """Connect to rank `peer`, which listens at `where`. Raises PeerLostError naming it where that
-    fails."""
+def dial(
+    rank: int,
+    peer: int,
+    where: Where,
+    *,
+    unix: bool,
+    timeout_s: float,
+    tunnels: Tunnels | None = None,
+) -> socket.socket:
+    """Connect to rank `peer`, which listens at `where`, under TLS with `tunnels` unless
+    that is a Unix socket. Raises PeerLostError naming the peer where that fails."""
     try:
         connection, secret = _connect(where, unix=unix, timeout_s=timeout_s)
     except (OSError, StrangeFileError) as error:
@@ -213,6 +229,8 @@ def dial(rank: int, peer: int, where: Where, *, unix: bool, timeout_s: float) ->
         else:
             told += "see whether it still runs and whether a firewall lies between"
         raise PeerLostError(told) from None
+    if tunnels is not None and not unix:
+        connection = _under_tls(connection, rank, peer, where, tunnels, timeout_s)
     try:
         dial_handshake(connection, secret, rank, peer, min(timeout_s, _HANDSHAKE_S))
     except HandshakeError as error:
@@ -226,6 +244,25 @@ def dial(rank: int, peer: int, where: Where, *, unix: bool, timeout_s: float) ->
         raise
     _prepare(connection)
     return connection
+
+
+def _under_tls(
+    connection: socket.socket,
+    rank: int,
+    peer: int,
+    where: Where,
+    tunnels: Tunnels,
+    timeout_s: float,
+) -> socket.socket:
+    assert where.tcp is not None
+    assert where.tcp.fingerprint is not None
+    try:
+        return tunnels.dial(connection, where.tcp.fingerprint, min(timeout_s, _HANDSHAKE_S))
+    except TlsError as error:
+        raise PeerLostError(
+            f"rank {rank} has no TLS with rank {peer} at {where.tcp.shown}: {error}; see whether"
+            f" rank {peer} still runs, and who else can write to the run's store"
+        ) from None
 
 
 def _connect(where: Where, *, unix: bool, timeout_s: float) -> tuple[socket.socket, bytes]:

@@ -35,6 +35,7 @@ class TransportMaker(Protocol):
         connect_s: float,
         delays: Delays | None,
         planes: RankPlanes | None,
+        tls: bool,
     ) -> Transport: ...
 
 

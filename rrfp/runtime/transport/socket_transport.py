@@ -3,7 +3,8 @@
 Ranks on one host meet at Unix sockets, others at TCP ports; the addresses travel through torch's
 store. Each listener has a secret: a Unix socket's lies beside it, for this user alone; a TCP port's
 travels through the store too, and protects the link as far as that store is protected. The wire is
-authenticated when a connection is made, not encrypted: it belongs on a cluster's own network.
+authenticated when a connection is made; between hosts it is encrypted if that is asked for, and
+else belongs on a cluster's own network.
 
 The sockets carry small tensors of the CPU themselves. Large ones, and those of a device, a data
 plane carries beside them (`rrfp.runtime.planes.plane`).
@@ -31,6 +32,7 @@ from rrfp.runtime.transport.destination_link import DestinationLink, LinkPlane
 from rrfp.runtime.transport.driver import DestinationDriver, SourceDriver
 from rrfp.runtime.transport.link import LinkOptions
 from rrfp.runtime.transport.source_link import SourceLink
+from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Where
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
 from rrfp.schedule.tasks import Task
@@ -66,14 +68,16 @@ class SocketTransport:
         address: str | None = None,
         delays: Delays | None = None,
         planes: RankPlanes | None = None,
+        tls: bool = False,
     ) -> None:
         """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
         how many messages each incoming link must be able to hold that were not `consumed` yet: all
         of a step's in fixed dispatch, or a rank waits for ever behind the wrong microbatch. It
         holds up to an eighth more. `record` is called by the links' threads and by whoever sends.
         `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
-        other hosts. `planes` are its own from here on; None: the sockets carry all tensors. Raises
-        UsageError for settings that cannot work.
+        other hosts. `planes` are its own from here on; None: the sockets carry all tensors. With
+        `tls` connections at TCP ports are encrypted. Raises UsageError for settings that cannot
+        work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -96,6 +100,7 @@ class SocketTransport:
         self._address = address
         self._delays = delays
         self._planes = planes or RankPlanes(CPU, TransportName.INLINE, 0)
+        self._tunnels = Tunnels() if tls else None
         self._device_type = self._planes.device.torch_device.type
         self._lock = Lock()
         self._is_closed = False
@@ -123,7 +128,11 @@ class SocketTransport:
         is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
-        self._planes.open(has_near=any(is_near.values()), has_far=not all(is_near.values()))
+        self._planes.open(
+            has_near=any(is_near.values()),
+            has_far=not all(is_near.values()),
+            encrypts=self._tunnels is not None,
+        )
         listener = Listener(
             rank,
             self._receives_from,
@@ -131,6 +140,7 @@ class SocketTransport:
             unix=any(is_near[peer] for peer in self._receives_from),
             tcp=not all(is_near[peer] for peer in self._receives_from),
             address=self._address,
+            tunnels=self._tunnels,
         )
         listener.open()
         try:
@@ -140,7 +150,12 @@ class SocketTransport:
                 where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
                 self._check_is_same(peer, where)
                 left_s = max(rendezvous.remaining_s, 0.001)
-                connection = dial(rank, peer, where, unix=is_near[peer], timeout_s=left_s)
+                connection = dial(
+                    *(rank, peer, where),
+                    unix=is_near[peer],
+                    timeout_s=left_s,
+                    tunnels=self._tunnels,
+                )
                 outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
                 self._open_destination(peer, connection, outbox)
             listener.wait(rendezvous, self._connect_s)
@@ -157,6 +172,17 @@ class SocketTransport:
                 f"rank {self._rank} has transport {self._planes.asked} and rank {peer}"
                 f" {where.transport}; give all ranks the same"
             )
+
+        if where.tcp is not None:
+            own, told = (
+                "on" if has_tls else "off"
+                for has_tls in (self._tunnels is not None, where.tcp.fingerprint is not None)
+            )
+            if own != told:
+                raise UsageError(
+                    f"rank {self._rank} has tls {own} and rank {peer} {told}; give all ranks the"
+                    " same"
+                )
 
     def _offer(
         self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
@@ -281,6 +307,8 @@ class SocketTransport:
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
         have_left = [driver.join() for driver in drivers]
+        if self._tunnels is not None:
+            self._tunnels.close(self._close_s)
         # Each peer has let go of this rank's memory before its farewell.
         self._planes.close(self._close_s, are_detached=all(have_left))
 

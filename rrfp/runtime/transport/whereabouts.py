@@ -7,6 +7,7 @@ from typing import Self
 from rrfp.runtime.decoding import integer, member, text
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.transport.handshake import SECRET_BYTES
+from rrfp.runtime.transport.tls import FINGERPRINT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,8 @@ class Port:
     host: str
     port: int
     secret: bytes
+    fingerprint: bytes | None = None
+    """Of the certificate that it shows; None: it speaks no TLS."""
 
     @property
     def shown(self) -> str:
@@ -36,6 +39,8 @@ class Where:
         values = asdict(self)
         if self.tcp is not None:
             values["tcp"]["secret"] = self.tcp.secret.hex()
+            shown = self.tcp.fingerprint
+            values["tcp"]["fingerprint"] = None if shown is None else shown.hex()
         return json.dumps(values)
 
     @classmethod
@@ -58,6 +63,10 @@ def _plain_path(path: str) -> str:
 def _port(value: object) -> Port:
     port = integer(member(value, "port"))
     secret = bytes.fromhex(text(member(value, "secret")))
+    shown = member(value, "fingerprint")
+    fingerprint = None if shown is None else bytes.fromhex(text(shown))
     if not 0 < port < 2**16 or len(secret) != SECRET_BYTES:
         raise ValueError("its port or its secret is invalid")
-    return Port(text(member(value, "host")), port, secret)
+    if fingerprint is not None and len(fingerprint) != FINGERPRINT_BYTES:
+        raise ValueError("its fingerprint is invalid")
+    return Port(text(member(value, "host")), port, secret, fingerprint)
