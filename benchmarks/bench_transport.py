@@ -19,16 +19,17 @@ from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Messa
 from rrfp.runtime.transport.factory import data_planes
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
-from tests.link_pairs import needs_nixl
+from tests.link_pairs import needs_nixl, needs_tls
 
 TASK = Task(1, Kind.F, 0)
 NUM_STREAMED = 16
 
 
 def make(rank: int, num_ranks: int, store: Store, inbox: Inbox, way: str) -> SocketTransport:
-    """A star around rank 0. `way` is a data plane, or tcp."""
+    """A star around rank 0. `way` is a data plane, tcp, or tls."""
     peers = [peer for peer in range(num_ranks) if peer != rank] if rank == 0 else [0]
-    plane = TransportName.INLINE if way == "tcp" else TransportName(way)
+    is_far = way in ("tcp", "tls")
+    plane = TransportName.INLINE if is_far else TransportName(way)
     transport = SocketTransport(
         rank,
         store,
@@ -36,8 +37,9 @@ def make(rank: int, num_ranks: int, store: Store, inbox: Inbox, way: str) -> Soc
         peers,
         inbox,
         num_credits=NUM_STREAMED,
-        allow_unix=way != "tcp",
+        allow_unix=not is_far,
         planes=data_planes(torch.device("cpu"), plane, DEFAULT_OUTBOX_MB),
+        tls=way == "tls",
     )
     transport.open()
     return transport
@@ -105,7 +107,11 @@ def measure(benchmark: BenchmarkFixture, function: Callable[[], None], *, num_ro
 
 @pytest.fixture(
     scope="module",
-    params=["inline", "tcp", "shm", pytest.param("nixl", marks=needs_nixl)],
+    params=[
+        *("inline", "tcp", "shm"),
+        pytest.param("tls", marks=needs_tls),
+        pytest.param("nixl", marks=needs_nixl),
+    ],
 )
 def link(request: pytest.FixtureRequest) -> Iterator[tuple[SocketTransport, Inbox]]:
     with star(2, request.param) as made:

@@ -38,7 +38,7 @@ ROOMS = {
     "rrfp.inputs": room("schedule"),
     "rrfp.trace": room("schedule", "perfetto google numpy viztracer"),
     "rrfp.interchange": room("schedule trace", "polars"),
-    "rrfp.runtime": room("schedule trace", "torch cuda"),
+    "rrfp.runtime": room("schedule trace", "cryptography torch cuda"),
     "rrfp.simulate": room("schedule trace", "numpy"),
     "rrfp.replay": room("schedule trace simulate"),
     "rrfp.tune": room("schedule inputs trace simulate replay", "numpy"),

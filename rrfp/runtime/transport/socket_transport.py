@@ -38,6 +38,8 @@ from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes,
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
+_LAST_WORDS_S = 0.1
+"""How long those of a rank that fails may take to be with the system, under TLS."""
 _Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
 
 
@@ -308,7 +310,7 @@ class SocketTransport:
             driver.begin_close(deadline_ns, farewell=farewell)
         have_left = [driver.join() for driver in drivers]
         if self._tunnels is not None:
-            self._tunnels.close(self._close_s)
+            self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
         # Each peer has let go of this rank's memory before its farewell.
         self._planes.close(self._close_s, are_detached=all(have_left))
 
