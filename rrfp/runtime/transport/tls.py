@@ -11,7 +11,6 @@ to the one end happens to the other: its end, its loss, its being full.
 
 import hashlib
 import hmac
-import logging
 import select
 import socket
 import ssl
@@ -21,7 +20,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from threading import Lock, Thread
-from typing import cast
+from typing import Any, cast
 
 HOW_TO_INSTALL = "pip install 'rrfp[tls]'"
 FINGERPRINT_BYTES = hashlib.sha256().digest_size
@@ -30,8 +29,6 @@ _NAME = "rrfp"
 _VALID = timedelta(days=365)
 """Either way of now. Trust is by fingerprint, and hosts' clocks may be wrong."""
 _OVER = select.POLLHUP | select.POLLERR
-
-_log = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
@@ -139,6 +136,18 @@ def _certificate() -> tuple[bytes, bytes]:
     return pem, certificate.fingerprint(hashes.SHA256())
 
 
+class _PlainEnd(socket.socket):
+    """A link's end of a tunnel. It ends with the error of its connection, if that had one."""
+
+    error: OSError | None = None
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        num_bytes = super().recv_into(buffer, nbytes, flags)
+        if num_bytes == 0 and self.error is not None:
+            raise self.error
+        return num_bytes
+
+
 class _Tunnel:
     """Carries bytes between a plain socket and a connection under TLS, on a thread."""
 
@@ -149,6 +158,7 @@ class _Tunnel:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         """Of the connection's bytes, what TLS is still to read, and what it has written."""
         self._session = context.wrap_bio(self._arrived, self._leaving, server_side=not is_dialling)
+        self._plain: _PlainEnd
         self._inner: socket.socket
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
         self._sealed = memoryview(b"")
@@ -188,11 +198,12 @@ class _Tunnel:
     def start(self) -> socket.socket:
         """Gives the plain end."""
         plain, self._inner = socket.socketpair()
+        self._plain = _PlainEnd(fileno=plain.detach())
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setblocking(False)
         self._inner.setblocking(False)
         self._thread.start()
-        return plain
+        return self._plain
 
     def close(self, timeout_s: float) -> None:
         """The plain end is closed: end, after what it was given has left if there is time."""
@@ -208,7 +219,7 @@ class _Tunnel:
             while self._is_sending or self._is_receiving:
                 self._carry()
         except ssl.SSLError as error:
-            _log.warning("a connection under TLS is given up: %s", error)
+            self._plain.error = error
         finally:
             for each in (self._inner, self._connection):
                 _shut(each, socket.SHUT_RDWR)
@@ -268,8 +279,9 @@ class _Tunnel:
             self._sealed = self._sealed[self._connection.send(self._sealed) :]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             # What the peer has sent before it went is still received.
+            self._plain.error = error
             self._is_sending, self._sealed = False, memoryview(b"")
 
     def _receive(self) -> None:
@@ -277,7 +289,8 @@ class _Tunnel:
             piece = self._connection.recv(_PIECE_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            self._plain.error = error
             piece = b""
         if piece:
             self._arrived.write(piece)
