@@ -331,6 +331,22 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
         each.close(PATIENCE_S)
 
 
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_stranger_that_ends_tls_ends_his_tunnel() -> None:
+    own = Tunnels()
+    own.certify()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with connection() as (dialled, accepted), ThreadPoolExecutor(1) as pool:
+        accepts = pool.submit(own.accept, accepted, PATIENCE_S)
+        with context.wrap_socket(dialled) as stranger, accepts.result(PATIENCE_S) as end:
+            end.settimeout(PATIENCE_S)
+            with suppress(OSError):
+                stranger.unwrap()
+            assert end.recv(1) == b""
+    own.close(PATIENCE_S)
+
+
 # Ranks.
 
 

@@ -305,7 +305,13 @@ class _Tunnel:
             while num_bytes < _PIECE_BYTES:
                 room = self._buffer[num_bytes:]
                 # With a buffer it gives a number, which its annotations do not say.
-                num_bytes += cast(int, cast(object, self._session.read(len(room), room)))
+                num_read = cast(int, cast(object, self._session.read(len(room), room)))
+                if num_read == 0:
+                    # No rank says so: links end by a farewell of their own.
+                    raise ssl.SSLZeroReturnError(
+                        ssl.SSL_ERROR_ZERO_RETURN, "the other side has ended TLS"
+                    )
+                num_bytes += num_read
         except ssl.SSLWantReadError:
             pass
         self._opened = self._buffer[:num_bytes]
