@@ -11,12 +11,14 @@ to the one end happens to the other: its end, its loss, its being full.
 
 import hashlib
 import hmac
+import os
 import select
 import socket
 import ssl
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from threading import Lock, Thread
@@ -58,11 +60,8 @@ class Tunnels:
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.minimum_version = ssl.TLSVersion.TLSv1_3
         accepting.num_tickets = 0  # nothing is resumed
-        # `ssl` takes it from a file only, which none but its owner may read.
-        with tempfile.NamedTemporaryFile(prefix="rrfp-") as file:
-            file.write(pem)
-            file.flush()
-            accepting.load_cert_chain(file.name)
+        with _file_of(pem) as path:
+            accepting.load_cert_chain(path)
         self._accepting = accepting
         return fingerprint
 
@@ -98,15 +97,34 @@ class Tunnels:
             connection.close()
             raise
         with self._lock:
-            self._tunnels.append(tunnel)
-        return tunnel.start()
+            plain = tunnel.start()
+            # Those of strangers have ended.
+            self._tunnels = [*(each for each in self._tunnels if each.is_alive), tunnel]
+        return plain
 
     def close(self, timeout_s: float) -> None:
         """Wait until what the links have written is with the system, and end every tunnel. The
         links are over."""
         deadline_s = time.monotonic() + timeout_s
-        for tunnel in self._tunnels:
+        with self._lock:
+            tunnels = self._tunnels
+        for tunnel in tunnels:
             tunnel.close(max(0.0, deadline_s - time.monotonic()))
+
+
+@contextmanager
+def _file_of(pem: bytes) -> Iterator[str]:
+    """A path at which `ssl`, which takes a key from files only, finds this one: on no disk where
+    the system can, and for no other user."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("rrfp-key"), "wb", buffering=0) as file:
+            file.write(pem)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(prefix="rrfp-") as file:
+        file.write(pem)
+        file.flush()
+        yield file.name
 
 
 def _certificate() -> tuple[bytes, bytes]:
@@ -204,6 +222,10 @@ class _Tunnel:
         self._inner.setblocking(False)
         self._thread.start()
         return self._plain
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """The plain end is closed: end, after what it was given has left if there is time."""
