@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -200,10 +201,10 @@ def proved(
     way: Way, change: Callable[[bytes], bytes] = bytes
 ) -> Iterator[tuple[socket.socket, socket.socket, Proxy]]:
     """What rank 0 has dialled and rank 1 accepted, over a proxy."""
-    connected: list[socket.socket] = []
+    connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = [Tunnels() if way is Way.TLS else None for _ in range(2)]
     listener = Listener(
-        *(1, [0], lambda _, made: connected.append(made)),
+        *(1, [0], lambda _, made: connected.put(made)),
         unix=False,
         tcp=True,
         address="127.0.0.1",
@@ -216,8 +217,7 @@ def proved(
     where = replace(listener.where, tcp=replace(port, port=proxy.port))
     try:
         dialled = dial(0, 1, where, unix=False, timeout_s=PATIENCE_S, tunnels=owns[0])
-        # It has accepted before the dialling side knows.
-        with dialled, connected[0] as accepted:
+        with dialled, connected.get(timeout=PATIENCE_S) as accepted:
             for each in (dialled, accepted):
                 each.settimeout(PATIENCE_S)
             yield dialled, accepted, proxy
@@ -301,10 +301,10 @@ def test_a_listener_that_says_nothing_is_not_waited_for() -> None:
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_strangers_disturb_no_rank_under_tls() -> None:
-    connected: list[socket.socket] = []
+    connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = Tunnels(), Tunnels()
     listener = Listener(
-        *(1, [0], lambda _, made: connected.append(made)),
+        *(1, [0], lambda _, made: connected.put(made)),
         unix=False,
         tcp=True,
         address="127.0.0.1",
@@ -324,9 +324,8 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
         with stranger:
             stranger.sendall(bytes(500))
             dial(0, 1, where, unix=False, timeout_s=PATIENCE_S, tunnels=owns[0]).close()
+            connected.get(timeout=PATIENCE_S).close()
             listener.close()
-    (accepted,) = connected
-    accepted.close()
     for each in owns:
         each.close(PATIENCE_S)
 
