@@ -92,17 +92,18 @@ def test_they_make_one_run_that_learns_the_same(tmp_path: Path, flag: str) -> No
     assert losses[0] == losses[1]
 
 
-def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path) -> None:
-    with two_hosts(tmp_path / "disk", "--steps=12") as (wire, first, second):
+@flags
+def test_a_wire_that_comes_back_is_waited_for(tmp_path: Path, flag: str) -> None:
+    with two_hosts(tmp_path / "disk", "--steps=8", *LARGE, flag) as (wire, first, second):
         first.await_steps(2)
         wire.cut()
         time.sleep(5)
-        assert first.num_steps < 12
+        assert first.num_steps < 8
         wire.mend()
         code, _, err = first.ended()
         assert code == 0, err
         assert second.ended()[:2] == (0, "")
-        check_run(first.run, 12)
+        check_run(first.run, 8)
 
 
 @flags
