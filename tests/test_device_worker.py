@@ -184,5 +184,5 @@ def a_task_fails_behind_one_that_never_ends() -> None:
 
 def test_a_failure_does_not_wait_for_a_device_that_hangs() -> None:
     # Whichever rank is heard first: the one that fails, or the one that is told.
-    with pytest.raises(RankFailedError, match="too much|rank 0 closed its connection"):
+    with pytest.raises(RankFailedError, match=r"too much|rank 0 closed its connection"):
         run_ranks(2, a_task_fails_behind_one_that_never_ends, timeout_s=30)
