@@ -164,6 +164,16 @@ def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_p
             listening.accept()
 
 
+def address_with(**changed: object) -> bytes:
+    """What a rank publishes, with something of its port changed."""
+    port = {"host": "h", "port": 7, "secret": "00" * 32, "fingerprint": "00" * 32}
+    return json.dumps({"directory": None, "tcp": port | changed, "transport": "inline"}).encode()
+
+
+def test_an_address_can_be_read_otherwise() -> None:
+    assert Where.decode(json.loads(address_with())).to_json().encode() == address_with()
+
+
 @pytest.mark.parametrize(
     "planted",
     [
@@ -172,8 +182,11 @@ def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_p
         b"[]",
         b'{"directory": "s", "tcp": null}',
         b'{"directory": null, "tcp": {"host": "h", "port": 1}}',
-        b'{"directory": null, "tcp": {"host": "h", "port": 70000, "secret": "00"}}',
-        b'{"directory": null, "tcp": {"host": "h", "port": 7, "secret": "zz"}}',
+        address_with(port=70000),
+        address_with(secret="00"),
+        address_with(secret="zz"),
+        address_with(fingerprint="00"),
+        address_with(fingerprint=7),
     ],
 )
 def test_an_address_that_cannot_be_read_is_told(planted: bytes) -> None:

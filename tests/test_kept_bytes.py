@@ -408,7 +408,6 @@ def test_a_law_is_found_and_holds_far_beyond_what_was_measured() -> None:
     for length in (16, 40, 72, 96, 120, 33, 47, 60):
         model.take(text(length), size_of(text(length)))
     assert model.is_fitted
-    assert model.error < 1e-6
     for features in (text(1024), text(8), text(64, 4)):
         bound = model.bound(features)
         assert bound is not None

@@ -5,7 +5,6 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.schedule.policy import Dispatch
-from rrfp.train import device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 
@@ -96,6 +95,8 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"tie_embeddings": True, "chunks": 2, "pp": 1}, "first and the last stage on one rank"),
         ({"dropout": 1.0}, "--dropout is 1.0; it must be at least 0 and below 1"),
         ({"dropout": float("nan")}, "--dropout is nan"),
+        ({"tls": True, "transport": "nixl", "nnodes": 2}, "--transport nixl does not encrypt"),
+        ({"tls": True, "dispatch": "megatron"}, "--dispatch megatron sends by Megatron-Core's own"),
         ({"device": "abacus"}, "--device is 'abacus'; it must be one of cpu, cuda"),
     ],
 )
@@ -116,12 +117,13 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
             "needs the package cuda-bindings.*'rrfp\\[cuda\\]'",
         ),
         ({"transport": "cuda-ipc"}, "has_bindings", "--device is cpu; choose shm"),
+        ({"tls": True}, "tls.is_installed", "needs the package cryptography.*'rrfp\\[tls\\]'"),
     ],
 )
 def test_a_transport_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], lacks: str, words: str
 ) -> None:
-    monkeypatch.setattr(device_checks, lacks, lambda: False)
+    monkeypatch.setattr(f"rrfp.train.device_checks.{lacks}", lambda: False)
     with pytest.raises(UsageError, match=words):
         check_settings(TrainSettings(**flags))
 

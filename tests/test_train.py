@@ -3,18 +3,22 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rrfp.cli.live import TrainDisplay
+from rrfp.runtime.transport import tls
 from rrfp.train.settings import TrainSettings
+from tests.link_pairs import needs_tls
 from tests.trained import (
     ENDLESS,
     TINY,
@@ -320,8 +324,10 @@ def hosts_flags(host: int, port: int) -> list[str]:
     return ["--nnodes", "2", "--node-rank", str(host), "--rdzv-endpoint", endpoint]
 
 
-def test_two_hosts_make_one_run(tmp_path: Path) -> None:
-    run, port = tmp_path / "run", free_port()
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two hosts, which share it."""
+    run, port = tmp_path_factory.mktemp("two-hosts") / "run", free_port()
     with (
         Training(run, "--steps", "3", *hosts_flags(0, port)) as first,
         Training(run, "--steps", "3", *hosts_flags(1, port)) as second,
@@ -330,24 +336,52 @@ def test_two_hosts_make_one_run(tmp_path: Path) -> None:
         assert code == 0, err
         assert "all " in out
         assert second.ended()[:2] == (0, "")
-    assert len(read_metrics(run)) == 3
-    assert rrfp_here(tmp_path, "trace", "check", str(run)).returncode == 0
-    shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
+    return run
+
+
+def test_two_hosts_make_one_run(two_hosts: Path, tmp_path: Path) -> None:
+    assert len(read_metrics(two_hosts)) == 3
+    assert rrfp_here(tmp_path, "trace", "check", str(two_hosts)).returncode == 0
+    shown = rrfp_here(tmp_path, "analyze", "bubbles", str(two_hosts), "--format", "json")
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
 
 
-def test_hosts_without_a_shared_directory_make_one_run(tmp_path: Path) -> None:
-    """Host 1's --out exists, with a file of somebody's own in it."""
-    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
+OWN_MOUNTS = ("unshare", "--mount")
+"""What makes a host of its own of a launcher on this machine: its ranks meet no others at files."""
+
+
+@cache
+def may_have_own_mounts() -> bool:
+    return (
+        shutil.which("unshare") is not None
+        and subprocess.run([*OWN_MOUNTS, "true"], capture_output=True).returncode == 0
+    )
+
+
+@pytest.fixture(scope="module")
+def hosts_apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The directories of a run of two hosts that have one each, and encrypt their links where that
+    can be tried here. Host 1's exists, with a file of somebody's own in it."""
+    directory, port = tmp_path_factory.mktemp("hosts-apart"), free_port()
+    run, other = directory / "run", directory / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
+    flags = ["--steps", "3", *(["--tls"] if tls.is_installed() else [])]
+    within = OWN_MOUNTS if may_have_own_mounts() else ()
     with (
-        Training(run, "--steps", "3", *hosts_flags(0, port)) as first,
-        Training(other, "--steps", "3", *hosts_flags(1, port)) as second,
+        Training(run, *flags, *hosts_flags(0, port)) as first,
+        Training(other, *flags, *hosts_flags(1, port), within=within) as second,
     ):
         code, _, err = first.ended()
         assert code == 0, err
         assert second.ended()[:2] == (0, "")
+    return run, other
+
+
+def test_hosts_without_a_shared_directory_make_one_run(
+    hosts_apart: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run, other = hosts_apart
     assert rrfp_here(tmp_path, "trace", "check", str(run)).returncode == 0
     shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
@@ -357,6 +391,23 @@ def test_hosts_without_a_shared_directory_make_one_run(tmp_path: Path) -> None:
         assert (run / name).read_bytes() == (other / name).read_bytes()
     files = {str(path.relative_to(other)) for path in other.rglob("*") if path.is_file()}
     assert files == {"notes.txt", *logs}
+
+
+@needs_tls
+def test_encrypted_hosts_learn_the_same(two_hosts: Path, hosts_apart: tuple[Path, Path]) -> None:
+    if not may_have_own_mounts():
+        pytest.skip("this process may not make mounts of its own, as another host has")
+    run, _ = hosts_apart
+    links = json.loads((run / "run.json").read_text())["transport"]["links"]
+    encrypted = {(link["from"], link["to"]) for link in links if link["encrypted"]}
+    # Ranks 0 and 1 are on one host, 2 and 3 on the other.
+    far = [(each["from"], each["to"]) for each in links if each["from"] // 2 != each["to"] // 2]
+    assert encrypted == set(far) > {(1, 2)}
+    assert [step["loss"] for step in read_metrics(run)] == [
+        step["loss"] for step in read_metrics(two_hosts)
+    ]
+    plain = json.loads((two_hosts / "run.json").read_text())["transport"]["links"]
+    assert not [link for link in plain if link["encrypted"]]
 
 
 def test_another_run_in_the_directory_of_a_host_is_left_alone(tmp_path: Path) -> None:

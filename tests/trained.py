@@ -203,11 +203,23 @@ def processes_of(run: Path, *words: str) -> list[int]:
 
 
 def await_no_process(run: Path, timeout_s: float) -> None:
-    """Wait until no process of the run is left."""
+    """Wait until no process of the run is left, nor holds a lock of its files any more."""
     deadline_s = time.monotonic() + timeout_s
-    while left := processes_of(run):
+    seen: set[int] = set()
+    while True:
+        seen.update(processes_of(run))
+        if not (left := [pid for pid in seen if not _has_ended(pid)]):
+            return
         assert time.monotonic() < deadline_s, f"processes {left} were left after {timeout_s:g} s"
         time.sleep(0.1)
+
+
+def _has_ended(pid: int) -> bool:
+    """A process that ends has no command line any more while its threads still have files open."""
+    try:
+        return len([*Path(f"/proc/{pid}/task").iterdir()]) == 1 and _stat(pid)[0] == "Z"
+    except OSError:
+        return True
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -118,6 +118,8 @@ class DispatchSettings:
             raise UsageError(
                 f"outbox_mb is {outbox_mb!r}; it must be a number of MiB of at least 1"
             )
+        if not isinstance(self.tls, bool):
+            raise UsageError(f"tls is {self.tls!r}; it must be True or False")
         if self.tls and not tls.is_installed():
             raise UsageError(
                 f"tls needs the package cryptography, which is not installed; {tls.HOW_TO_INSTALL}"

@@ -14,9 +14,13 @@ from rrfp.trace.rundir import RunDir
 class TransportLog:
     """One rank's part of it: it tells what its links take, and one rank writes what all tell."""
 
-    def __init__(self, store: Store, run: RunDir, rank: int, ranks: Sequence[int] = ()) -> None:
-        """`ranks` are those of the run, on the rank that writes."""
+    def __init__(
+        self, store: Store, name: str, run: RunDir, rank: int, ranks: Sequence[int] = ()
+    ) -> None:
+        """`name` tells this run from others in the store; its directory need not have the same name
+        on all hosts. `ranks` are those of the run, on the rank that writes."""
         self._store = store
+        self._name = name
         self._run = run
         self._rank = rank
         self._ranks = ranks
@@ -55,4 +59,4 @@ class TransportLog:
         describe_transport(self._run.run_json, described)
 
     def _key(self, rank: int) -> str:
-        return f"rrfp/transport-of/{self._run.path.name}/{rank}"
+        return f"rrfp/transport-of/{self._name}/{rank}"

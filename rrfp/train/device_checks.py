@@ -72,6 +72,16 @@ DEVICES_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         "a GPU; leave --dispatch megatron or --pace out",
     ),
     (
+        lambda s: s.layout.tls and s.run.nnodes > 1 and s.layout.transport == TransportName.NIXL,
+        "--transport nixl does not encrypt what goes to other hosts and --tls asks for it; leave "
+        "one of them out",
+    ),
+    (
+        lambda s: s.layout.tls and s.policy.dispatch == Dispatch.MEGATRON,
+        "--tls encrypts rrfp's own messages and --dispatch megatron sends by Megatron-Core's own "
+        "transfers; leave --tls out",
+    ),
+    (
         lambda s: s.layout.transport == TransportName.CUDA_IPC and not has_bindings(),
         "--transport cuda-ipc needs the package cuda-bindings, which is not installed; pip install "
         "'rrfp[cuda]', or leave --transport out",
@@ -85,16 +95,6 @@ DEVICES_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         lambda s: s.layout.tls and not tls.is_installed(),
         "--tls needs the package cryptography, which is not installed; pip install 'rrfp[tls]', or "
         "leave --tls out",
-    ),
-    (
-        lambda s: s.layout.tls and s.run.nnodes > 1 and s.layout.transport == TransportName.NIXL,
-        "--transport nixl does not encrypt what goes to other hosts and --tls asks for it; leave "
-        "one of them out",
-    ),
-    (
-        lambda s: s.layout.tls and s.policy.dispatch == Dispatch.MEGATRON,
-        "--tls encrypts rrfp's own messages and --dispatch megatron sends by Megatron-Core's own "
-        "transfers; leave --tls out",
     ),
 )
 """Combinations that do not work, as in `rrfp.train.checks`."""

@@ -87,7 +87,7 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         num_microbatches = settings.data.microbatches
         orders = AdmissionFile(run.admission, layout, num_microbatches, session.first_step)
     every = range(layout.world_size) if layout.rank == 0 else ()
-    transport = TransportLog(default_store(), run, layout.rank, every)
+    transport = TransportLog(default_store(), "train", run, layout.rank, every)
     policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
     checkpoints = checkpoints_of(session, settings, layout, model)

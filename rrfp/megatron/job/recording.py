@@ -326,7 +326,7 @@ class JobRecording:
                 raise
             self._recorder, self._directory = recorder, run
             numbers = [each.rank for each in ranks]
-            self._transport = TransportLog(default_store(), run, own.rank, numbers)
+            self._transport = TransportLog(default_store(), run.path.name, run, own.rank, numbers)
             if meeting.is_leader:
                 self._run = run
 

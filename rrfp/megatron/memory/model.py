@@ -83,11 +83,6 @@ class SizeModel:
         """Whether predictions have been compared with enough sizes."""
         return self._kept.is_trusted and self._owed.is_trusted
 
-    @property
-    def error(self) -> float:
-        """The largest share by which a size exceeded what had been predicted for it."""
-        return max(self._kept.error, self._owed.error)
-
 
 @dataclass(slots=True)
 class _Excess:
@@ -197,10 +192,6 @@ class _Fit:
     @property
     def is_trusted(self) -> bool:
         return max(self._checks.num_checks, self._repeats.num_checks) >= _LEAST_CHECKS
-
-    @property
-    def error(self) -> float:
-        return max(self._checks.largest, self._repeats.largest)
 
     @property
     def _worst(self) -> _Excess:

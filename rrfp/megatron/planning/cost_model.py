@@ -7,7 +7,6 @@ changes. It takes a fixed room, and a step is learned in a few milliseconds.
 Imports no torch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,8 +131,3 @@ class CostModel:
             return 0.0
         spread = _NORMAL_MAD * float(np.median(np.abs(logs - np.median(logs))))
         return min(spread, _MOST_NOISE)
-
-
-def numbers_of(features: Sequence[Sequence[float]]) -> Numbers:
-    """Features of microbatches as a table. Raises ValueError if some have more than others."""
-    return np.array(features, dtype=np.float64)

@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from threading import Lock
 
 from rrfp.errors import UsageError
@@ -64,6 +65,7 @@ class RankPlanes:
                 f" {', '.join(choices)}"
             )
         self._near, self._far = choices[asked]
+        self._encrypts = False
         self._outbox_bytes = outbox_bytes
         self._planes: dict[TransportName, Plane] = {}
         self._refusals: dict[TransportName, str] = {}
@@ -87,6 +89,7 @@ class RankPlanes:
                     "asked for; leave one of them out"
                 )
             self._far = tuple(name for name in self._far if name not in _PLAIN)
+        self._encrypts = encrypts
         names = {*(self._near if has_near else ()), *(self._far if has_far else ())}
         if TransportName.NIXL in names and not has_far:
             keep_to_this_host()
@@ -108,7 +111,7 @@ class RankPlanes:
         if not is_near and self.asked in (TransportName.SHM, TransportName.CUDA_IPC):
             why = f"rank {peer} is on another host"
         settled = offer_planes(connection, planes, why, timeout_s)
-        self.settle(peer, settled)
+        self.settle(peer, settled, is_near=is_near)
         with self._lock:
             if settled.plane is TransportName.INLINE:
                 return None
@@ -118,10 +121,10 @@ class RankPlanes:
                 self._outboxes[settled.plane] = outbox
             return self._outboxes[settled.plane]
 
-    def settle(self, peer: int, settled: Settled) -> None:
+    def settle(self, peer: int, settled: Settled, *, is_near: bool) -> None:
         """Note what the link to this peer takes, and tell where that is not what was asked for."""
         with self._lock:
-            self._settled[peer] = settled
+            self._settled[peer] = replace(settled, encrypted=self._encrypts and not is_near)
         if settled.why:
             _log.warning("the link to rank %d takes %s: %s", peer, settled.plane, settled.why)
 

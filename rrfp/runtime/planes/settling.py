@@ -37,18 +37,29 @@ class Settled:
     """As the receiving end measured it at connect; None: it measured nothing."""
     why: str = ""
     """Why it is not the plane that was preferred, in a sentence; empty where it is."""
+    encrypted: bool = False
+    """Whether the link is, and with it all that it carries; its source knows."""
 
     def described(self) -> dict[str, object]:
         """As `run.json` has it."""
         rate = None if self.gb_per_s is None else round(self.gb_per_s, 2)
-        return {"plane": str(self.plane), "gb_per_s": rate, "why": self.why}
+        return {
+            "plane": str(self.plane),
+            "gb_per_s": rate,
+            "why": self.why,
+            "encrypted": self.encrypted,
+        }
 
     @classmethod
     def decode(cls, value: object) -> Self:
         rate = member(value, "gb_per_s")
         if not (rate is None or isinstance(rate, float)):
             raise ValueError("its rate is not a number")
-        return cls(TransportName(text(member(value, "plane"))), rate, text(member(value, "why")))
+        encrypted = member(value, "encrypted")
+        if not isinstance(encrypted, bool):
+            raise ValueError("whether it is encrypted is neither true nor false")
+        plane = TransportName(text(member(value, "plane")))
+        return cls(plane, rate, text(member(value, "why")), encrypted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class SocketTransport:
         self, connection: socket.socket, peer: int, rendezvous: Rendezvous, *, is_near: bool
     ) -> Outbox | None:
         if not self._planes.settles:
-            self._planes.settle(peer, Settled(TransportName.INLINE))
+            self._planes.settle(peer, Settled(TransportName.INLINE), is_near=is_near)
             return None
         try:
             left_s = max(rendezvous.remaining_s, 0.001)

@@ -11,17 +11,18 @@ to the one end happens to the other: its end, its loss, its being full.
 
 import hashlib
 import hmac
-import logging
+import os
 import select
 import socket
 import ssl
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from threading import Lock, Thread
-from typing import cast
+from typing import Any, cast
 
 HOW_TO_INSTALL = "pip install 'rrfp[tls]'"
 FINGERPRINT_BYTES = hashlib.sha256().digest_size
@@ -30,8 +31,6 @@ _NAME = "rrfp"
 _VALID = timedelta(days=365)
 """Either way of now. Trust is by fingerprint, and hosts' clocks may be wrong."""
 _OVER = select.POLLHUP | select.POLLERR
-
-_log = logging.getLogger(__name__)
 
 
 class TlsError(Exception):
@@ -61,11 +60,8 @@ class Tunnels:
         accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         accepting.minimum_version = ssl.TLSVersion.TLSv1_3
         accepting.num_tickets = 0  # nothing is resumed
-        # `ssl` takes it from a file only, which none but its owner may read.
-        with tempfile.NamedTemporaryFile(prefix="rrfp-") as file:
-            file.write(pem)
-            file.flush()
-            accepting.load_cert_chain(file.name)
+        with _file_of(pem) as path:
+            accepting.load_cert_chain(path)
         self._accepting = accepting
         return fingerprint
 
@@ -101,15 +97,34 @@ class Tunnels:
             connection.close()
             raise
         with self._lock:
-            self._tunnels.append(tunnel)
-        return tunnel.start()
+            plain = tunnel.start()
+            # Those of strangers have ended.
+            self._tunnels = [*(each for each in self._tunnels if each.is_alive), tunnel]
+        return plain
 
     def close(self, timeout_s: float) -> None:
         """Wait until what the links have written is with the system, and end every tunnel. The
         links are over."""
         deadline_s = time.monotonic() + timeout_s
-        for tunnel in self._tunnels:
+        with self._lock:
+            tunnels = self._tunnels
+        for tunnel in tunnels:
             tunnel.close(max(0.0, deadline_s - time.monotonic()))
+
+
+@contextmanager
+def _file_of(pem: bytes) -> Iterator[str]:
+    """A path at which `ssl`, which takes a key from files only, finds this one: on no disk where
+    the system can, and for no other user."""
+    if hasattr(os, "memfd_create"):
+        with os.fdopen(os.memfd_create("rrfp-key"), "wb", buffering=0) as file:
+            file.write(pem)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(prefix="rrfp-") as file:
+        file.write(pem)
+        file.flush()
+        yield file.name
 
 
 def _certificate() -> tuple[bytes, bytes]:
@@ -139,6 +154,18 @@ def _certificate() -> tuple[bytes, bytes]:
     return pem, certificate.fingerprint(hashes.SHA256())
 
 
+class _PlainEnd(socket.socket):
+    """A link's end of a tunnel. It ends with the error of its connection, if that had one."""
+
+    error: OSError | None = None
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        num_bytes = super().recv_into(buffer, nbytes, flags)
+        if num_bytes == 0 and self.error is not None:
+            raise self.error
+        return num_bytes
+
+
 class _Tunnel:
     """Carries bytes between a plain socket and a connection under TLS, on a thread."""
 
@@ -149,6 +176,7 @@ class _Tunnel:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         """Of the connection's bytes, what TLS is still to read, and what it has written."""
         self._session = context.wrap_bio(self._arrived, self._leaving, server_side=not is_dialling)
+        self._plain: _PlainEnd
         self._inner: socket.socket
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
         self._sealed = memoryview(b"")
@@ -188,11 +216,16 @@ class _Tunnel:
     def start(self) -> socket.socket:
         """Gives the plain end."""
         plain, self._inner = socket.socketpair()
+        self._plain = _PlainEnd(fileno=plain.detach())
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setblocking(False)
         self._inner.setblocking(False)
         self._thread.start()
-        return plain
+        return self._plain
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self, timeout_s: float) -> None:
         """The plain end is closed: end, after what it was given has left if there is time."""
@@ -208,7 +241,7 @@ class _Tunnel:
             while self._is_sending or self._is_receiving:
                 self._carry()
         except ssl.SSLError as error:
-            _log.warning("a connection under TLS is given up: %s", error)
+            self._plain.error = error
         finally:
             for each in (self._inner, self._connection):
                 _shut(each, socket.SHUT_RDWR)
@@ -268,8 +301,9 @@ class _Tunnel:
             self._sealed = self._sealed[self._connection.send(self._sealed) :]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
             # What the peer has sent before it went is still received.
+            self._plain.error = error
             self._is_sending, self._sealed = False, memoryview(b"")
 
     def _receive(self) -> None:
@@ -277,7 +311,8 @@ class _Tunnel:
             piece = self._connection.recv(_PIECE_BYTES)
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
+            self._plain.error = error
             piece = b""
         if piece:
             self._arrived.write(piece)
@@ -292,7 +327,13 @@ class _Tunnel:
             while num_bytes < _PIECE_BYTES:
                 room = self._buffer[num_bytes:]
                 # With a buffer it gives a number, which its annotations do not say.
-                num_bytes += cast(int, cast(object, self._session.read(len(room), room)))
+                num_read = cast(int, cast(object, self._session.read(len(room), room)))
+                if num_read == 0:
+                    # No rank says so: links end by a farewell of their own.
+                    raise ssl.SSLZeroReturnError(
+                        ssl.SSL_ERROR_ZERO_RETURN, "the other side has ended TLS"
+                    )
+                num_bytes += num_read
         except ssl.SSLWantReadError:
             pass
         self._opened = self._buffer[:num_bytes]
