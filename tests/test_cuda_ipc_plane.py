@@ -38,7 +38,7 @@ from tests.test_planes import OUTBOX_BYTES, filled, message, own_store, transpor
 from tests.test_simulated_device import MISTAKES
 
 CUDA_IPC = TransportName.CUDA_IPC
-CHOICES = {"cpu": {CUDA_IPC: ((CUDA_IPC, TransportName.BOUNCE), ())}}
+CHOICES = {"cpu": {CUDA_IPC: ((CUDA_IPC, TransportName.BOUNCE), (TransportName.BOUNCE,))}}
 """Simulated devices lie on the CPU. As on GPUs, bounce comes after."""
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -115,6 +115,12 @@ def test_the_speed_is_told(cuda: Path) -> None:
             assert settled.gb_per_s
             assert settled.why == ""
     assert memory_left(cuda) == []
+
+
+def test_a_peer_on_another_host_is_told_of(cuda: Path) -> None:
+    with pair(make_planes=planes, allow_unix=False) as ranks:
+        why = "rank 1 is on another host"
+        assert ranks.transports[0].settled == {1: Settled(TransportName.BOUNCE, None, why)}
 
 
 def test_a_slab_has_blocks_of_its_own(cuda: Path) -> None:

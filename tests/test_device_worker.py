@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from threading import Lock
-from typing import Any
+from threading import Event, Lock
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,3 +160,29 @@ def a_task_fails() -> None:
 def test_a_task_that_fails_on_its_launch_ends_the_step() -> None:
     with pytest.raises(RankFailedError, match="ArithmeticError: too much"):
         run_ranks(2, a_task_fails)
+
+
+def a_task_fails_behind_one_that_never_ends() -> None:
+    device = SimulatedDevice()
+    shape = replace(SHAPE, kinds=(Kind.F,))
+    is_over = Event()
+
+    class Hangs(CountedWork):
+        def run(self, task: Task, inputs: Any) -> Any:
+            if task.microbatch == 1:
+                raise ArithmeticError("too much")
+            device.launch(lambda: cast(None, is_over.wait()), device.compute_stream())
+            return super().run(task, inputs)
+
+    try:
+        with open_rig(shape.num_ranks, device=device) as rig:
+            rig.run_step(0, shape, Hangs(device))
+    finally:
+        is_over.set()
+        device.close()
+
+
+def test_a_failure_does_not_wait_for_a_device_that_hangs() -> None:
+    # Whichever rank is heard first: the one that fails, or the one that is told.
+    with pytest.raises(RankFailedError, match=r"too much|rank 0 closed its connection"):
+        run_ranks(2, a_task_fails_behind_one_that_never_ends, timeout_s=30)

@@ -189,7 +189,9 @@ def test_variables_that_contradict_each_other_are_one_sentence(
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2 and LOCAL_WORLD_SIZE is 2"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is 8 and WORLD_SIZE is 4"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000 and a port is at most 65535"),
     ],
 )
 def test_so_are_those_of_torchrun(changes: dict[str, str | None], sentence: str) -> None:

@@ -29,6 +29,7 @@ from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
 
 _MOST_LAUNCHED = 2
 """The running task, and one behind it."""
+_CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class DeviceWorker(Worker):
     def close(self) -> None:
         if self._watcher.is_alive():
             self._to_watch.put(None)
-            self._watcher.join()
+            # A daemon: a collective of a peer that is lost may never end.
+            self._watcher.join(_CLOSE_S)
         super().close()
 
     def _watch(self) -> None:

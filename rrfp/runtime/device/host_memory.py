@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import weakref
 from collections import defaultdict
+from contextlib import suppress
 
 import torch
 
@@ -36,7 +37,9 @@ class HostMemory:
         except IndexError:
             memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
+                # A kernel that is built without huge pages refuses the advice.
+                with suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
         view = (ctypes.c_char * num_bytes).from_buffer(memory)
         # The view lives as long as a tensor that has its memory.
         weakref.finalize(view, self._take_back, memory, size).atexit = False

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from rrfp.errors import UsageError
-from rrfp.runtime.launchers.numbers import below, natural
+from rrfp.runtime.launchers.numbers import below, natural, port
 from rrfp.runtime.launchers.slurm import is_task, started_by_srun
 from rrfp.runtime.launchers.started import Started
 
@@ -57,7 +57,7 @@ def _started_by_torch(environment: Mapping[str, str]) -> Started:
             )
     elif "LOCAL_RANK" in environment:
         local_index = natural(environment, "LOCAL_RANK", by)
-    if "MASTER_ADDR" not in environment and count > 1:
+    if not environment.get("MASTER_ADDR") and count > 1:
         raise UsageError(
             f"MASTER_ADDR is not set, and RANK is {index} of {count}; set it to the host of rank 0"
         )
@@ -68,7 +68,7 @@ def _started_by_torch(environment: Mapping[str, str]) -> Started:
         local_index=local_index,
         local_count=local_count,
         is_one_host=local_count == count,
-        host=environment.get("MASTER_ADDR", "127.0.0.1"),
-        port=natural(environment, "MASTER_PORT", by, 1) if count > 1 else 0,
+        host=environment.get("MASTER_ADDR") or "127.0.0.1",
+        port=port(environment, by) if count > 1 else 0,
         serves_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )

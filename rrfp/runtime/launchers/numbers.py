@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 from rrfp.errors import UsageError
 
+_MOST_PORT = 2**16 - 1
+
 
 def natural(environment: Mapping[str, str], name: str, by: str, least: int = 0) -> int:
     """The number in a variable that must be there. Raises UsageError."""
@@ -20,6 +22,16 @@ def natural(environment: Mapping[str, str], name: str, by: str, least: int = 0) 
             "see who else has set it"
         )
     return int(text)
+
+
+def port(environment: Mapping[str, str], by: str) -> int:
+    """MASTER_PORT, which must be there. Raises UsageError."""
+    found = natural(environment, "MASTER_PORT", by, 1)
+    if found > _MOST_PORT:
+        raise UsageError(
+            f"MASTER_PORT is {found} and a port is at most {_MOST_PORT}; see who has set it"
+        )
+    return found
 
 
 def below(environment: Mapping[str, str], name: str, bound: str, by: str) -> tuple[int, int]:

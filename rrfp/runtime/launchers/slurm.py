@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from rrfp.errors import UsageError
 from rrfp.runtime.launchers.hostlist import MOST_HOSTS, expanded
-from rrfp.runtime.launchers.numbers import below, natural
+from rrfp.runtime.launchers.numbers import below, natural, port
 from rrfp.runtime.launchers.started import Started
 
 _BY = "srun"
@@ -44,7 +44,7 @@ def started_by_srun(environment: Mapping[str, str]) -> Started:
             f"SLURM_NODEID is {node} and {list_name} has {num_nodes} nodes; see which of them "
             "srun has not set"
         )
-    if index == 0 and node > 0 and "MASTER_ADDR" not in environment:
+    if index == 0 and node > 0 and not environment.get("MASTER_ADDR"):
         raise UsageError(
             f"task 0 runs on node {node} of {list_name}, and ranks meet on its first one; start "
             "with --distribution=block, or set MASTER_ADDR to task 0's host"
@@ -110,7 +110,7 @@ def _tasks_of_nodes(
 
 def _port(environment: Mapping[str, str]) -> int:
     if "MASTER_PORT" in environment:
-        return natural(environment, "MASTER_PORT", _BY, 1)
+        return port(environment, _BY)
     # Neither is needed elsewhere: a launcher that stands in for srun may lack them.
     numbers = [environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     job, step = (int(text) if text.isdecimal() else 0 for text in numbers)

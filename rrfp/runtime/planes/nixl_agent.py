@@ -30,6 +30,7 @@ _EAGER_S = 0.05
 """For how long after the last thing that happened to poll without a pause: a large read goes on
 only while somebody polls."""
 _POLL_S = 1e-3
+_START_S = 30.0
 _CLOSE_S = 2.0
 _NETWORK_DEVICES = "UCX_NET_DEVICES"
 _making = Lock()
@@ -82,7 +83,7 @@ class NixlAgent:
         self._thread = Thread(target=self._run, name="rrfp-nixl", daemon=True)
         self._thread.start()
         try:
-            self.metadata: bytes = self._call(self._begin)
+            self.metadata: bytes = self._call(self._begin, _START_S)
         except PlaneRefusal:
             self.close()
             raise
@@ -90,14 +91,14 @@ class NixlAgent:
             self.close()
             raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
 
-    def add(self, metadata: bytes) -> str:
+    def add(self, metadata: bytes, timeout_s: float) -> str:
         """Learn of a peer's agent; gives its name."""
 
         def add() -> str:
             name = self._agent.add_remote_agent(metadata)
             return name.decode() if isinstance(name, bytes) else str(name)
 
-        return self._call(add)
+        return self._call(add, timeout_s)
 
     def read(self, read: Read) -> None:
         """Have bytes read. Any thread may call it; none waits."""
@@ -108,8 +109,8 @@ class NixlAgent:
         self._work.put(None)
         self._thread.join(2 * _CLOSE_S)
 
-    def _call(self, function: Callable[[], T]) -> T:
-        """What a function gives that runs on the agent's thread."""
+    def _call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """What a function gives that runs on the agent's thread. Raises TimeoutError."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -119,7 +120,10 @@ class NixlAgent:
                 future.set_exception(error)
 
         self._work.put(run)
-        return future.result()
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"it did not answer for {timeout_s:g} s") from None
 
     # The thread.
 

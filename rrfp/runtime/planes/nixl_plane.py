@@ -14,6 +14,7 @@ from threading import Event
 
 import torch
 
+from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
@@ -31,6 +32,9 @@ from rrfp.runtime.planes.plane import (
     beyond_slab,
 )
 from rrfp.runtime.protocols import PeerLostError
+
+_TRIAL_S = 2.0
+"""A trial of a slow link ends then: every link's comes before a run can begin."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,8 +97,15 @@ class NixlPlane:
         numbers = [number for number in place if isinstance(number, int)]
         if not isinstance(agent, str) or len(numbers) != len(place):
             raise PlaneRefusal(f"rank {peer} sent no agent of NIXL's")
+        if numbers[2] > self.slab.numel():
+            # A message that fits there might have no place to land here.
+            raise PlaneRefusal(
+                f"rank {peer} has an outbox of {numbers[2]} bytes and its receiver one of"
+                f" {self.slab.numel()}; give all ranks the same outbox_mb"
+            )
+        deadline_s = time.monotonic() + timeout_s
         try:
-            remote = self._agent.add(base64.b64decode(agent, validate=True))
+            remote = self._agent.add(base64.b64decode(agent, validate=True), timeout_s)
         except binascii.Error:
             raise PlaneRefusal(f"the agent of rank {peer} cannot be read") from None
         except Exception as error:  # NIXL's own errors have no common base
@@ -102,7 +113,7 @@ class NixlPlane:
                 f"NIXL does not reach rank {peer} ({type(error).__name__}: {error})"
             ) from None
         puller = NixlPuller(self._agent, self.device, remote, peer, *numbers)
-        return puller, puller.measure(timeout_s)
+        return puller, puller.measure(deadline_s)
 
     def close(self, *, are_detached: bool) -> None:
         self._agent.close()
@@ -143,8 +154,11 @@ class NixlPuller:
         def done(landed: torch.Tensor | ReadError) -> None:
             if isinstance(landed, ReadError):
                 told(pull, self._loss(landed))
-            else:
+                return
+            try:
                 told(pull, self._copied(landed, pull))
+            except Exception as error:  # the agent's thread serves other links, too
+                told(pull, self._not_taken(pull, error))
 
         place = self._address + pull.offset
         self._agent.read(Read(self._remote, place, self._remote_device, num_bytes, done))
@@ -168,16 +182,24 @@ class NixlPuller:
             " for the cause"
         )
 
-    def measure(self, timeout_s: float) -> float:
-        """Read as much as a trial takes; gives GB/s. Raises PlaneRefusal."""
+    def _not_taken(self, pull: Pull, error: Exception) -> RrfpError:
+        told = RrfpError(
+            f"what rank {self._peer} sent for {pull.task} was read and cannot be taken over"
+            f" ({type(error).__name__}: {first_line(str(error))})"
+        )
+        told.__cause__ = error
+        return told
+
+    def measure(self, deadline_s: float) -> float:
+        """Read as much as a trial takes, or for a while; gives GB/s. Raises PlaneRefusal."""
         window = min(WINDOW_BYTES, self._slab_bytes)
-        num_windows = TRIAL_BYTES // window
-        deadline_s = time.monotonic() + timeout_s
         self._read(window, deadline_s)
-        begun_s = time.perf_counter()
-        for _ in range(num_windows):
+        begun_s, num_bytes, taken_s = time.perf_counter(), 0, 0.0
+        while num_bytes < TRIAL_BYTES and taken_s < _TRIAL_S:
             self._read(window, deadline_s)
-        return num_windows * window / (time.perf_counter() - begun_s) / 1e9
+            num_bytes += window
+            taken_s = time.perf_counter() - begun_s
+        return num_bytes / taken_s / 1e9
 
     def _read(self, num_bytes: int, deadline_s: float) -> None:
         landed: list[torch.Tensor | ReadError] = []

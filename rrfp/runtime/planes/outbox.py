@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.device.device import Event
 from rrfp.runtime.planes.packing import Forms, flat, forms_of, packed_bytes, unpacked
 from rrfp.runtime.planes.plane import Plane, Posted
@@ -74,7 +74,10 @@ class Outbox:
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self._num_unposted = 0
-        self._has_failed = False
+        self._links: set[PostingLink] = set()
+        """Those that have sent something."""
+        self._failure: RrfpError | None = None
+        """Why nothing leaves any more."""
         # Of the thread alone.
         self._copying: deque[_Copying] = deque()
         self._thread = Thread(target=self._run, name=f"rrfp-outbox-{plane.name}", daemon=True)
@@ -104,9 +107,14 @@ class Outbox:
         made = device.record(device.compute_stream())
         waiting = _Waiting(link, message, forms_of(message.tensors), made, self._clock())
         with self._condition:
-            self._waiting.append(waiting)
-            self._num_unposted += 1
-            self._condition.notify_all()
+            failure = self._failure
+            if failure is None:
+                self._links.add(link)
+                self._waiting.append(waiting)
+                self._num_unposted += 1
+                self._condition.notify_all()
+        if failure is not None:
+            link.fail(failure)
 
     def release(self, offset: int) -> None:
         """A receiver has pulled what lay in this slot."""
@@ -118,7 +126,9 @@ class Outbox:
     def drain(self, timeout_s: float) -> None:
         """Wait until everything that was put is posted, or until the time is up."""
         with self._condition:
-            self._condition.wait_for(lambda: self._num_unposted == 0 or self._has_failed, timeout_s)
+            self._condition.wait_for(
+                lambda: self._num_unposted == 0 or self._failure is not None, timeout_s
+            )
 
     def close(self, timeout_s: float) -> None:
         """End the thread; what was not posted is dropped. Copies under way end first."""
@@ -199,13 +209,16 @@ class Outbox:
             self._condition.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Tell every link whose message will not leave."""
+        """Tell every link: what fails one message, fails those behind it."""
         told = RrfpError(
-            f"the outbox of plane {self._plane.name} failed with {type(error).__name__}: {error}"
+            f"the outbox of plane {self._plane.name} failed with {type(error).__name__}:"
+            f" {first_line(str(error))}"
         )
+        told.__cause__ = error
         with self._condition:
-            self._has_failed = True
-            links = {each.link for each in self._waiting} | {each.link for each in self._copying}
+            self._failure = told
+            self._waiting.clear()
+            links = [*self._links]
             self._condition.notify_all()
         for link in links:
             link.fail(told)

@@ -108,7 +108,7 @@ class RankPlanes:
         planes = [self._planes[name] for name in names if name in self._planes]
         refused = [name for name in names if name not in self._planes]
         why = self._refusals[refused[0]] if refused else ""
-        if not names and self.asked is TransportName.SHM:
+        if not is_near and self.asked in (TransportName.SHM, TransportName.CUDA_IPC):
             why = f"rank {peer} is on another host"
         settled = offer_planes(connection, planes, why, timeout_s)
         self.settle(peer, settled, is_near=is_near)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from rrfp.runtime.decoding import integer, items, member, parsed, text
+from rrfp.runtime.decoding import integer, items, member, number, parsed, text
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.plane import Offer, Plane, PlaneRefusal, Puller
 
@@ -84,6 +84,7 @@ def offer_planes(
     offers = [plane.offer() for plane in planes]
     told = {
         "why": why_none,
+        "timeout_s": timeout_s,
         "offers": [
             {"plane": each.plane, "values": dict(each.values), "files": len(each.descriptors)}
             for each in offers
@@ -111,12 +112,15 @@ def answer_offer(
     settled, puller = None, None
     try:
         why = text(member(value, "why"))
+        deadline_s = min(deadline_s, time.monotonic() + number(member(value, "timeout_s")))
         for offer in _offers(value, files):
             plane = planes.get(offer.plane)
             try:
                 if plane is None:
                     raise PlaneRefusal(f"its receiver has no plane {offer.plane}")
-                puller, rate = plane.attach(offer, peer, max(deadline_s - time.monotonic(), 0.001))
+                # A plane that hangs leaves time for the next one, and for the answer.
+                left_s = max(deadline_s - time.monotonic(), 0.001)
+                puller, rate = plane.attach(offer, peer, left_s / 2)
             except PlaneRefusal as refusal:
                 why = why or str(refusal)
                 continue
@@ -191,7 +195,8 @@ def _read(
             part, came, _, _ = socket.recv_fds(
                 connection, left, _MAX_FILES, socket.MSG_CMSG_CLOEXEC
             )
-            files = files + came
+            # The caller's own list: it closes them also where this raises.
+            files += came
         else:
             part = connection.recv(left)
         if not part:

@@ -1,0 +1,77 @@
+"""How the two ends of a link settle on a plane when one does not come about."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.device import Device
+from rrfp.runtime.planes.bounce import BouncePlane
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.plane import Offer, Plane, PlaneRefusal, Puller
+from rrfp.runtime.planes.settling import Settled, SettlingError, answer_offer, offer_planes
+
+LIMIT_S = 1.0
+DESCRIPTORS = Path("/proc/self/fd")
+
+
+class SilentPlane:
+    """Reaches no peer, as where a firewall drops what one-sided reads send. Implements
+    `rrfp.runtime.planes.plane.Plane`."""
+
+    name = TransportName.NIXL
+    device: Device = CPU
+    lends = is_inline = False
+    reserved_bytes = 0
+    slab = torch.empty(0, dtype=torch.uint8)
+
+    def offer(self) -> Offer:
+        return Offer(self.name, {})
+
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, None]:
+        time.sleep(timeout_s)
+        raise PlaneRefusal("nothing was read in time")
+
+    def close(self, *, are_detached: bool) -> None: ...
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def test_a_plane_that_hangs_leaves_time_for_the_next_one(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    planes: list[Plane] = [SilentPlane(), BouncePlane(CPU, 1)]
+    answered: list[Settled] = []
+
+    def answer() -> None:
+        # Its own limit is longer: it began to wait later.
+        by_name = {plane.name: plane for plane in planes}
+        answered.append(answer_offer(ends[1], by_name, 0, 10 * LIMIT_S)[0])
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    settled = offer_planes(ends[0], planes, "", LIMIT_S)
+    answering.join()
+    assert answered == [settled]
+    assert settled == Settled(TransportName.BOUNCE, None, "nothing was read in time")
+
+
+def test_no_file_of_a_broken_offer_stays_open(ends: tuple[socket.socket, socket.socket]) -> None:
+    with Path("/dev/null").open() as file:
+        socket.send_fds(ends[0], [b"\0"], [file.fileno()])
+        ends[0].close()
+    before = len([*DESCRIPTORS.iterdir()])
+    with pytest.raises(SettlingError, match="closed"):
+        answer_offer(ends[1], {}, 0, LIMIT_S)
+    assert len([*DESCRIPTORS.iterdir()]) == before
