@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,27 @@ def test_each_way_in_has_a_secret_of_its_own() -> None:
         assert stat.S_IMODE((directory / "secret").stat().st_mode) == 0o600
         assert (directory / "secret").read_bytes() != where.tcp.secret
         assert Where.decode(json.loads(where.to_json())) == where
+    finally:
+        listener.close()
+
+
+def test_a_source_that_settles_slowly_holds_no_other_up() -> None:
+    both = threading.Barrier(3)
+
+    def settle(_: int, connection: socket.socket) -> None:
+        with connection:
+            both.wait(PATIENCE_S)
+
+    listener = Listener(0, [1, 2], settle, unix=True, tcp=False, address=None)
+    listener.open()
+    try:
+        with (
+            dial(1, 0, listener.where, unix=True, timeout_s=PATIENCE_S),
+            dial(2, 0, listener.where, unix=True, timeout_s=PATIENCE_S),
+        ):
+            assert not listener._is_complete(0.05)  # neither is handed over yet
+            both.wait(PATIENCE_S)
+            assert listener._is_complete(PATIENCE_S)
     finally:
         listener.close()
 

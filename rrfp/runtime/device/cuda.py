@@ -109,7 +109,8 @@ class CudaDevice:
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
         # With its index: torch would ask CUDA whose memory it is, and copy through a peer's stream.
         tensor = torch.as_tensor(_Memory(address, num_bytes), device=self.torch_device)
-        assert tensor.data_ptr() == address, "torch has copied memory that it was to use"
+        if tensor.data_ptr() != address:
+            raise RuntimeError("torch has copied memory that it was to use")
         return tensor
 
     def selected(self) -> AbstractContextManager[object]:

@@ -55,7 +55,13 @@ class CudaIpcPlane:
             except CudaRuntimeError as error:
                 self._free()
                 raise PlaneRefusal(f"CUDA exports no memory ({error})") from None
-        self.slab = device.memory_at(self._address, slab_bytes)
+        try:
+            self.slab = device.memory_at(self._address, slab_bytes)
+        except RuntimeError as error:  # torch's own
+            self._free()
+            raise PlaneRefusal(
+                f"torch does not use CUDA's memory ({first_line(str(error))})"
+            ) from None
         self.reserved_bytes = slab_bytes
 
     def offer(self) -> Offer:
@@ -93,12 +99,17 @@ class CudaIpcPlane:
                 raise PlaneRefusal(
                     f"the CUDA memory of rank {peer} cannot be opened ({error})"
                 ) from None
-        slab = self.device.memory_at(address, num_bytes)
-        puller = CudaIpcPuller(self.device, slab, peer, partial(self._close, address, peer))
+        close = partial(self._close, address, peer)
+        puller = None
         try:
+            slab = self.device.memory_at(address, num_bytes)
+            puller = CudaIpcPuller(self.device, slab, peer, close)
             return puller, puller.measure()
-        except RuntimeError as error:  # torch's own, of a copy
-            puller.detach()
+        except RuntimeError as error:  # torch's own
+            if puller is None:
+                close()
+            else:
+                puller.detach()
             raise PlaneRefusal(
                 f"the CUDA memory of rank {peer} cannot be copied ({first_line(str(error))})"
             ) from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from threading import Lock
 
-from rrfp.errors import UsageError
+from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.bounce import BouncePlane
 from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
@@ -116,7 +116,13 @@ class RankPlanes:
             if settled.plane is TransportName.INLINE:
                 return None
             if settled.plane not in self._outboxes:
-                outbox = Outbox(self._planes[settled.plane])
+                try:
+                    outbox = Outbox(self._planes[settled.plane])
+                except RuntimeError as error:  # torch's own, of memory that it does not get
+                    raise RrfpError(
+                        f"plane {settled.plane} gets no outbox of {self._outbox_bytes} bytes"
+                        f" ({first_line(str(error))}); lower outbox_mb"
+                    ) from None
                 outbox.open()
                 self._outboxes[settled.plane] = outbox
             return self._outboxes[settled.plane]

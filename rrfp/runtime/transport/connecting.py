@@ -70,6 +70,8 @@ class Listener:
         self._condition = Condition()
         # Guarded by the condition.
         self._missing = set(sources)
+        self._opening: set[int] = set()
+        """Sources that have proved themselves and are handed over."""
         self._pending: set[socket.socket] = set()
         self._handshakes: list[Thread] = []
         self._is_closed = False
@@ -126,7 +128,8 @@ class Listener:
             rendezvous.raise_if_failed()
             if rendezvous.remaining_s == 0:
                 with self._condition:
-                    ranks = ", ".join(str(source) for source in sorted(self._missing))
+                    missing = sorted(self._missing | self._opening)
+                    ranks = ", ".join(str(source) for source in missing)
                 raise PeerLostError(
                     f"rank {self._rank} waited {timeout_s:g} s for a connection from rank"
                     f" {ranks}; see whether it has started and can reach this host"
@@ -134,7 +137,9 @@ class Listener:
 
     def _is_complete(self, timeout_s: float) -> bool:
         with self._condition:
-            return self._condition.wait_for(lambda: not self._missing, timeout_s)
+            return self._condition.wait_for(
+                lambda: not self._missing and not self._opening, timeout_s
+            )
 
     def close(self) -> None:
         """Stop listening, drop whoever has not proved itself, and join every thread."""
@@ -198,14 +203,26 @@ class Listener:
                 connection = self._tunnels.accept(accepted, _HANDSHAKE_S)
             source = accept_handshake(connection, secret, self._missing, self._rank, _HANDSHAKE_S)
         with self._condition:
-            self._pending.discard(accepted)
             if source is None or source not in self._missing or self._is_closed:
+                self._pending.discard(accepted)
                 connection.close()
                 return
             self._missing.discard(source)
+            self._opening.add(source)
+        # Not within the lock: it may take long, and other sources dial meanwhile.
+        try:
             _prepare(connection)
             self._on_connected(source, connection)
-            self._condition.notify_all()
+        except BaseException:
+            connection.close()
+            with self._condition:
+                self._missing.add(source)
+            raise
+        finally:
+            with self._condition:
+                self._pending.discard(accepted)
+                self._opening.discard(source)
+                self._condition.notify_all()
 
 
 def dial(

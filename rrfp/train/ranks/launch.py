@@ -93,7 +93,9 @@ def _environments(
     # A host may have several launchers, and devices are shared out over all of its ranks.
     first_local, num_launchers = 0, 1
     if place is not None:
-        first_local, num_launchers = place.local_index * num_own, place.local_count or 1
+        # Whoever does not know how many there are knows of those before.
+        num_launchers = place.local_count or place.local_index + 1
+        first_local = place.local_index * num_own
     return {
         settings.run.node_rank * num_own + number: {
             "RANK": str(settings.run.node_rank * num_own + number),
