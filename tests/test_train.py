@@ -339,6 +339,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow  # as those without a shared directory do
 def test_two_hosts_make_one_run(two_hosts: Path, tmp_path: Path) -> None:
     assert len(read_metrics(two_hosts)) == 3
     assert rrfp_here(tmp_path, "trace", "check", str(two_hosts)).returncode == 0
@@ -394,7 +395,7 @@ def test_hosts_without_a_shared_directory_make_one_run(
 
 
 @needs_tls
-def test_encrypted_hosts_learn_the_same(two_hosts: Path, hosts_apart: tuple[Path, Path]) -> None:
+def test_links_between_hosts_are_encrypted(hosts_apart: tuple[Path, Path]) -> None:
     if not may_have_own_mounts():
         pytest.skip("this process may not make mounts of its own, as another host has")
     run, _ = hosts_apart
@@ -403,6 +404,12 @@ def test_encrypted_hosts_learn_the_same(two_hosts: Path, hosts_apart: tuple[Path
     # Ranks 0 and 1 are on one host, 2 and 3 on the other.
     far = [(each["from"], each["to"]) for each in links if each["from"] // 2 != each["to"] // 2]
     assert encrypted == set(far) > {(1, 2)}
+
+
+@pytest.mark.slow
+@needs_tls
+def test_encrypted_hosts_learn_the_same(two_hosts: Path, hosts_apart: tuple[Path, Path]) -> None:
+    run, _ = hosts_apart
     assert [step["loss"] for step in read_metrics(run)] == [
         step["loss"] for step in read_metrics(two_hosts)
     ]
