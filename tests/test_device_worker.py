@@ -186,3 +186,26 @@ def test_a_failure_does_not_wait_for_a_device_that_hangs() -> None:
     # Whichever rank is heard first: the one that fails, or the one that is told.
     with pytest.raises(RankFailedError, match=r"too much|rank 0 closed its connection"):
         run_ranks(2, a_task_fails_behind_one_that_never_ends, timeout_s=30)
+
+
+def a_device_hangs() -> None:
+    device = SimulatedDevice()
+    is_over = Event()
+
+    class Hangs(CountedWork):
+        def run(self, task: Task, inputs: Any) -> Any:
+            device.launch(lambda: cast(None, is_over.wait()), device.compute_stream())
+            return super().run(task, inputs)
+
+    try:
+        with open_rig(1, device=device, stall_s=1.0) as rig:
+            rig.run_step(0, Shape(1, 4, kinds=(Kind.F,)), Hangs(device))
+    finally:
+        is_over.set()
+        device.close()
+
+
+def test_a_device_that_hangs_is_told() -> None:
+    told = "pipeline rank 0 waited 1 s in step 0 for its device to end 0F0; see whether that"
+    with pytest.raises(RankFailedError, match=told):
+        run_ranks(1, a_device_hangs, timeout_s=30)

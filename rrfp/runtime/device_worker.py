@@ -18,7 +18,7 @@ from typing import Any
 
 from rrfp.runtime.device import device as seam
 from rrfp.runtime.pace import StepPace
-from rrfp.runtime.protocols import Compute, Ended, StepSummary
+from rrfp.runtime.protocols import Compute, Ended, StallError, StepSummary
 from rrfp.runtime.stall import LOOK_S
 from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
@@ -26,6 +26,7 @@ from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
 from rrfp.schedule.patience.just_in_time import JustInTime
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, Stimulus, TaskAgreed
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
+from rrfp.trace.steps import step_name
 
 _MOST_LAUNCHED = 2
 """The running task, and one behind it."""
@@ -63,6 +64,8 @@ class DeviceWorker(Worker):
         self._asked_ns = 0
         """Since when the next decision could be made."""
         self._busy_ns = 0
+        self._waited_s = 0.0
+        """How long nothing has arrived and no task has ended."""
         self._to_watch: SimpleQueue[seam.Event | None] = SimpleQueue()
         self._watcher = Thread(target=self._watch, name="rrfp-device", daemon=True)
 
@@ -97,6 +100,7 @@ class DeviceWorker(Worker):
         self._launched.clear()
         self._asked_ns = step_start_ns
         self._busy_ns = 0
+        self._waited_s = 0.0
         group = self._agreement.group
         follows = group is not None and not group.leads
         while True:
@@ -136,9 +140,17 @@ class DeviceWorker(Worker):
                         return self._summary(step_start_ns, self._busy_ns)
 
     def _look(self, timeout_s: float) -> None:
-        """Wait until something arrives or a task ends, at most for so long."""
+        """Wait until something arrives or a task ends, at most for so long. Raises StallError if
+        nothing has for `stall_s`, added up as in `_wait`."""
         events = self._inbox.take(timeout_s)
         self._asked_ns = self._clock()
+        self._waited_s = 0.0 if events else self._waited_s + timeout_s
+        if self._launched and self._waited_s >= self._stall_s:
+            raise StallError(
+                f"pipeline rank {self._dispatcher.rank} waited {self._stall_s:g} s in "
+                f"{step_name(self._step)} for its device to end {self._launched[0].run.task}; see "
+                "whether that exchanges something with a rank that is lost"
+            )
         self._take_in(events)
 
     def _left_s(self) -> float:

@@ -14,8 +14,8 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import Empty, SimpleQueue
 from typing import cast
 
 import torch
@@ -38,11 +38,14 @@ class _Stream:
         # Its `put` may interrupt itself: memory is given back wherever a tensor's last reference
         # goes, also in the garbage collector.
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, work: Callable[[], None]) -> None:
         self._work.put(work)
+        if self._has_ended:
+            self._run_rest()
 
     def delay(self) -> None:
         """Let some time pass: often none, now and then much."""
@@ -56,6 +59,15 @@ class _Stream:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
+        self._has_ended = True
+        self._run_rest()
+
+    def _run_rest(self) -> None:
+        """What comes behind the end: after a failure tensors go late, and their memory after
+        them."""
+        with suppress(Empty):
+            while work := self._work.get_nowait():
+                work()
 
 
 class _TimedEvent(threading.Event):
