@@ -55,7 +55,7 @@ def test_the_drop_in_refuses_it_too() -> None:
 def test_hints_change_and_the_training_does_not(layout: dict[str, Any]) -> None:
     settings = {**SMALL, **layout, "microbatches": 6, "steps": 12} | PACED
     num_ranks = layout["pp"] * layout.get("dp", 1)
-    variants = [{"hint": "bf"}, {"hint": CHOSEN}]
+    variants = [{"hint": "bf", "pace": None, "jitter": "none"}, {"hint": CHOSEN}]
     ranks = run_ranks(num_ranks, train_variants, settings, variants, timeout_s=300)
     for plain, chosen in ranks:
         assert chosen.losses == plain.losses

@@ -35,7 +35,7 @@ IN_LONG_RUNS_ONLY = (
     "pp4",
     "pp2-tp2-sp",
     "pp4-c2-loop",
-    "pp2-c2-v",
+    "moe-pp2-ep2",
     "pp2-dp2-distopt",
     "vlm-pp4",
     "vlm-pp2-c2-v",
