@@ -378,9 +378,16 @@ def test_starts_that_share_a_store_are_not_mixed(first: Linked, again: Linked) -
     is_whole = len(first) > 1
     said = gathered(store, first, 60.0 if is_whole else 0.05)
     assert said == [[0, 1]] * 2 if is_whole else "waited 0.05 s for rank 1" in said[0]
-    for told in gathered(store, again):
-        assert "the job's store holds what an earlier start" in told
-        assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+    used = (
+        "the job's store holds what an earlier start of the job left there; "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+    told = gathered(store, again)
+    # A rank that reads why another failed in the earlier start, before that one comes, knows no
+    # better than to repeat it. The other does.
+    left = used if is_whole else f"rank 0 cannot record: {said[0]}"
+    assert all(used in each or left in each for each in told), told
+    assert any(used in each for each in told), told
 
 
 def test_a_job_that_was_started_again_is_recorded_beside(tmp_path: Path) -> None:
