@@ -132,7 +132,8 @@ class DeviceWorker(Worker):
                     case RunTask():
                         self._agreement.dispatched(step, instruction.task)
                         self._launch(compute, instruction)
-                    case Wait(_, int() as deadline_ns):
+                    case Wait(cause, int() as deadline_ns):
+                        self._tell_wait(cause)
                         self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
@@ -193,6 +194,7 @@ class DeviceWorker(Worker):
     def _runs(self, launched: _Launched, since_ns: int) -> None:
         """The device runs a task since then: find out when to decide on the next one."""
         run = launched.run
+        self._tell_task(run.task, since_ns)
         self._due_ns = self._in_time.due_ns(run.task.kind, run.chunk, since_ns, launched.known_ns)
 
     def _retire(self) -> None:

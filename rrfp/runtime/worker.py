@@ -51,9 +51,12 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
-from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
+from rrfp.trace.records import NS_PER_S, BegunRecord, Doing, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
+
+_BRIEF_S = 0.05
+"""A wait that lasts longer is told in full."""
 
 
 class Worker:
@@ -152,7 +155,8 @@ class Worker:
                     case RunTask():
                         self._agreement.dispatched(step, instruction.task)
                         busy_ns += self._run(compute, instruction)
-                    case Wait(_, int() as deadline_ns):
+                    case Wait(cause, int() as deadline_ns):
+                        self._tell_wait(cause)
                         self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
@@ -232,6 +236,7 @@ class Worker:
         if self._punctuality is not None:
             self._announce(task, run.chunk)
         start_ns = self._clock()
+        self._tell_task(task, start_ns)
         ahead, pace = self._ahead, self._pace
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
@@ -329,10 +334,17 @@ class Worker:
     def _wait(self, cause: Cause) -> None:
         """Wait until something arrives. Adds up its time-outs instead of reading the clock, because
         a process that was itself stopped did not see a stall."""
+        self._tell_wait(cause)
         if self._left:
             self._check_that_nobody_left_owing()
+        events = self._inbox.take(_BRIEF_S)
+        if not events or any(isinstance(event, Failed) for event in events):
+            self._tell_wait(cause, in_full=True)
+        if events:
+            self._take_in(events)
+            return
         board, step = self._board, self._step
-        waited_s = 0.0
+        waited_s = _BRIEF_S
         call_s = max(0.0, self._stall_s - GATHER_S)
         call: int | None = None
         patience_s = min(LOOK_S, call_s or self._stall_s)
@@ -346,6 +358,32 @@ class Worker:
                 raise self._stall(self._row(cause, waited_s), call)
             patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
         self._take_in(events)
+
+    def _tell_task(self, task: Task, since_ns: int) -> None:
+        """Tell the flight record that a task runs."""
+        stage, kind, microbatch = task
+        self._record(
+            BegunRecord(since_ns, since_ns, self._step, Doing.TASK, kind, stage, microbatch)
+        )
+
+    def _tell_wait(self, cause: Cause, *, in_full: bool = False) -> None:
+        """Tell the flight record that a wait of this cause begins, or goes on; in full, also what
+        it is for, which takes time linear in the tasks of the step."""
+        now_ns = self._clock()
+        lacked = self._lacked() if in_full else ()
+        self._record(BegunRecord(now_ns, now_ns, self._step, cause, *lacked))
+
+    def _lacked(self) -> tuple[str, int, int, int]:
+        """The task whose output a wait is for, and the rank that owes it; as in `BegunRecord`."""
+        dispatcher = self._dispatcher
+        story = dispatcher.story()
+        best = () if story.best_waiting is None else (story.best_waiting,)
+        for waiting in (*best, *story.tasks):
+            for stage, kind, microbatch in waiting.lacks:
+                pp_rank = dispatcher.shape.rank_of(stage)
+                if pp_rank != dispatcher.rank:
+                    return kind, stage, microbatch, self._pp_ranks[pp_rank]
+        return "", -1, -1, next(iter(self._owed()), -1)
 
     def _stall(self, own: StallRow, call: int) -> StallError:
         owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())

@@ -81,6 +81,11 @@ def description_of(run: RunDir) -> dict[str, Any]:
     return told
 
 
+def is_last(run: RunDir) -> bool:
+    """Whether run.json describes this session as the last one, whose end outcome.json tells."""
+    return bool(read_description(run.run_json).get(_SESSION, 1) == run.session)
+
+
 def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -> dict[str, Any]:
     """What a trace says of the sessions that ran these steps, and of the policy that steered them;
     the description itself for a run of one session and policy. Raises RrfpError if they ran under
@@ -199,6 +204,9 @@ def _append(
     rank = records.info.rank
     costs = into.costs[-1] if into.costs else None
     found = records.by_name()
+    if before is not None:
+        # A later session went on from there.
+        found["begun"] = []
     for name, target in into.by_name().items():
         for record in found[name]:
             if before is not None and record.step >= before:
