@@ -202,9 +202,7 @@ def read_flight(path: Path) -> Flight | None:
     return Flight([found[number] for number in sorted(found)], min(found, default=1) == 1, off)
 
 
-def _record_at(
-    data: bytes, offset: int, number: int, form: _Form, texts: list[str]
-) -> Any:
+def _record_at(data: bytes, offset: int, number: int, form: _Form, texts: list[str]) -> Any:
     """The record of a slot, or None if the slot is not whole."""
     _, _, first, last, *numbers, complement = form.layout.unpack_from(data, offset)
     if complement != ~number or max(first, last) >= len(texts):
