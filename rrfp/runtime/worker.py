@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rrfp.runtime.ahead import AheadThread
+from rrfp.runtime.begun import begun_task, begun_wait, explained
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.device import Device
@@ -51,7 +52,7 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
-from rrfp.trace.records import NS_PER_S, BegunRecord, Doing, Record, TaskRecord, WaitRecord
+from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
 
@@ -236,7 +237,7 @@ class Worker:
         if self._punctuality is not None:
             self._announce(task, run.chunk)
         start_ns = self._clock()
-        self._tell_task(task, start_ns)
+        self._record(begun_task(start_ns, self._step, task))
         ahead, pace = self._ahead, self._pace
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
@@ -359,31 +360,13 @@ class Worker:
             patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
         self._take_in(events)
 
-    def _tell_task(self, task: Task, since_ns: int) -> None:
-        """Tell the flight record that a task runs."""
-        stage, kind, microbatch = task
-        self._record(
-            BegunRecord(since_ns, since_ns, self._step, Doing.TASK, kind, stage, microbatch)
-        )
-
     def _tell_wait(self, cause: Cause, *, in_full: bool = False) -> None:
-        """Tell the flight record that a wait of this cause begins, or goes on; in full, also what
-        it is for, which takes time linear in the tasks of the step."""
-        now_ns = self._clock()
-        lacked = self._lacked() if in_full else ()
-        self._record(BegunRecord(now_ns, now_ns, self._step, cause, *lacked))
-
-    def _lacked(self) -> tuple[str, int, int, int]:
-        """The task whose output a wait is for, and the rank that owes it; as in `BegunRecord`."""
-        dispatcher = self._dispatcher
-        story = dispatcher.story()
-        best = () if story.best_waiting is None else (story.best_waiting,)
-        for waiting in (*best, *story.tasks):
-            for stage, kind, microbatch in waiting.lacks:
-                pp_rank = dispatcher.shape.rank_of(stage)
-                if pp_rank != dispatcher.rank:
-                    return kind, stage, microbatch, self._pp_ranks[pp_rank]
-        return "", -1, -1, next(iter(self._owed()), -1)
+        """Tell the flight record that a wait of this cause begins, or goes on; in full, with what
+        it is for."""
+        wait = begun_wait(self._clock(), self._step, cause)
+        if in_full:
+            wait = explained(wait, self._dispatcher, self._agreement, self._pp_ranks)
+        self._record(wait)
 
     def _stall(self, own: StallRow, call: int) -> StallError:
         owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())

@@ -57,9 +57,9 @@ class NativeSchedule:
         """`timer` is the host's by default. `named` opens a range around each task, each wait and
         each step; `name_of_step` names the last. Records come when their times are known, the
         host's at once, in the order of the calls; training steps and evaluations are numbered
-        separately (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to modelled times,
-        if work runs on the host. `num_ranks` of the pipeline are those of Megatron's parallel state
-        by default."""
+        separately (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to
+        modelled times, if work runs on the host. `num_ranks` of the pipeline are those of
+        Megatron's parallel state by default."""
         self._pp_rank = pp_rank
         self._record = record
         self._timer = timer or HostTimer()
