@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from rrfp.analyze.frames import Frames
-from rrfp.trace.ending import ending_sentence
+from rrfp.trace.ending.promise import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase
 from rrfp.trace.steps import in_order, step_name
 

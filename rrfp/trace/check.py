@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, pairwise, takewhile
 from typing import Any
 
-from rrfp.trace.ending import (
+from rrfp.trace.ending.finding import NUM_EXAMPLES, finding
+from rrfp.trace.ending.promise import (
     Promise,
     check_begun,
     check_off,
@@ -17,7 +18,6 @@ from rrfp.trace.ending import (
     check_promise,
     ranks_off,
 )
-from rrfp.trace.finding import NUM_EXAMPLES, finding
 from rrfp.trace.kept_bytes import are_known, wrong_changes
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents

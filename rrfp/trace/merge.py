@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.ending.recovery import end_begun, recover
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording, num_times
-from rrfp.trace.recovery import end_begun, recover
 from rrfp.trace.rundir import RunDir, update_latest
 from rrfp.trace.sessions import joined
 from rrfp.trace.spill import is_being_written, read_spill

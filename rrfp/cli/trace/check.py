@@ -15,7 +15,7 @@ def check(path: TracePath = None) -> None:
     """
     from rrfp.trace.check import check_contents
     from rrfp.trace.cost import recording_fraction
-    from rrfp.trace.ending import Promise
+    from rrfp.trace.ending.promise import Promise
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 

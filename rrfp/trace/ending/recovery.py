@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from rrfp.schedule.causes import Cause
-from rrfp.trace.flight import Flight, read_flight, ring_of
+from rrfp.trace.ending.flight import Flight, read_flight, ring_of
 from rrfp.trace.outcome import read_ending
 from rrfp.trace.records import (
     RECORD_TYPES,

@@ -1,7 +1,7 @@
 """How the run of a trace ended, and whether the trace holds the steps that the run promised.
 
 A trace's own description tells how many steps its run was to make, how it ended, and which ranks
-stopped recording (`rrfp.trace.recovery`). The run's directory, where there is one, also tells which
+stopped recording (`rrfp.trace.ending.recovery`). The run's directory, where there is one, also tells which
 steps were trained, and of an earlier session where the next one went on.
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import RrfpError
-from rrfp.trace.finding import finding
+from rrfp.trace.ending.finding import finding
+from rrfp.trace.ending.recovery import OUTCOME, RECORDING_OFF, UNREAD_FLIGHTS
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.records import BegunRecord, Doing, Recording
-from rrfp.trace.recovery import OUTCOME, RECORDING_OFF, UNREAD_FLIGHTS
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import SESSIONS, first_step_after, first_step_of, read_description
 from rrfp.trace.steps import is_evaluation, step_name, step_windows
