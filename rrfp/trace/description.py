@@ -1,16 +1,21 @@
 """Writes `run.json`, the description of a run. Imports no torch: the launcher writes it first."""
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rrfp.errors import RrfpError
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY
-from rrfp.trace.sessions import read_description
+from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import read_description, session_in
 from rrfp.trace.whole_file import open_whole
 
+_OF_RECORDING = ("recording_off", "dropped_steps", "first_kept_step")
 _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
 
 
@@ -55,6 +60,23 @@ def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
     description["transport"] = dict(transport)
     with open_whole(run_json) as file:
         file.write(f"{json.dumps(description, indent=2)}\n".encode())
+
+
+def describe_recording(run: RunDir, told: Mapping[str, object]) -> None:
+    """Add to `run.json` what the trace of a session says of its records: what is missing, and why.
+    A run that nobody describes, or whose description cannot be written, is left as it is."""
+    with suppress(RrfpError, OSError):
+        description = read_description(run.run_json)
+        session = session_in(description, run.session)
+        missing = {key: told[key] for key in _OF_RECORDING if key in told}
+        if session is None or missing.items() <= session.items():
+            return
+        session |= missing
+        status = run.run_json.stat()
+        with open_whole(run.run_json) as file:
+            file.write(f"{json.dumps(description, indent=2)}\n".encode())
+        # The run did not begin now.
+        os.utime(run.run_json, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 class PolicyLog:

@@ -39,7 +39,7 @@ _LONGEST_TEXT = _TEXT.size - 1
 _BEGIN = struct.Struct("<qB")
 """A record's number, counted from 1, and its type."""
 _SLOT_BYTES = 144
-_NUM_SLOTS = (_FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
+MOST_RECORDS = (_FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
 
 
 class _Form:
@@ -112,7 +112,7 @@ class FlightRing:
         number = self._next_number()
         pack_into, code, first, last, numbers_of = self._packers[type(record)]
         texts = self._texts
-        offset = number % _NUM_SLOTS * _SLOT_BYTES + _HEADER_BYTES
+        offset = number % MOST_RECORDS * _SLOT_BYTES + _HEADER_BYTES
         try:
             pack_into(
                 self._view,
@@ -192,10 +192,10 @@ def read_flight(path: Path) -> Flight | None:
     texts = [_readable(text) for (text,) in _TEXT.iter_unpack(data[_TEXTS_AT:_HEADER_BYTES])]
     forms = {form.code: form for form in _FORMS}
     found: dict[int, Record] = {}
-    for slot in range(_NUM_SLOTS):
+    for slot in range(MOST_RECORDS):
         offset = _HEADER_BYTES + slot * _SLOT_BYTES
         number, code = _BEGIN.unpack_from(data, offset)
-        if number > 0 and number % _NUM_SLOTS == slot and code in forms:
+        if number > 0 and number % MOST_RECORDS == slot and code in forms:
             record = _record_at(data, offset, number, forms[code], texts)
             if record is not None:
                 found[number] = record

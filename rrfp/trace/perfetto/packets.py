@@ -45,10 +45,15 @@ def _varint(number: int) -> bytes:
         return _LAST_BYTES[number]
     if number < 1 << 28:
         return _FIRST_BYTES[number & 0x3FFF] + _LAST_BYTES[number >> 14]
-    # Two rounds at once, because most times are this long.
     return (
-        _FIRST_BYTES[number & 0x3FFF] + _FIRST_BYTES[number >> 14 & 0x3FFF] + _varint(number >> 28)
+        _FIRST_BYTES[number & 0x3FFF]
+        + _FIRST_BYTES[number >> 14 & 0x3FFF]
+        + _kept_varint(number >> 28)
     )
+
+
+_kept_varint = lru_cache(1 << 10)(_varint)
+"""The rest of a long one: times that follow each other have it in common."""
 
 
 def _tag(field: int, wire: int) -> bytes:
@@ -73,13 +78,14 @@ class PacketWriter:
         self._batch = bytearray()
         self._tracks = Tracks(first_track)
         self._begun: set[int] = set()
-        self._sequence = b""
+        self._sequence = self._timed = b""
         self._shift_ns = 0
 
     def go_to_sequence(self, sequence: int, shift_ns: int = 0) -> None:
         """Write the following packets to this sequence, and move their times by `shift_ns`."""
         self._shift_ns = shift_ns
         self._sequence = _encoded(pb.TracePacket(trusted_packet_sequence_id=sequence))
+        self._timed = self._sequence + _TIME_TAG
         if sequence not in self._begun:
             self._begun.add(sequence)
             cleared = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
@@ -136,15 +142,15 @@ class PacketWriter:
         self._batch.clear()
 
     def _append_event(self, time_ns: int, part: bytes) -> None:
-        self._append(_TIME_TAG + _varint(time_ns + self._shift_ns) + part)
+        packet = self._timed + _varint(time_ns + self._shift_ns) + part
+        self._batch += _PACKET_TAG + _varint(len(packet)) + packet
+        if len(self._batch) >= _NUM_BYTES_OF_A_BATCH:
+            self.flush()
 
     def _append(self, packet: bytes) -> None:
         """Append a packet to the current sequence."""
         packet = self._sequence + packet
-        batch = self._batch
-        batch += _PACKET_TAG + _varint(len(packet)) + packet
-        if len(batch) >= _NUM_BYTES_OF_A_BATCH:
-            self.flush()
+        self._batch += _PACKET_TAG + _varint(len(packet)) + packet
 
 
 def notes_of(fields: Fields) -> bytes:

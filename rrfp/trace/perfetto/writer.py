@@ -157,7 +157,12 @@ def _notes_of(category: str, values: tuple[int | str, ...]) -> bytes:
     step, *_ = values
     assert isinstance(step, int)
     rest = _rest_of_notes if category in _NUMBERED else _kept_rest_of_notes
-    return note_of(*told_step(step)) + rest(category, values[1:])
+    return _step_note(step) + rest(category, values[1:])
+
+
+@lru_cache(_NUM_NOTES_KEPT)
+def _step_note(step: int) -> bytes:
+    return note_of(*told_step(step))
 
 
 def _rest_of_notes(category: str, values: tuple[int | str, ...]) -> bytes:
@@ -289,7 +294,7 @@ class _RankWriter:
             wanted = dispatch.wanted
             notes = (
                 _notes_of_wanted(wanted.kind, wanted.stage, wanted.chunk, wanted.microbatch)
-                + note_of(*told_step(wanted.step))
+                + _step_note(wanted.step)
                 + _notes_of_places(wanted.hint_position, dispatch.wanted_place)
             )
             title = f"hint {self._title(wanted)}"
