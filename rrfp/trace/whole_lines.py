@@ -2,8 +2,11 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+_PIECE_BYTES = 1 << 20
 
 
 class WholeLines:
@@ -39,15 +42,24 @@ class WholeLines:
         """The line that was written is whole. Raises FileNotFoundError if the file is not where it
         was any more: nobody will find what is written."""
         self.num_bytes = self._file.seek(0, os.SEEK_CUR)
-        found = self._path.stat()
-        if (found.st_ino, found.st_dev) != (self._status.st_ino, self._status.st_dev):
-            raise FileNotFoundError(errno.ENOENT, "it was removed or replaced", str(self._path))
+        with suppress(FileNotFoundError):
+            found = self._path.stat()
+            if (found.st_ino, found.st_dev) == (self._status.st_ino, self._status.st_dev):
+                return
+        raise FileNotFoundError(errno.ENOENT, "it was removed or moved away", str(self._path))
 
     def take_back(self) -> None:
         """Remove what was written of a line that is not whole."""
         with suppress(OSError):
             os.ftruncate(self._file.fileno(), self.num_bytes)
             self._file.seek(self.num_bytes)
+
+    def read(self) -> Iterator[bytes]:
+        """What was written, in pieces, also where nobody else finds the file any more."""
+        offset = 0
+        while piece := os.pread(self._file.fileno(), _PIECE_BYTES, offset):
+            offset += len(piece)
+            yield piece
 
     def close(self) -> None:
         """Closing twice is harmless."""

@@ -67,7 +67,13 @@ def _train(
 ) -> None:
     run, step = session.run, session.first_step
     recorder.begin(step, Doing.SETTING_UP)
-    metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
+    metrics = Metrics(
+        run.metrics,
+        layout,
+        info,
+        is_traced=not settings.run.no_trace,
+        is_needed=settings.run.save is None,
+    )
     pace = pace_of(settings, layout)
     planner = run_planner(settings, recorder.record, pace)
     record = recorder.record if planner is None else planner.record
@@ -98,7 +104,7 @@ def _train(
     transport = TransportLog(default_store(), "train", run, layout.rank, every)
     policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
-    checkpoints = checkpoints_of(session, settings, layout, model)
+    checkpoints = checkpoints_of(session, settings, layout, model, metrics)
     for step in range(session.first_step, settings.num_steps):
         start_s = time.monotonic()
         result = trainer.train_step(step)
@@ -161,7 +167,11 @@ def _told(
 
 
 def checkpoints_of(
-    session: Session, settings: TrainSettings, layout: Layout, model: ModelChunks
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    metrics: Metrics,
 ) -> "RunCheckpoints | None":
     """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
     loaded."""
@@ -170,7 +180,7 @@ def checkpoints_of(
     # Imported late: Megatron's checkpoints are slow to import.
     from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
 
-    return RunCheckpoints(session, settings, layout, model)
+    return RunCheckpoints(session, settings, layout, model, metrics.copy_to)
 
 
 def evaluation_of(
