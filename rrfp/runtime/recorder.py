@@ -5,8 +5,8 @@ wait for the flush between steps. Records beyond the recorder's capacity are cou
 the next step is recorded again. If the disk fails, recording switches itself off with one warning
 and training goes on.
 
-Beside that, each record goes at once into the rank's flight record (`rrfp.trace.ending.flight`), so
-that those of the step that was running are there however the rank ends.
+Each record also goes at once into the rank's flight record (`rrfp.trace.ending.flight`), so that
+those of the step that was running are there however the rank ends.
 """
 
 import logging

@@ -338,18 +338,13 @@ class Worker:
         self._tell_wait(cause)
         if self._left:
             self._check_that_nobody_left_owing()
-        events = self._inbox.take(_BRIEF_S)
-        if not events or any(isinstance(event, Failed) for event in events):
-            self._tell_wait(cause, in_full=True)
-        if events:
-            self._take_in(events)
-            return
         board, step = self._board, self._step
-        waited_s = _BRIEF_S
+        waited_s = 0.0
         call_s = max(0.0, self._stall_s - GATHER_S)
         call: int | None = None
         patience_s = min(LOOK_S, call_s or self._stall_s)
-        while not (events := self._inbox.take(patience_s)):
+        events = self._first_events(cause, patience_s)
+        while not events:
             waited_s += patience_s
             if call is None and waited_s >= call_s:
                 call = board.call(step)
@@ -358,7 +353,15 @@ class Worker:
             if call is not None and waited_s >= self._stall_s:
                 raise self._stall(self._row(cause, waited_s), call)
             patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
+            events = self._inbox.take(patience_s)
         self._take_in(events)
+
+    def _first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
+        """What arrives first in a wait. One that is not brief is told in full meanwhile."""
+        events = self._inbox.take(min(timeout_s, _BRIEF_S))
+        if not events or any(isinstance(event, Failed) for event in events):
+            self._tell_wait(cause, in_full=True)
+        return events or self._inbox.take(max(0.0, timeout_s - _BRIEF_S))
 
     def _tell_wait(self, cause: Cause, *, in_full: bool = False) -> None:
         """Tell the flight record that a wait of this cause begins, or goes on; in full, with what

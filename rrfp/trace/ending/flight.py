@@ -105,14 +105,16 @@ class FlightRing:
         """Forget all records; nobody may put one meanwhile. It also brings all pages into memory,
         so that no later record waits for one."""
         self._map[_HEADER_BYTES:] = bytes(_FILE_BYTES - _HEADER_BYTES)
-        self._next_number = itertools.count(1).__next__
+        # One call of a C function, so that no two threads get the same place.
+        offsets = [_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(MOST_RECORDS)]
+        places = zip(itertools.count(1), itertools.count(-2, -1), itertools.cycle(offsets))
+        self._next_place = places.__next__
 
-    def put(self, record: Record) -> None:
+    def put(self, record: Any) -> None:
         """Keep a record in the place of the oldest one. One that does not fit is left out."""
-        number = self._next_number()
+        number, complement, offset = self._next_place()
         pack_into, code, first, last, numbers_of = self._packers[type(record)]
         texts = self._texts
-        offset = number % MOST_RECORDS * _SLOT_BYTES + _HEADER_BYTES
         try:
             pack_into(
                 self._view,
@@ -122,7 +124,7 @@ class FlightRing:
                 texts[record[first]],
                 texts[record[last]],
                 *numbers_of(record),
-                ~number,
+                complement,
             )
         except (struct.error, KeyError):
             return
@@ -195,7 +197,7 @@ def read_flight(path: Path) -> Flight | None:
     for slot in range(MOST_RECORDS):
         offset = _HEADER_BYTES + slot * _SLOT_BYTES
         number, code = _BEGIN.unpack_from(data, offset)
-        if number > 0 and number % MOST_RECORDS == slot and code in forms:
+        if number > 0 and (number - 1) % MOST_RECORDS == slot and code in forms:
             record = _record_at(data, offset, number, forms[code], texts)
             if record is not None:
                 found[number] = record

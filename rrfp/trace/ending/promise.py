@@ -1,8 +1,8 @@
 """How the run of a trace ended, and whether the trace holds the steps that the run promised.
 
 A trace's own description tells how many steps its run was to make, how it ended, and which ranks
-stopped recording (`rrfp.trace.ending.recovery`). The run's directory, where there is one, also tells which
-steps were trained, and of an earlier session where the next one went on.
+stopped recording (`rrfp.trace.ending.recovery`). The run's directory, where there is one, also
+tells which steps were trained, and of an earlier session where the next one went on.
 """
 
 import json
@@ -107,7 +107,7 @@ def check_outcome(description: Mapping[str, Any]) -> Iterator[str]:
         yield f"incomplete: {why}"
     unread = description.get(UNREAD_FLIGHTS)
     if isinstance(unread, list) and unread:
-        yield finding("lost: the flight record of {} is damaged", "ranks", unread)
+        yield f"lost: the flight record of {finding('{}', 'ranks', unread)}, which is damaged"
 
 
 def check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
