@@ -447,8 +447,10 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
         str(raised.value),
     )
     assert newest(tmp_path).step == 2
-    # Training has gone on to its end.
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == STEPS
+    # The other files of that disk are whole as far as they go.
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(len(lines))]
+    assert len(lines) == (STEPS if num_bytes > 1000 else 4)
     # The other rank may make the directory again before it is ended; the next session removes it.
     with CheckpointDir(tmp_path / "ck").locked():
         assert [*(tmp_path / "ck").glob(".saving-*")] == []

@@ -44,7 +44,7 @@ _DEFAULTS = {
 _new: Any = tuple.__new__
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
-_NUM_SEGMENTS = 8
+NUM_SEGMENTS = 8
 """Of a rank whose records are bounded. With more of them, less is removed at a time."""
 
 _NUM_ROWS_OF_A_BATCH = 1000
@@ -116,7 +116,7 @@ class SpillWriter:
     def _keep_within(self, most_bytes: int) -> None:
         """Begin the next segment if this one is long, and remove the oldest ones beyond the
         bound."""
-        size, share = self._file.num_bytes, most_bytes // _NUM_SEGMENTS
+        size, share = self._file.num_bytes, most_bytes // NUM_SEGMENTS
         if size >= share:
             last, self._number = self._file, self._number + 1
             # Held before the last one is left: somebody may ask whether the rank still writes.

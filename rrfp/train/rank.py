@@ -23,6 +23,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
 from rrfp.trace.records import Doing, RankInfo, Record
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
@@ -54,7 +55,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         if layout.rank == 0:
             write_description(session.run, settings, _introduced(layout), session.first_step)
         records = None if settings.run.no_trace else session.run.rank_records(info.rank)
-        with Recorder(records, info) as recorder:
+        most_bytes = records_bytes(settings.run.trace_mb, layout.world_size)
+        with Recorder(records, info, most_bytes=most_bytes) as recorder:
             _train(session, settings, layout, info, recorder)
 
 

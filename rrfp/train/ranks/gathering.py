@@ -22,7 +22,8 @@ from torch.distributed import Store
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.decoding import parsed
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import hold
+from rrfp.trace.segments import segments_in
+from rrfp.trace.spill import NUM_SEGMENTS, hold
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
@@ -36,7 +37,7 @@ _SILENCE_S = 15.0
 _STUCK_S = 2.0
 _END = b""
 _PREFIX = "rrfp/gathered"
-_NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)\.jsonl|logs/rank-(\d+)\.log)")
+_NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)(?:\.\d+)?\.jsonl|logs/rank-(\d+)\.log)")
 _log = logging.getLogger(__name__)
 
 
@@ -177,6 +178,7 @@ class _Sender(_Part):
     def _files(self) -> Iterator[Path]:
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
+            yield from self._run.path.glob(f"records*/rank-{rank}.*.jsonl")
             yield from self._run.path.glob(f"logs/rank-{rank}.log")
 
     def _send(self) -> None:
@@ -198,15 +200,19 @@ class _Sender(_Part):
             return
         for path in {*self._files()} - self._old:
             if path.suffix == ".jsonl":
-                path.unlink()
+                path.unlink(missing_ok=True)
                 with suppress(OSError):
                     path.parent.rmdir()
 
     def _send_next(self, path: Path) -> bool:
         """Send the next piece of a file; tells whether there was one."""
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            piece = file.read(_PIECE_BYTES)
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                piece = file.read(_PIECE_BYTES)
+        except FileNotFoundError:
+            # A segment that went for room.
+            return False
         if not piece and path in self._offsets:
             return False
         self._put(str(path.relative_to(self._run.path)).encode() + b"\n" + piece)
@@ -300,8 +306,18 @@ class _Receiver(_Part):
             if match[1]:
                 # Whoever reads the run sees that more is to come.
                 hold(file)
+                self._remove_older(path, int(match[1]))
         file.write(data)
         file.flush()
+
+    def _remove_older(self, path: Path, rank: int) -> None:
+        """Remove the segments of a rank before this one that it has removed itself by now."""
+        older = [each for each in segments_in(path.parent)[rank] if each != path]
+        for each in older[:-NUM_SEGMENTS]:
+            file = self._files.pop(str(each.relative_to(self._run.path)), None)
+            if file is not None:
+                file.close()
+            each.unlink(missing_ok=True)
 
     def _close(self) -> None:
         for file in self._files.values():

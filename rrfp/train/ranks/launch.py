@@ -15,6 +15,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import file_store, store_at
+from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -28,8 +29,14 @@ _MEETING_S = 300.0
 _ANSWER_S = 30.0
 
 
-def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` names the module with their work.
+def launch(
+    settings: TrainSettings,
+    run: RunDir,
+    work: str = TRAINING,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run this host's ranks to their end; `work` names the module with their work, and `tell` gets
+    what they warn of.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
@@ -40,8 +47,11 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory) as (environment, lost):
-            environments = _environments(settings, environment)
+        with (
+            _store(settings, run, directory) as (environment, lost),
+            hearing(directory, tell) as heard,
+        ):
+            environments = _environments(settings, {**environment, **heard})
             end_on_request = settings.run.save is not None
             try:
                 failures = run_to_end(

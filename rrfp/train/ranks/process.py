@@ -19,6 +19,7 @@ from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
+from rrfp.train.ranks.warnings import warn_launcher
 from rrfp.train.settings import TrainSettings
 
 _PARENT_CHECK_S = 1.0
@@ -29,7 +30,10 @@ def main() -> None:
     line names."""
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
-    _write_output_to(run.rank_log(int(os.environ["RANK"])))
+    rank = int(os.environ["RANK"])
+    _write_output_to(run.rank_log(rank))
+    logging.basicConfig(format="%(message)s")
+    warn_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
