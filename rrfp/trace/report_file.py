@@ -40,7 +40,7 @@ class ReportFile:
         try:
             self._write_waiting(self._file)
         except FileNotFoundError as error:
-            self._note_gone(reason_of(error))
+            self._note_gone(self._file, reason_of(error))
         except OSError as error:
             if self._num_waiting_bytes > MOST_WAITING_BYTES:
                 self._give_up(self._file, reason_of(error))
@@ -71,7 +71,7 @@ class ReportFile:
         try:
             self._write_waiting(file)
         except FileNotFoundError as error:
-            self._note_gone(reason_of(error))
+            self._note_gone(file, reason_of(error))
         except OSError as error:
             self._give_up(file, reason_of(error))
         self._file = None
@@ -87,9 +87,11 @@ class ReportFile:
             self._num_waiting_bytes -= len(self._waiting.popleft())
             file.end()
 
-    def _note_gone(self, why: str) -> None:
+    def _note_gone(self, file: WholeLines, why: str) -> None:
         """Nobody finds the file any more; it is written on, for `copy_to`."""
         if self._is_needed and not self._path.parent.exists():
+            self._file = None
+            file.close()
             raise RrfpError(
                 f"the run's directory {self._path.parent} was removed or moved away, and nobody "
                 "would find what else the run makes; start it again, with --save if it is to go on "
