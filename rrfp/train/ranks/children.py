@@ -57,8 +57,8 @@ def run_to_end(
     """
     children: dict[int, Child] = {}
     vigil = Vigil(silence_s, sees_all=is_whole)
-    try:
-        with _noted_signals(end_on_request=end_on_request) as noted:
+    with _noted_signals(end_on_request=end_on_request) as noted:
+        try:
             # Held back until the rank has its handler.
             with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
                 for rank, environment in environments.items():
@@ -66,10 +66,10 @@ def run_to_end(
                     children[rank] = child
                     vigil.add(rank, child.pid, child.page)
             return _watch(children, noted, lost, vigil, end_on_request=end_on_request)
-    finally:
-        for child in children.values():
-            child.end(signal.SIGKILL)
-            child.close()
+        finally:
+            for child in children.values():
+                child.end(signal.SIGKILL)
+                child.close()
 
 
 def _watch(
@@ -109,6 +109,7 @@ def _watch(
             look_s = now_s + LOOK_S
             _end_still(children, vigil.look(now_s))
         time.sleep(_LOOK_S)
+    time.sleep(_LOOK_S)  # others that fail now tell why themselves
     if not any(failure.standstill for failure in failures.values()):
         # Others may give up one that a signal has stopped before this process does.
         _end_still(children, vigil.stopped())

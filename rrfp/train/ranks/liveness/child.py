@@ -60,12 +60,16 @@ class Child:
                 variables.LAUNCHER: str(os.getpid()),
                 variables.LIVENESS: ",".join(map(str, shared)),
             }
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, **ours},
-                start_new_session=True,
-                pass_fds=shared,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment, **ours},
+                    start_new_session=True,
+                    pass_fds=shared,
+                )
+            except OSError:
+                self._stacks.close()
+                raise
         self._exit_code: int | None = None
         self._ended_by: set[int] = set()
         self._standstill: Standstill | None = None
