@@ -22,14 +22,12 @@ from rrfp.runtime.transport.ends import Far
 from rrfp.runtime.transport.link import (
     MOST_USELESS,
     NEXT_STATES,
-    Connection,
     Link,
     LinkOptions,
     Output,
     State,
 )
 from rrfp.runtime.transport.source_link import SourceLink
-from rrfp.runtime.transport.unacknowledged import CONFIRM_FRAMES
 from rrfp.runtime.transport.wire import FrameReader, Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
@@ -65,6 +63,8 @@ class End:
         self.outgoing = outgoing
         self.buffers: list[memoryview] = []
         """Of the write that has begun."""
+        self.num_carried: int | None = None
+        """How much of it has left, where its link does not know that yet."""
         self.outputs: list[Output] = []
         self.written: list[Purpose] = []
         """Of the frames that were written whole."""
@@ -97,20 +97,29 @@ class End:
         return bool(self.buffers)
 
     def end_write(self, most_bytes: int, now_ns: int) -> int:
-        """Carry up to so many bytes of the write that has begun."""
+        """Carry up to so many bytes of the write that has begun, and tell."""
         if not self.buffers:
             return 0
-        buffers, self.buffers = self.buffers, []
-        way = self.outgoing
-        if way.is_unread:
+        num_carried, way = self.num_carried, self.outgoing
+        if num_carried is None:
+            num_carried = self.carry(most_bytes)
+        self.buffers, self.num_carried = [], None
+        if num_carried < 0:
             self.outputs += self.link.write_failed()
             return 0
-        room = min(most_bytes, PIPE_BYTES - len(way.data))
-        data = b"".join(buffers)[: max(0, room)]
-        self._put(data)
-        self.outputs += self.link.wrote(len(data), now_ns)
+        self.outputs += self.link.wrote(num_carried, now_ns)
         if self.link.has_said_all:
             way.is_shut = True
+        return num_carried
+
+    def carry(self, most_bytes: int) -> int:
+        """Carry up to so many bytes; -1: nobody takes them any more."""
+        way = self.outgoing
+        if way.is_unread:
+            return -1
+        room = min(most_bytes, PIPE_BYTES - len(way.data))
+        data = b"".join(self.buffers)[: max(0, room)]
+        self._put(data)
         return len(data)
 
     def _put(self, data: bytes) -> None:
@@ -267,6 +276,12 @@ class World:
             end.begin_write(self.now_ns)
             end.end_write(number, self.now_ns)
 
+    def carry(self, number: int) -> None:
+        """Write, and be slow to say so."""
+        end = self.ends[number % 2]
+        if not end.is_stopped and end.begin_write(self.now_ns) and end.num_carried is None:
+            end.num_carried = end.carry(number)
+
     def read(self, number: int) -> None:
         end = self.ends[number % 2]
         if not end.is_stopped:
@@ -375,9 +390,9 @@ class World:
 
     ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
         *(send, send, send, send, announce, consume, consume, grant),
-        *(begin_write, begin_write, write, write, write, read, read, read, look, look),
+        *(begin_write, carry, write, write, write, read, read, read, look, look),
         *(pass_time, serve, serve, serve, stop_or_resume, close, part),
-        *(cut, dial, dial, be_dialled, be_dialled),
+        *(cut, cut, dial, dial, be_dialled, be_dialled),
     )
 
     def run(self, program: bytes) -> None:
@@ -462,7 +477,7 @@ class World:
         """Let both ends do all that they can, without more time than what messages wait for."""
         is_moving = True
         while is_moving:
-            is_moving = False
+            is_moving, was = False, self.connections
             for end in self.ends:
                 if end.is_stopped:
                     continue
@@ -472,11 +487,9 @@ class World:
                 if end.incoming.is_shut:
                     end.read(1000, self.now_ns)
                 end.close_if_over()
-            if self.source.link.is_broken or self.destination.link.is_broken or self.offers:
-                was = self.connections
-                self.dial(0)
-                self.be_dialled(0)
-                is_moving |= self.connections != was
+            self.dial(0)
+            self.be_dialled(0)
+            is_moving |= self.connections != was
             self.check()
             consumes &= not self.destination.is_stopped
             while consumes and self.num_consumed < self.num_arrived:
@@ -609,7 +622,11 @@ def test_every_interleaving_keeps_what_a_link_promises(
         world.run(program[:-1])
         world.end(program[-1])
     except BaseException:
-        note("\n".join([f"num_credits {num_credits}, is_far {is_far}", *world.story, f"end({program[-1]})"]))
+        note(
+            "\n".join(
+                [f"num_credits {num_credits}, is_far {is_far}", *world.story, f"end({program[-1]})"]
+            )
+        )
         raise
 
 

@@ -368,10 +368,13 @@ class Link(ABC):
         return outputs
 
     def _is_out(self, outbound: Outbound, now_ns: int) -> list[Output]:
-        """A frame was written whole, for the first time or again."""
+        """A frame was written whole, or has arrived."""
         if outbound.is_out:
             return []
         outbound.is_out = True
+        if outbound.start_ns is None:
+            # The peer has told before whoever wrote it.
+            outbound.start_ns = self._tried_ns
         if outbound.header.purpose is Purpose.FAREWELL and self.state is State.DRAINING:
             self._move_to(State.LINGERING)
         return self._sent(outbound, now_ns)
@@ -451,12 +454,12 @@ class Link(ABC):
         num_left = self._num_queued() + self._unacknowledged.num_tasks_again
         if self._outbound is not None and self._outbound.header.task is not None:
             num_left += 1
-        if num_left:
-            return self.lose(f"said farewell while {num_left} frames waited for it")
         if self._may_speak and self._outbound is None:
             farewell = Outbound(Header(Purpose.FAREWELL))
             farewell.begin(self._num_heard)
             self._last_words = farewell.buffers
+        if num_left:
+            return self.lose(f"said farewell while {num_left} frames waited for it")
         self._end()
         return [] if self._is_closing else self._peer_left()
 
