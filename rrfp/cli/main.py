@@ -4,6 +4,7 @@ A verb's file is imported at every start, so it imports what is heavy (torch, po
 inside its commands only.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from rrfp.cli.train import train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
+from rrfp.train.ranks.answers import is_asking
 
 app = typer.Typer(
     name="rrfp",
@@ -69,4 +71,9 @@ def main() -> int:
     if completion.is_asked():
         return completion.answer(app)
     done = errors.run(app, sys.argv[1:])
-    return done if isinstance(done, int) else done()
+    code = done if isinstance(done, int) else done()
+    if is_asking():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -5,27 +5,24 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
-from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
+from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.stores import file_store, store_at
+from rrfp.train.ranks.stopping import failing_for_good
+from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 TRAINING = "rrfp.train.rank"
 """The module with the work of `rrfp train`'s ranks."""
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
-_ANSWER_S = 30.0
 
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
@@ -40,7 +37,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory) as (environment, lost):
+        with _store(settings, run, directory, work) as (environment, elsewhere):
             environments = _environments(settings, environment)
             end_on_request = settings.run.save is not None
             try:
@@ -49,7 +46,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                     environments,
                     directory,
                     end_on_request=end_on_request,
-                    lost=lost,
+                    lost=elsewhere.lost,
                 )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
@@ -57,31 +54,64 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
                 ended_by = ending_signal(end_on_request=end_on_request)
-                raise _first_failure(failures, run, settings.run.nnodes, ended_by)
+                raise _first_failure(failures, run, elsewhere.reason, ended_by)
+
+
+class _Elsewhere(Protocol):
+    """What is known of the other hosts."""
+
+    def lost(self) -> str:
+        """A sentence once another host is lost or has failed; until then empty."""
+        ...
+
+    def reason(self) -> str:
+        """Why ranks of this host have lost those of another; empty if nobody says."""
+        ...
+
+
+class _NoOtherHost:
+    def lost(self) -> str:
+        return ""
+
+    def reason(self) -> str:
+        return ""
 
 
 @contextmanager
 def _store(
-    settings: TrainSettings, run: RunDir, directory: Path
-) -> Iterator[tuple[Mapping[str, str], Callable[[], str]]]:
+    settings: TrainSettings, run: RunDir, directory: Path, work: str
+) -> Iterator[tuple[Mapping[str, str], _Elsewhere]]:
     """Keep the ranks' store open, and give the variables that tell them where it is, and what says
-    whether another host is lost. What ranks of other hosts record comes to host 0."""
+    how other hosts are. What ranks of other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory), str
+        yield file_store(directory), _NoOtherHost()
         return
     # Imported late: only a launcher of several hosts needs torch.
-    from rrfp.train.ranks.gathering import gathering
-    from rrfp.train.ranks.meeting import meeting
-    from rrfp.train.ranks.pulse import beating
+    with _quiet_torch():
+        from rrfp.train.ranks.gathering import gathering
+        from rrfp.train.ranks.meeting import meeting
 
-    def within(store: "Store") -> AbstractContextManager[None]:
-        return gathering(store, settings, run)
+    # Ranks with other work read other data.
+    data = data_contents(settings)["data"] if work == TRAINING else ""
+    with (
+        meeting(settings, _MEETING_S, data) as met,
+        gathering(met, settings, run),
+        failing_for_good(),
+        met.pulse.telling(),
+    ):
+        yield met.environment, met.pulse
 
-    with meeting(settings, _MEETING_S, within) as environment:
-        # A connection of its own: on the meeting's a call may wait for another to be answered.
-        store = store_at(environment[variables.STORE], _ANSWER_S)
-        with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
-            yield environment, pulse.lost
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Let torch be imported so that its C++ is quiet here, not in the ranks: it would show stacks
+    of what the launcher says in a sentence, such as that the store has gone."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    given = os.environ.get(name)
+    os.environ.setdefault(name, "FATAL")
+    yield
+    if given is None:
+        del os.environ[name]
 
 
 def _environments(
@@ -112,7 +142,7 @@ def _environments(
 def _first_failure(
     failures: Mapping[int, Failure],
     run: RunDir,
-    num_hosts: int,
+    elsewhere: Callable[[], str],
     ended_by: signal.Signals = signal.SIGTERM,
 ) -> RrfpError:
     """The failure that caused the others, as an error; the launcher ended these with `ended_by`."""
@@ -143,11 +173,8 @@ def _first_failure(
         return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
-    if report.is_consequence and num_hosts > 1:
-        return RrfpError(
-            f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
-            "rrfp train names the first)"
-        )
+    if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
+        return RrfpError(reason)
     detail = f"\n{report.detail}" if report.detail else ""
     return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
 
