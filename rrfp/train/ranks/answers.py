@@ -55,7 +55,7 @@ class AnsweringStore:
     store has gone, or does not answer within `within_s`."""
 
     def __init__(self, store: "Store", where: str, within_s: float) -> None:
-        self._store: "Store | None" = store
+        self._store: Store | None = store
         self._where = where
         self._within_s = within_s
 

@@ -23,7 +23,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import hold
 from rrfp.train.ranks.answers import AnsweringStore
 from rrfp.train.ranks.meeting import Met
-from rrfp.train.ranks.pulse import SILENCE_S, Pulse, printable
+from rrfp.train.ranks.pulse import Pulse, printable
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
@@ -203,8 +203,8 @@ class _Sender(_Part):
     def _problem(self) -> str:
         if self._pulse.is_silent(0):
             return "host 0 is not heard any more"
-        if time.monotonic() > self._moved_s + SILENCE_S:
-            return f"host 0 took no records for {SILENCE_S:g} s"
+        if time.monotonic() > self._moved_s + self._pulse.silence_s:
+            return f"host 0 took no records for {self._pulse.silence_s:g} s"
         return ""
 
     def _without(self) -> str:
@@ -274,8 +274,8 @@ class _Receiver(_Part):
         hosts = ", ".join(map(str, waiting))
         if waiting and all(map(self._pulse.is_silent, waiting)):
             return f"host {hosts} is not heard any more"
-        if time.monotonic() > self._moved_s + SILENCE_S:
-            return f"host {hosts} sent no records for {SILENCE_S:g} s"
+        if time.monotonic() > self._moved_s + self._pulse.silence_s:
+            return f"host {hosts} sent no records for {self._pulse.silence_s:g} s"
         return ""
 
     def _without(self) -> str:

@@ -86,7 +86,7 @@ class Pulse:
         self._connect = connect
         self._node_rank = node_rank
         self._others = (0,) if node_rank > 0 else range(1, num_hosts)
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._own = Word(0, State.HERE, socket.gethostname())
         self._published = State.HERE
         self._words: dict[int, Word] = {}
@@ -124,7 +124,7 @@ class Pulse:
 
     def is_silent(self, host: int) -> bool:
         """Whether a host that has come, and not ended, was not heard for too long."""
-        return self._quiet_s(host) > self._silence_s
+        return self._quiet_s(host) > self.silence_s
 
     def reason(self) -> str:
         """Why ranks of this host have lost those of another: what that host says, or that it is not
@@ -146,9 +146,10 @@ class Pulse:
         """Tell the other hosts why this one ends, unless it has been told."""
         if self._own.state is State.FAILED:
             return
+        told = self.lost()
         # What another host has said goes on as it is.
-        sentence = str(error) if str(error) == self.lost() else f"{self._called()}: {_why(error)}"
-        self._become(State.FAILED, sentence)
+        is_anothers = told != "" and told == str(error)
+        self._become(State.FAILED, told if is_anothers else f"{self._called()}: {_why(error)}")
 
     def part(self) -> None:
         """Wait until the ranks of all hosts have ended, for a while. Raises RrfpError naming a host
