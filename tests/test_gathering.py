@@ -76,15 +76,17 @@ def nothing() -> None:
 
 
 def test_files_grow_on_host_0_while_they_are_written(hosts: Hosts) -> None:
-    records, log = "records/rank-2.jsonl", "logs/rank-3.log"
+    records, ring, log = "records/rank-2.jsonl", "records/rank-2.ring", "logs/rank-3.log"
     big = bytes(range(256)) * 8000
     was_seen, is_written = threading.Event(), threading.Event()
 
     def write() -> None:
         hosts.put(1, records, b"head\n")
+        hosts.put(1, ring, b"what it did first, ")
         is_written.set()
         assert was_seen.wait(20)
         hosts.put(1, records, big)
+        (hosts.runs[1].path / ring).write_bytes(b"what it did last")
         hosts.put(1, log, b"last words")
         hosts.put(1, "logs/rank-2.log", b"")
 
@@ -101,6 +103,7 @@ def test_files_grow_on_host_0_while_they_are_written(hosts: Hosts) -> None:
     path = hosts.runs[0].path
     assert (path / records).read_bytes() == b"head\n" + big
     assert not is_being_written(path / records)
+    assert (path / ring).read_bytes() == b"what it did last"
     assert (path / log).read_bytes() == b"last words"
     assert (path / "logs/rank-2.log").read_bytes() == b""
     # Records are on host 0 now; logs stay where users look for them.

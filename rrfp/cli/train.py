@@ -268,7 +268,7 @@ def _encode_what_is_there(run: "RunDir") -> None:
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
     except RrfpError as error:
-        typer.echo(f"No trace could be made: {error}", err=True)
+        typer.echo(f"No trace was made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
 

@@ -33,8 +33,11 @@ _LOOK_S = 0.2
 _ANSWER_S = 120.0
 """How long a piece may be under way: on a bad wire, longer than a host may be silent."""
 _END = b""
+_LOG = ".log"
+_RING = ".ring"
+"""A flight record, which is written over and over until its rank has ended."""
 _PREFIX = "rrfp/gathered"
-_NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)\.jsonl|logs/rank-(\d+)\.log)")
+_NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)\.(?:jsonl|ring)|logs/rank-(\d+)\.log)")
 _log = logging.getLogger(__name__)
 
 
@@ -190,7 +193,7 @@ class _Sender(_Part):
         self._ranks = ranks
         # What lies there is of earlier sessions: records were left by a host that could not send
         # them, and logs go on.
-        self._old = {path for path in self._files() if path.suffix == ".jsonl"}
+        self._old = {path for path in self._files() if path.suffix != _LOG}
         self._offsets = {path: path.stat().st_size for path in self._files()}
         self._num_sent = 0
         self._num_taken = 0
@@ -198,7 +201,11 @@ class _Sender(_Part):
     def _files(self) -> Iterator[Path]:
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
-            yield from self._run.path.glob(f"logs/rank-{rank}.log")
+            yield from self._run.path.glob(f"records*/rank-{rank}{_RING}")
+            yield from self._run.path.glob(f"logs/rank-{rank}{_LOG}")
+
+    def _new(self) -> set[Path]:
+        return {*self._files()} - self._old
 
     def _problem(self) -> str:
         if self._pulse.is_silent(0):
@@ -214,15 +221,15 @@ class _Sender(_Part):
         while True:
             # Asked before a last look: what was written by then is sent.
             is_ending = self._is_ending.is_set()
-            has_sent = [self._send_next(path) for path in {*self._files()} - self._old]
-            if not any(has_sent):
+            due = [path for path in self._new() if is_ending or path.suffix != _RING]
+            if not any([self._send_next(path) for path in due]):
                 if is_ending:
                     break
                 self._is_ending.wait(_LOOK_S)
         self._put(_END)
         self._await_taken(self._num_sent)
-        for path in {*self._files()} - self._old:
-            if path.suffix == ".jsonl":
+        for path in self._new():
+            if path.suffix != _LOG:
                 path.unlink()
                 with suppress(OSError):
                     path.parent.rmdir()
