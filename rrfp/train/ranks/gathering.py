@@ -134,6 +134,7 @@ class _Part:
         self._pulse = pulse
         self._work = work
         self._is_ending = threading.Event()
+        self._is_given_up = False
         self._moved_s = 0.0
         """When something moved last."""
         # A daemon: a store at the other end of a dead link answers after minutes, or never.
@@ -149,6 +150,7 @@ class _Part:
         while self._thread.is_alive():
             if problem := self._problem():
                 self._warn(problem)
+                self._is_given_up = True
                 break
             self._thread.join(_LOOK_S)
         self._close()
@@ -160,7 +162,8 @@ class _Part:
             self._warn(first_line(str(error)))
 
     def _warn(self, problem: str) -> None:
-        _log.warning("%s; %s", problem, self._without())
+        if not self._is_given_up:
+            _log.warning("%s; %s", problem, self._without())
 
     def _problem(self) -> str:
         """Why there is no use in waiting for the thread any more; empty if there is."""
@@ -222,7 +225,8 @@ class _Sender(_Part):
             # Asked before a last look: what was written by then is sent.
             is_ending = self._is_ending.is_set()
             due = [path for path in self._new() if is_ending or path.suffix != _RING]
-            if not any([self._send_next(path) for path in due]):
+            has_sent = [self._send_next(path) for path in due]
+            if not any(has_sent):
                 if is_ending:
                     break
                 self._is_ending.wait(_LOOK_S)
@@ -253,6 +257,8 @@ class _Sender(_Part):
     def _await_taken(self, num: int) -> None:
         """Wait until host 0 has taken so many pieces."""
         while (num_taken := self._store.count(f"{self._key}/taken", 0)) < num:
+            if self._is_given_up:
+                raise RrfpError("it is too late")
             if num_taken > self._num_taken:
                 self._num_taken, self._moved_s = num_taken, time.monotonic()
             time.sleep(_LOOK_S / 10)
@@ -290,7 +296,7 @@ class _Receiver(_Part):
         return f"the trace lacks the rest of ranks {', '.join(map(str, ranks))}"
 
     def _receive(self) -> None:
-        while self._waiting:
+        while self._waiting and not self._is_given_up:
             was_ending = self._is_ending.is_set()
             for host in [*self._waiting]:
                 while (piece := self._next_of(host)) is not None:

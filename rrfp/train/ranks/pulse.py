@@ -123,8 +123,10 @@ class Pulse:
         return next(iter([*filter(None, [self._misread]), *failed, *silent]), "")
 
     def is_silent(self, host: int) -> bool:
-        """Whether a host that has come, and not ended, was not heard for too long."""
-        return self._quiet_s(host) > self.silence_s
+        """Whether a host that has come, and not ended, was not heard for too long: half as long
+        where this one has failed, and only waits for what is left to say."""
+        has_failed = self._own.state is State.FAILED
+        return self._quiet_s(host) > (self.silence_s / 2 if has_failed else self.silence_s)
 
     def reason(self) -> str:
         """Why ranks of this host have lost those of another: what that host says, or that it is not
