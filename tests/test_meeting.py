@@ -265,6 +265,25 @@ def test_host_0_elsewhere_is_refused() -> None:
         meet(settings(free_port(), 0, "192.0.2.1"))
 
 
+def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 1.0)
+    port = free_port()
+
+    def come_and_go() -> None:
+        while not can_connect(port):
+            time.sleep(0.02)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        store.set("rrfp/pulse/1", '[1, "here", "node1", ""]')
+
+    with ThreadPoolExecutor() as hosts:
+        coming = hosts.submit(come_and_go)
+        with pytest.raises(RrfpError, match=r"host 1 \(node1\) was silent for 1 s towards host 0"):
+            meet(settings(port, 0, nnodes=3, pp=6), 300.0)
+        coming.result(timeout=20)
+
+
 def answering(listening: socket.socket, answer: Callable[[socket.socket], object]) -> None:
     """Accept connections for as long as the socket is open, and do that with each."""
 

@@ -200,6 +200,14 @@ def test_a_host_that_does_not_end_is_named(wire: Wire, monkeypatch: pytest.Monke
             here.part()
 
 
+def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
+    with beating(wire, 0) as here:
+        with beating(wire, 1):
+            await_that(lambda: here.has_come(1))
+        with pytest.raises(RrfpError, match=r"^host 1 \(.*\) was silent for 1 s"):
+            here.part()
+
+
 @pytest.mark.parametrize(
     "planted",
     [b"\x80\x04}.", b"[]", b'"', b'[1,"here","x"]', b'[1,"gone","x",""]', b'["1","here","x",""]'],
