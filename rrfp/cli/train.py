@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
-from rrfp.cli.output import print_sheets
+from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
@@ -211,6 +211,7 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
         trace = resolve_session(run.path)
     # Of all that was trained, as the metrics; reports leave out the warm-up.
     frames = load_frames(trace, with_warm_up=True)
+    tell_missing_records(frames)
     print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
