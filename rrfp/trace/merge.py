@@ -21,6 +21,7 @@ from rrfp.trace.ending.recovery import (
     missing_from,
 )
 from rrfp.trace.kept_steps import KeptSteps, kept_steps
+from rrfp.trace.outcome import why_without_records
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import trace_writer, write_trace
 from rrfp.trace.records import RankRecords, num_times
@@ -44,7 +45,7 @@ def encode_run(directory: Path) -> Path:
     sessions = RunDir(directory).sessions()
     recorded = [session for session in sessions if encode_session(session)]
     if not recorded:
-        raise RrfpError(f"no rank of the run in {directory} has recorded anything")
+        raise RrfpError(why_without_records(RunDir(directory)))
     if len(recorded) == 1:
         return recorded[0].trace
     whole = recorded[-1].joined_trace
@@ -60,8 +61,9 @@ def encode_session(run: RunDir) -> bool:
     for segment in chain.from_iterable(segments.values()):
         if is_being_written(segment):
             raise RrfpError(
-                f"the run in {run.path} is still going, and its trace comes when it ends; follow "
-                "it with 'rrfp watch', or take another that 'rrfp runs' lists"
+                f"the run in {run.path} is still going ({segment.name} is being written), and the "
+                "first command that opens it when it has ended makes its trace; follow it with "
+                "'rrfp watch', or take another that 'rrfp runs' lists"
             )
     ranks = [rank for paths in segments.values() if (rank := SpilledRank.of(paths)) is not None]
     if not ranks:
