@@ -282,6 +282,8 @@ def _encode_what_is_there(run: "RunDir") -> None:
     """Merge what a run that failed has recorded, and say where it is."""
     from rrfp.trace.locate import resolve_session
 
+    if not run.path.is_dir():
+        return
     *_, session = run.sessions() or [run]
     if not session.records.is_dir():
         return

@@ -13,6 +13,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.room import LEAST_MB_OF_A_RANK
 from rrfp.train.device_checks import DEVICES_TOGETHER, check_gpus
+from rrfp.train.ranks.open_files import check_open_files
 from rrfp.train.setting_groups import (
     NUM_EXPERTS_PER_TOKEN,
     DataSettings,
@@ -45,6 +46,7 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.layout.stages is not None:
         _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
+    check_open_files()
     # Last: it may take seconds.
     if settings.run.device is DeviceKind.CUDA:
         check_gpus(settings.layout.world_size // settings.run.nnodes, settings.run)

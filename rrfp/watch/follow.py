@@ -71,7 +71,7 @@ class Follower:
     RrfpError for a damaged file.
     """
 
-    def __init__(self, path: Path, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, now_s: Callable[[], float] = time.monotonic) -> None:
         self.run = RunDir(path)
         self.description: dict[str, Any] = {}
         self.steps: deque[StepFigures] = deque(maxlen=_KEPT)
@@ -217,7 +217,7 @@ class Follower:
             except PermissionError:
                 # Another user's run: it may be read, and not asked.
                 grown_s = file.stat().st_mtime_ns / NS_PER_S
-                if self._now_s() - grown_s < self._long_s():
+                if time.time() - grown_s < self._long_s():
                     return True
         return False
 

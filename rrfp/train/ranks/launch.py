@@ -16,6 +16,7 @@ from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.open_files import allow_open_files
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
@@ -46,6 +47,7 @@ def launch(
     that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
     signal ignored. Must run on the main thread.
     """
+    allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
