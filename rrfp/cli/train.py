@@ -278,6 +278,9 @@ def _encode_what_is_there(run: "RunDir") -> None:
         typer.echo(f"No trace was made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
+        typer.echo(
+            f"How it ended, rank by rank: {_program()} analyze {quote(str(trace))}", err=True
+        )
 
 
 def _num_finished(run: "RunDir") -> int:

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.ending.recovery import end_begun, recover
 from rrfp.trace.outcome import why_without_records
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording, num_times
 from rrfp.trace.rundir import RunDir, update_latest
-from rrfp.trace.sessions import description_of, joined
+from rrfp.trace.sessions import joined
 from rrfp.trace.spill import is_being_written, read_spill
 
 
@@ -48,8 +49,10 @@ def encode_session(run: RunDir) -> bool:
     if not found:
         return run.trace.exists()
     found.sort(key=lambda records: records.info.rank)
+    description = recover(run, found)
     _align(found)
-    write_trace(run.trace, Recording(description_of(run), found))
+    end_begun(found)
+    write_trace(run.trace, Recording(description, found))
     run.joined_trace.unlink(missing_ok=True)
     shutil.rmtree(run.records, ignore_errors=True)
     update_latest(run.path.parent)

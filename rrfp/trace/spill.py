@@ -51,6 +51,11 @@ def row_of(record: Record) -> Row:
     return _BEGINNINGS[type(record)] + record
 
 
+def step_of(row: Row) -> int:
+    """The step of a record as it is written."""
+    return int(row[1 + RECORD_TYPES[str(row[0])]._fields.index("step")])
+
+
 class SpillWriter:
     """Appends flushes to a new spill file. Every method may raise OSError."""
 

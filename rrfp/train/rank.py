@@ -22,7 +22,7 @@ from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
-from rrfp.trace.records import RankInfo, Record
+from rrfp.trace.records import Doing, RankInfo, Record
 from rrfp.trace.rundir import RunDir
 from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
@@ -54,12 +54,20 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     with session_of(run, settings, layout) as session:
         if layout.rank == 0:
             write_description(session.run, settings, _introduced(layout), session.first_step)
-        _train(session, settings, layout, info)
+        records = None if settings.run.no_trace else session.run.rank_records(info.rank)
+        with Recorder(records, info) as recorder:
+            _train(session, settings, layout, info, recorder)
 
 
-def _train(session: Session, settings: TrainSettings, layout: Layout, info: RankInfo) -> None:
-    run = session.run
-    recorder = Recorder(None if settings.run.no_trace else run.rank_records(info.rank), info)
+def _train(
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    info: RankInfo,
+    recorder: Recorder,
+) -> None:
+    run, step = session.run, session.first_step
+    recorder.begin(step, Doing.SETTING_UP)
     metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
     pace = pace_of(settings, layout)
     planner = run_planner(settings, recorder.record, pace)
@@ -100,10 +108,12 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
             enter(f"in the evaluation after step {step}")
+            recorder.begin(step, Doing.EVALUATION)
             result = result._replace(heldout_loss=evaluation.loss())
         _tell_transport(transport, schedule)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
+        recorder.begin(step, Doing.METRICS)
         tally = pace.tally if pace is not None and pace.has_costs else None
         plan = None if planner is None else planner.described()
         steering = getattr(schedule, "last_steering", None)
@@ -119,9 +129,11 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
             dealt.write(dealing.hands)
         if checkpoints is not None:
             enter(f"in the checkpoint after step {step}")
+            recorder.begin(step, Doing.CHECKPOINT)
             if checkpoints.finish_step(step):
                 break
     enter("after the last step")
+    recorder.begin(step, Doing.CLOSING)
     # Every rank has told by now.
     _tell_transport(transport, schedule)
     if checkpoints is not None:
@@ -135,7 +147,6 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     if dealt is not None:
         dealt.close()
     metrics.close()
-    recorder.close()
 
 
 def _tell_transport(transport: TransportLog, schedule: ForwardBackward | NativeSchedule) -> None:

@@ -19,17 +19,18 @@ from rrfp.trace.records import Phase, RankInfo, RankRecords
 Node = tuple[int, str]
 """One step of a path in the tree: a place among siblings, and a name."""
 
-COUNTERS = (6, "counters")
-_DETAILS = (8, "details")
+COUNTERS = (7, "counters")
+_DETAILS = (9, "details")
 
 PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
     "task": ((0, "compute"),),
     HINT: ((1, "hint"),),
     "wait": ((2, "wait"),),
-    "agreement": ((3, "agreement"),),
-    "send": ((4, "send"),),
-    "receive": ((5, "receive"),),
-    "phase": ((7, "phases"),),
+    "begun": ((3, "never ended"),),
+    "agreement": ((4, "agreement"),),
+    "send": ((5, "send"),),
+    "receive": ((6, "receive"),),
+    "phase": ((8, "phases"),),
     "stimulus": (_DETAILS, (0, "stimuli")),
     "cost": (_DETAILS, (1, "recording")),
     "loss": (_DETAILS, (1, "recording")),

@@ -26,6 +26,8 @@ from rrfp.trace.perfetto.tracks import (
 )
 from rrfp.trace.records import (
     RECORD_TYPES,
+    BegunRecord,
+    Doing,
     RankInfo,
     RankRecords,
     Recording,
@@ -90,6 +92,12 @@ def _stimulus_title(stimulus: StimulusRecord) -> str:
     return f"{words} {_task_name(stimulus)}" if stimulus.kind else words
 
 
+def _begun_title(begun: BegunRecord) -> str:
+    """`never ended: F3`, `never ended: backward_input`; no task's name, for it did not run."""
+    doing = _task_name(begun) if begun.doing == Doing.TASK else begun.doing
+    return f"never ended: {doing}"
+
+
 @lru_cache
 def _words_of(class_name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", class_name).lower()
@@ -148,6 +156,7 @@ class _RankWriter:
         self._write_slices("wait", waits, (wait.cause for wait in waits))
         self._write_slices("agreement", agreements, (f"agree {_task_name(a)}" for a in agreements))
         self._write_slices("phase", phases, (phase.phase for phase in phases))
+        self._write_slices("begun", records.begun, map(_begun_title, records.begun))
         self._write_instants("stimulus", records.stimuli, _stimulus_title)
         self._write_instants("cost", records.costs, lambda _: "recording cost")
         self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")

@@ -1,0 +1,127 @@
+"""What flight records add to the files of ranks that did not close theirs.
+
+A rank that ends in the middle of a step leaves that step's records, and what it was in, in its
+flight record alone. What this says of a run goes into the trace's description, so that it can be
+judged wherever it is.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rrfp.schedule.causes import Cause
+from rrfp.trace.ending.flight import Flight, read_flight, ring_of
+from rrfp.trace.outcome import read_ending
+from rrfp.trace.records import (
+    RECORD_TYPES,
+    BegunRecord,
+    Doing,
+    Phase,
+    PhaseRecord,
+    RankRecords,
+    Record,
+    TaskRecord,
+    WaitRecord,
+    num_times,
+)
+from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import description_of, is_last
+
+RECORDING_OFF = "recording_off"
+"""In a trace's description: the ranks that switched their recording off, each with the `step` whose
+records it could not write, and the `reason`."""
+UNREAD_FLIGHTS = "unread_flights"
+"""Likewise: the ranks whose flight record is damaged."""
+OUTCOME = "outcome"
+"""Likewise: how the run ended, and the `error` that ended it, as in outcome.json."""
+
+
+_CAUSES = frozenset(Cause)
+_NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
+
+
+def recover(run: RunDir, ranks: Sequence[RankRecords]) -> dict[str, Any]:
+    """Add to the records of a session what only its flight records hold. Returns the description of
+    its trace."""
+    description = description_of(run)
+    off, unread = [], []
+    for records in ranks:
+        rank = records.info.rank
+        path = ring_of(run.rank_records(rank))
+        if not path.is_file():
+            continue
+        flight = None
+        with suppress(OSError):
+            flight = read_flight(path)
+        if flight is None:
+            unread.append(rank)
+            continue
+        _complete(records, flight)
+        if flight.off is not None:
+            step, reason = flight.off
+            off.append({"rank": rank, "step": step, "reason": reason})
+    for key, found in ((RECORDING_OFF, off), (UNREAD_FLIGHTS, unread)):
+        if found:
+            description[key] = found
+    ending = read_ending(run) if is_last(run) else None
+    if ending is not None:
+        description[OUTCOME] = {"outcome": ending.outcome, "error": ending.error}
+    return description
+
+
+def end_begun(ranks: Sequence[RankRecords]) -> None:
+    """Let what ranks never ended last to the end of the run, as far as it is known; all times must
+    be on one clock."""
+    if not any(records.begun for records in ranks):
+        return
+    end_ns = max(
+        record[num_times(record) - 1]
+        for records in ranks
+        for found in records.by_name().values()
+        for record in found
+    )
+    for records in ranks:
+        records.begun[:] = [begun._replace(end_ns=end_ns) for begun in records.begun]
+
+
+def _complete(records: RankRecords, flight: Flight) -> None:
+    """Add the records of a flight that are not there yet, and what the rank was in."""
+    lists = records.by_name()
+    begun = _last_begun(flight.records)
+    known = {record for found in lists.values() for record in found}
+    taken = [r for r in flight.records if not isinstance(r, BegunRecord)]
+    missing = [record for record in taken if record not in known]
+    if missing and not flight.is_whole and missing[0] is taken[0]:
+        # What came before was overwritten. Of the steps that are known in part, only the one that
+        # was running is of use, and it must not pass for a whole one.
+        step = (begun or missing[-1]).step
+        missing = [
+            record
+            for record in missing
+            if record.step == step
+            and not (isinstance(record, PhaseRecord) and record.phase == Phase.SCHEDULE)
+        ]
+    for record in missing:
+        lists[_NAMES[type(record)]].append(record)
+    if begun is not None:
+        records.begun.append(begun)
+
+
+def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
+    """What the rank began and did not end: a task or a wait, or else the phase around them."""
+    around: BegunRecord | None = None
+    within: BegunRecord | None = None
+    for record in records:
+        if isinstance(record, BegunRecord):
+            if record.doing == Doing.TASK or record.doing in _CAUSES:
+                # A wait goes on when something arrives that does not end it.
+                if within is not None and within.doing == record.doing != Doing.TASK:
+                    record = record._replace(start_ns=within.start_ns)
+                within = record
+            else:
+                around, within = record, None
+        elif isinstance(record, TaskRecord | WaitRecord):
+            within = None
+        elif isinstance(record, PhaseRecord) and around and record.phase == around.doing:
+            around = within = None
+    return within or around
