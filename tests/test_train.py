@@ -451,7 +451,6 @@ def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> 
         code, _, err = first.ended(timeout_s=60)
         assert code == 1
         assert "host 1 sent nothing for 15 s" in err
-        assert "c10d" not in err
         await_no_process(other, timeout_s=10)
     shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]

@@ -30,9 +30,6 @@ _MEETING_S = 300.0
 """How long a host waits for the others."""
 _ANSWER_S = 30.0
 
-_TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
-"""The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
-
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     """Run this host's ranks to their end; `work` names the module with their work.
@@ -79,10 +76,9 @@ def _store(
         yield file_store(directory), str
         return
     # Imported late: only a launcher of several hosts needs torch.
-    with _quiet():
-        from rrfp.train.ranks.gathering import gathering
-        from rrfp.train.ranks.meeting import meeting
-        from rrfp.train.ranks.pulse import beating
+    from rrfp.train.ranks.gathering import gathering
+    from rrfp.train.ranks.meeting import meeting
+    from rrfp.train.ranks.pulse import beating
 
     def within(store: "Store") -> AbstractContextManager[None]:
         return gathering(store, settings, run)
@@ -92,20 +88,6 @@ def _store(
         store = store_at(environment[variables.STORE], _ANSWER_S)
         with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
             yield environment, pulse.lost
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch, imported in this block, from logging on the user's stderr, unless asked to: what
-    fails in a launcher is an error, which that tells in a sentence."""
-    if _TORCHS_LOG in os.environ:
-        yield
-        return
-    os.environ[_TORCHS_LOG] = "FATAL"
-    try:
-        yield
-    finally:
-        del os.environ[_TORCHS_LOG]  # of the ranks, it goes to their logs
 
 
 def _environments(
