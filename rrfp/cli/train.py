@@ -13,7 +13,7 @@ import typer
 
 from rrfp.cli.declared_options import option_of
 from rrfp.cli.interrupts import interruptible
-from rrfp.cli.output import print_sheets
+from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
@@ -217,6 +217,7 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
         trace = resolve_session(run.path)
     # Of all that was trained, as the metrics; reports leave out the warm-up.
     frames = load_frames(trace, with_warm_up=True)
+    tell_missing_records(frames)
     print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
@@ -274,7 +275,7 @@ def _encode_what_is_there(run: "RunDir") -> None:
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
     except RrfpError as error:
-        typer.echo(f"No trace could be made: {error}", err=True)
+        typer.echo(f"No trace was made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
 

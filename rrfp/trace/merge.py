@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.outcome import why_without_records
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording, num_times
@@ -23,7 +24,7 @@ def encode_run(directory: Path) -> Path:
     sessions = RunDir(directory).sessions()
     recorded = [session for session in sessions if encode_session(session)]
     if not recorded:
-        raise RrfpError(f"no rank of the run in {directory} has recorded anything")
+        raise RrfpError(why_without_records(RunDir(directory)))
     if len(recorded) == 1:
         return recorded[0].trace
     whole = recorded[-1].joined_trace
@@ -39,8 +40,9 @@ def encode_session(run: RunDir) -> bool:
     for spill in spills:
         if is_being_written(spill):
             raise RrfpError(
-                f"the run in {run.path} is still going, and its trace comes when it ends; follow "
-                "it with 'rrfp watch', or take another that 'rrfp runs' lists"
+                f"the run in {run.path} is still going ({spill.name} is being written), and the "
+                "first command that opens it when it has ended makes its trace; follow it with "
+                "'rrfp watch', or take another that 'rrfp runs' lists"
             )
     found = [records for spill in spills if (records := read_spill(spill)) is not None]
     if not found:

@@ -5,30 +5,30 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
-from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
+from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.stores import file_store, store_at
+from rrfp.train.ranks.stopping import failing_for_good
+from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 TRAINING = "rrfp.train.rank"
 """The module with the work of `rrfp train`'s ranks."""
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
-_ANSWER_S = 30.0
+
+_TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
+"""The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
@@ -43,7 +43,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory) as (environment, lost):
+        with _store(settings, run, directory, work) as (environment, elsewhere):
             environments = _environments(settings, environment)
             try:
                 failures = run_to_end(
@@ -51,7 +51,7 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                     environments,
                     directory,
                     end_on_request=settings.run.save is not None,
-                    lost=lost,
+                    lost=elsewhere.lost,
                     silence_s=settings.run.silence,
                     is_whole=settings.run.nnodes == 1,
                 )
@@ -63,31 +63,66 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
                 _log_stacks(failures, run)
-                raise _first_failure(failures, run, settings.run.nnodes)
+                raise _first_failure(failures, run, elsewhere.reason)
+
+
+class _Elsewhere(Protocol):
+    """What is known of the other hosts."""
+
+    def lost(self) -> str:
+        """A sentence once another host is lost or has failed; until then empty."""
+        ...
+
+    def reason(self) -> str:
+        """Why ranks of this host have lost those of another; empty if nobody says."""
+        ...
+
+
+class _NoOtherHost:
+    def lost(self) -> str:
+        return ""
+
+    def reason(self) -> str:
+        return ""
 
 
 @contextmanager
 def _store(
-    settings: TrainSettings, run: RunDir, directory: Path
-) -> Iterator[tuple[Mapping[str, str], Callable[[], str]]]:
+    settings: TrainSettings, run: RunDir, directory: Path, work: str
+) -> Iterator[tuple[Mapping[str, str], _Elsewhere]]:
     """Keep the ranks' store open, and give the variables that tell them where it is, and what says
-    whether another host is lost. What ranks of other hosts record comes to host 0."""
+    how other hosts are. What ranks of other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory), str
+        yield file_store(directory), _NoOtherHost()
         return
     # Imported late: only a launcher of several hosts needs torch.
-    from rrfp.train.ranks.gathering import gathering
-    from rrfp.train.ranks.meeting import meeting
-    from rrfp.train.ranks.pulse import beating
+    with _quiet():
+        from rrfp.train.ranks.gathering import gathering
+        from rrfp.train.ranks.meeting import meeting
 
-    def within(store: "Store") -> AbstractContextManager[None]:
-        return gathering(store, settings, run)
+    # Ranks with other work read other data.
+    data = data_contents(settings)["data"] if work == TRAINING else ""
+    with (
+        meeting(settings, _MEETING_S, data) as met,
+        gathering(met, settings, run),
+        failing_for_good(),
+        met.pulse.telling(),
+    ):
+        yield met.environment, met.pulse
 
-    with meeting(settings, _MEETING_S, within) as environment:
-        # A connection of its own: on the meeting's a call may wait for another to be answered.
-        store = store_at(environment[variables.STORE], _ANSWER_S)
-        with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
-            yield environment, pulse.lost
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch, imported in this block, from logging on the user's stderr, unless asked to: what
+    fails in a launcher is an error, which that tells in a sentence."""
+    if _TORCHS_LOG in os.environ:
+        yield
+        return
+    os.environ[_TORCHS_LOG] = "FATAL"
+    try:
+        yield
+    finally:
+        del os.environ[_TORCHS_LOG]  # of the ranks, it goes to their logs
 
 
 def _environments(
@@ -115,7 +150,9 @@ def _environments(
     }
 
 
-def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
+def _first_failure(
+    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], str]
+) -> RrfpError:
     """The failure that caused the others, as an error."""
 
     def precedence(rank: int) -> tuple[int, float]:
@@ -144,6 +181,8 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
         return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
+    if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
+        return RrfpError(reason)
     if report.is_silence:
         for other, ended in failures.items():
             if ended.exit_code == -signal.SIGKILL:
@@ -152,11 +191,6 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
                     f"rank {other} (pid {ended.pid}) did not answer and was killed: "
                     f"{report.sentence}"
                 )
-    if report.is_consequence and num_hosts > 1:
-        return RrfpError(
-            f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
-            "rrfp train names the first)"
-        )
     detail = f"\n{report.detail}" if report.detail else ""
     return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
 
