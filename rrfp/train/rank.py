@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 _MEETING_S = 60.0
 _INTRODUCTIONS = "rrfp/ranks"
+_LATER_S = 5.0
+"""How much later than the launcher a rank gives up a silent neighbour: that one can say more."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
@@ -248,5 +250,6 @@ def schedule_of(
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,
         tls=settings.layout.tls,
+        silence_s=settings.run.silence + _LATER_S,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)
