@@ -108,7 +108,7 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
 
 @pytest.mark.parametrize("named", [{"admit": "order.txt"}, {"tokenizer": "tokenizer.json"}])
 def test_hosts_with_other_files_are_refused_on_both(
-    monkeypatch: pytest.MonkeyPatch, named: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
 ) -> None:
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
     monkeypatch.setattr("rrfp.train.ranks.common.sha256_of", lambda path: next(digests))
@@ -205,7 +205,7 @@ def test_hosts_that_meet_again_do_not_find_the_store_before() -> None:
 
 
 def test_a_failed_run_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.train.ranks.pulse._TELL_S", 2.0)
+    monkeypatch.setattr("rrfp.train.ranks.pulse._HEAR_S", 2.0)
     port, may_leave = free_port(), threading.Event()
 
     def be_host_1() -> None:
@@ -252,9 +252,10 @@ def test_a_host_too_many_is_refused_and_host_0_is_told() -> None:
     port, words = free_port(), "nnodes is 2 on host 0 and 3 on host 2"
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(meet, settings(port, 2, nnodes=3, pp=6))
-        for host in (lambda: meet(settings(port, 0, pp=6)), lambda: other.result(timeout=20)):
-            with pytest.raises(UsageError, match=words):
-                host()
+        with pytest.raises(UsageError, match=words):
+            meet(settings(port, 0, pp=6))
+        with pytest.raises(UsageError, match=words):
+            other.result(timeout=20)
 
 
 def test_host_0_elsewhere_is_refused() -> None:
