@@ -96,7 +96,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
         1: Failure(7, -signal.SIGKILL, 2.0, None, True, STOPPED, stacks),
         2: Failure(8, 1, 1.0, SILENT),
     }
-    assert str(_first_failure(failures, run, num_hosts=1)) == (
+    assert str(_first_failure(failures, run, str)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
         f"stopped it, while rank 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
     )
@@ -107,7 +107,7 @@ def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
     }
-    told = str(_first_failure(failures, RunDir(tmp_path), num_hosts=1))
+    told = str(_first_failure(failures, RunDir(tmp_path), str))
     assert told.startswith("rank 0 failed: no memory")
 
 

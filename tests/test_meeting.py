@@ -266,10 +266,7 @@ def test_host_0_elsewhere_is_refused() -> None:
         meet(settings(free_port(), 0, "192.0.2.1"))
 
 
-def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
+def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited() -> None:
     port = free_port()
 
     def come_and_go() -> None:
@@ -281,7 +278,7 @@ def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited(
     with ThreadPoolExecutor() as hosts:
         coming = hosts.submit(come_and_go)
         with pytest.raises(RrfpError, match=r"host 1 \(node1\) was silent for 1 s towards host 0"):
-            meet(settings(port, 0, nnodes=3, pp=6), 300.0)
+            meet(settings(port, 0, nnodes=3, pp=6, silence=1.0), 300.0)
         coming.result(timeout=20)
 
 
@@ -307,7 +304,6 @@ def speak_http(connection: socket.socket) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "_ANSWER_S", 1.0)
     monkeypatch.setattr("rrfp.train.ranks.endpoint._TRY_S", 0.5)
 
@@ -326,20 +322,20 @@ def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], wor
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
         with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):
-            meet(settings(listening.getsockname()[1], 1), 300.0)
+            meet(settings(listening.getsockname()[1], 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_the_store_of_another_job_is_told() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(UsageError, match="no host 0 of rrfp's has come to it"):
-        meet(settings(store.port, 1), 300.0)
+        meet(settings(store.port, 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_mistyped_host_is_told() -> None:
     with pytest.raises(UsageError, match=r"the name 'nosuchhost\.invalid' is not known here"):
-        meet(settings(free_port(), 1, "nosuchhost.invalid"), 300.0)
+        meet(settings(free_port(), 1, "nosuchhost.invalid", silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -352,7 +348,7 @@ def test_a_host_that_does_not_answer_is_told() -> None:
             connection.setblocking(False)
             connection.connect_ex(full.getsockname())
         with pytest.raises(UsageError, match=r"nothing answers at 127\.0\.0\.1 \(timed out\)"):
-            meet(settings(full.getsockname()[1], 1), 300.0)
+            meet(settings(full.getsockname()[1], 1, silence=1.0), 300.0)
 
 
 def test_a_store_of_torchs_answers_as_one() -> None:

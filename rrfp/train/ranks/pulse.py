@@ -21,8 +21,6 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.decoding import integer, items, parsed, text
 from rrfp.train.ranks.answers import AnsweringStore
 
-SILENCE_S = 20.0
-"""How long a host may not be heard before it is taken for lost."""
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1
 """While hosts come, and when they go."""
@@ -83,9 +81,10 @@ class Pulse:
         connect: Callable[[], AnsweringStore],
         node_rank: int,
         num_hosts: int,
-        silence_s: float = SILENCE_S,
+        silence_s: float,
     ) -> None:
-        """`connect` opens a connection to the store, or raises RrfpError."""
+        """`connect` opens a connection to the store, or raises RrfpError. A host that is not heard
+        for `silence_s` is lost."""
         self._connect = connect
         self._node_rank = node_rank
         self._others = (0,) if node_rank > 0 else range(1, num_hosts)
