@@ -27,7 +27,7 @@ from rrfp.train.ranks.answers import AnsweringStore, answer_of
 from rrfp.train.ranks.common import check_common, in_common
 from rrfp.train.ranks.endpoint import Endpoint, obstacle_at
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.pulse import SILENCE_S, Pulse, printable
+from rrfp.train.ranks.pulse import Pulse, printable
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import port_store
 from rrfp.train.ranks.torchrun_store import TorchrunStore
@@ -71,8 +71,8 @@ def meeting(settings: TrainSettings, timeout_s: float, data: str = "") -> Iterat
         with failing_for_good(), part.pulse.telling():
             part.meet()
             yield Met(port_store(part.host, part.port, part.own_address), part.pulse, part.connect)
-            part.pulse.part()
             closing = part.closing()
+            part.pulse.part()
     finally:
         part.leave()
     part.await_closing(closing)
@@ -90,7 +90,7 @@ class _Meeting:
         """This host's address towards host 0."""
         self._node_rank, self._num_hosts = settings.run.node_rank, settings.run.nnodes
         self._place = place_of(settings)
-        self._silence_s = SILENCE_S
+        self._silence_s = settings.run.silence
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._next_word_s = time.monotonic() + _TELL_AFTER_S
@@ -137,7 +137,7 @@ class _Meeting:
 
     def await_closing(self, connection: socket.socket | None) -> None:
         """Wait until host 0 has closed its store, or this host might take it for that of the next
-        meeting: a race launches ranks several times."""
+        meeting: a race launches ranks several times. It does so as soon as all have parted."""
         # Not by the store: torch would show its own stack, asked for one that has just closed.
         if connection is not None:
             with connection, suppress(OSError):
