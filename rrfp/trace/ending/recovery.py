@@ -121,7 +121,11 @@ def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
             else:
                 around, within = record, None
         elif isinstance(record, TaskRecord | WaitRecord):
-            within = None
-        elif isinstance(record, PhaseRecord) and around and record.phase == around.doing:
+            # On a GPU a step's own records may come after the next one has begun.
+            if within is not None and within.step == record.step:
+                within = None
+        elif isinstance(record, PhaseRecord) and (
+            around is not None and (around.doing, around.step) == (record.phase, record.step)
+        ):
             around = within = None
     return within or around
