@@ -188,7 +188,17 @@ F3 = ("F", 1, 3)
             "schedule",
             1,
         ),
-        ([begun(1, Phase.SCHEDULE), PhaseRecord(1, 3, FATAL, Phase.SCHEDULE)], None, 0),
+        (
+            [begun(1, Phase.SCHEDULE), PhaseRecord(1, 3, FATAL, Phase.SCHEDULE)],
+            "between phases",
+            3,
+        ),
+        # On a GPU the records of a step may come after the next one has begun.
+        (
+            [begun(1, Phase.SCHEDULE), begun(4, Doing.TASK, *F3), WaitRecord(0, 3, 1, "drain")],
+            "task",
+            4,
+        ),
         ([begun(1, Phase.SCHEDULE), begun(4, Phase.OPTIMIZER)], "optimizer", 4),
         ([begun(1, Doing.METRICS), begun(4, Phase.DATA, step=3)], "data", 4),
     ],

@@ -108,7 +108,8 @@ def _complete(records: RankRecords, flight: Flight) -> None:
 
 
 def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
-    """What the rank began and did not end: a task or a wait, or else the phase around them."""
+    """What the rank began and did not end: a task or a wait, or else the phase around them. None if
+    it began nothing."""
     around: BegunRecord | None = None
     within: BegunRecord | None = None
     for record in records:
@@ -121,7 +122,12 @@ def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
             else:
                 around, within = record, None
         elif isinstance(record, TaskRecord | WaitRecord):
-            within = None
-        elif isinstance(record, PhaseRecord) and around and record.phase == around.doing:
-            around = within = None
+            # On a GPU a step's own records may come after the next one has begun.
+            if within is not None and within.step == record.step:
+                within = None
+        elif isinstance(record, PhaseRecord) and (
+            around is not None and (around.doing, around.step) == (record.phase, record.step)
+        ):
+            between = record.end_ns, record.end_ns, record.step, Doing.BETWEEN
+            around, within = BegunRecord(*between), None
     return within or around
