@@ -13,11 +13,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Self
 
+from rrfp.errors import reason_of
 from rrfp.runtime.protocols import Clock, monotonic
 from rrfp.trace.ending.flight import FlightRing, ring_of
 from rrfp.trace.records import (
@@ -53,8 +55,10 @@ class Recorder:
         info: RankInfo,
         clock: Clock = monotonic,
         capacity: int = CAPACITY,
+        most_bytes: int | None = None,
     ) -> None:
-        """`capacity` is the number of records that fit between two flushes."""
+        """`capacity` is the number of records that fit between two flushes. Of what is written, at
+        most about `most_bytes` are kept: the last steps."""
         self._clock = clock
         self._capacity = capacity
         self._rows: deque[Row] = deque()
@@ -67,9 +71,10 @@ class Recorder:
         self._loss_lock = threading.Lock()
         self._writing_ns = 0
         self._taking_ns = 0.0
+        self._path = path
         if path is not None:
             try:
-                self._writer = SpillWriter(path, info)
+                self._writer = SpillWriter(path, info, most_bytes)
             except OSError as error:
                 self._switch_off(error)
             else:
@@ -210,16 +215,19 @@ class Recorder:
     def _switch_off(self, error: Exception) -> None:
         writer, self._writer = self._writer, None
         self._rows.clear()
+        reason = f"{self._path}: {reason_of(error)}"
         if self._ring is not None:
-            self._ring.note_off(self._step, str(error))
-        _log.warning("recording is switched off, the training goes on: %s", error)
+            self._ring.note_off(self._step, reason)
+        _log.warning(
+            "recording is switched off in %s, as its records cannot be written (%s); the training "
+            "goes on, and the trace lacks what comes from there on",
+            step_name(self._step),
+            reason,
+        )
         if writer is not None:
-            try:
+            # The one warning was already given.
+            with suppress(OSError):
                 writer.close()
-            except OSError:
-                # Closing writes what is still buffered and fails like the write before it. The one
-                # warning was already given.
-                return
 
 
 def _ring_at(path: Path) -> FlightRing | None:

@@ -19,6 +19,7 @@ from rrfp.trace.ending.promise import (
     ranks_off,
 )
 from rrfp.trace.kept_bytes import are_known, wrong_changes
+from rrfp.trace.kept_steps import FIRST_KEPT_STEP
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
@@ -238,7 +239,9 @@ def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[s
 
 
 def _begins_late(recording: Recording) -> bool:
-    """Whether only some steps of a job were recorded, and not its first ones."""
+    """Whether only some steps were recorded, or kept, and not the first ones."""
+    if FIRST_KEPT_STEP in recording.settings:
+        return True
     settings = recording.settings.get("settings")
     steps = settings.get("recorded_steps") if isinstance(settings, dict) else None
     return isinstance(steps, str) and not steps.startswith((":", "0:"))

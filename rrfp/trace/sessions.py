@@ -73,12 +73,14 @@ def read_description(path: Path) -> dict[str, Any]:
 def description_of(run: RunDir) -> dict[str, Any]:
     """What run.json says of one session."""
     told = read_description(run.run_json)
-    earlier = told.pop(SESSIONS, [])
-    descriptions: list[dict[str, Any]] = [told, *earlier]
-    for each in descriptions:
-        if each.get(_SESSION, 1) == run.session:
-            return each
-    return told
+    found = session_in(told, run.session)
+    return {key: value for key, value in (found or told).items() if key != SESSIONS}
+
+
+def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
+    """The part of run.json that describes this session; None if there is no such part."""
+    every: list[dict[str, Any]] = [description, *description.get(SESSIONS, [])]
+    return next((each for each in every if each.get(_SESSION, 1) == number), None)
 
 
 def is_last(run: RunDir) -> bool:

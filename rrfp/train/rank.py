@@ -23,6 +23,7 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
 from rrfp.trace.records import Doing, RankInfo, Record
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
@@ -57,7 +58,8 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
         if layout.rank == 0:
             write_description(session.run, settings, _introduced(layout), session.first_step)
         records = None if settings.run.no_trace else session.run.rank_records(info.rank)
-        with Recorder(records, info) as recorder:
+        most_bytes = records_bytes(settings.run.trace_mb, layout.world_size)
+        with Recorder(records, info, most_bytes=most_bytes) as recorder:
             _train(session, settings, layout, info, recorder)
 
 
@@ -70,7 +72,13 @@ def _train(
 ) -> None:
     run, step = session.run, session.first_step
     recorder.begin(step, Doing.SETTING_UP)
-    metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
+    metrics = Metrics(
+        run.metrics,
+        layout,
+        info,
+        is_traced=not settings.run.no_trace,
+        is_needed=settings.run.save is None,
+    )
     pace = pace_of(settings, layout)
     planner = run_planner(settings, recorder.record, pace)
     record = recorder.record if planner is None else planner.record
@@ -101,7 +109,7 @@ def _train(
     transport = TransportLog(default_store(), "train", run, layout.rank, every)
     policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
-    checkpoints = checkpoints_of(session, settings, layout, model)
+    checkpoints = checkpoints_of(session, settings, layout, model, metrics)
     for step in range(session.first_step, settings.num_steps):
         enter(f"in step {step}")
         start_s = time.monotonic()
@@ -168,7 +176,11 @@ def _told(
 
 
 def checkpoints_of(
-    session: Session, settings: TrainSettings, layout: Layout, model: ModelChunks
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    metrics: Metrics,
 ) -> "RunCheckpoints | None":
     """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
     loaded."""
@@ -177,7 +189,7 @@ def checkpoints_of(
     # Imported late: Megatron's checkpoints are slow to import.
     from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
 
-    return RunCheckpoints(session, settings, layout, model)
+    return RunCheckpoints(session, settings, layout, model, metrics.copy_to)
 
 
 def evaluation_of(

@@ -43,6 +43,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.trace.description import PolicyLog, describe_run
 from rrfp.trace.merge import encode_run
 from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
@@ -318,7 +319,8 @@ class JobRecording:
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own)
-            recorder = Recorder(run.rank_records(own.rank), own)
+            most_bytes = records_bytes(self._request.trace_mb, dist.get_world_size())
+            recorder = Recorder(run.rank_records(own.rank), own, most_bytes=most_bytes)
             ranks: Sequence[RankInfo] = ()
             try:
                 meeting.share("parameters", num_parameters(chunks))

@@ -39,7 +39,7 @@ _LONGEST_TEXT = _TEXT.size - 1
 _BEGIN = struct.Struct("<qB")
 """A record's number, counted from 1, and its type."""
 _SLOT_BYTES = 144
-_NUM_SLOTS = (_FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
+MOST_RECORDS = (_FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
 
 
 class _Form:
@@ -106,7 +106,7 @@ class FlightRing:
         so that no later record waits for one."""
         self._map[_HEADER_BYTES:] = bytes(_FILE_BYTES - _HEADER_BYTES)
         # One call of a C function, so that no two threads get the same place.
-        offsets = [_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(_NUM_SLOTS)]
+        offsets = [_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(MOST_RECORDS)]
         places = zip(itertools.count(1), itertools.count(-2, -1), itertools.cycle(offsets))
         self._next_place = places.__next__
 
@@ -195,10 +195,10 @@ def read_flight(path: Path) -> Flight | None:
     texts = [_readable(text) for (text,) in _TEXT.iter_unpack(data[_TEXTS_AT:_HEADER_BYTES])]
     forms = {form.code: form for form in _FORMS}
     found: dict[int, Record] = {}
-    for slot in range(_NUM_SLOTS):
+    for slot in range(MOST_RECORDS):
         offset = _HEADER_BYTES + slot * _SLOT_BYTES
         number, code = _BEGIN.unpack_from(data, offset)
-        if number > 0 and (number - 1) % _NUM_SLOTS == slot and code in forms:
+        if number > 0 and (number - 1) % MOST_RECORDS == slot and code in forms:
             record = _record_at(data, offset, number, forms[code], texts)
             if record is not None:
                 found[number] = record

@@ -17,10 +17,11 @@ from typing import Any, Self
 from rrfp.errors import RrfpError
 from rrfp.trace.ending.finding import finding
 from rrfp.trace.ending.recovery import OUTCOME, RECORDING_OFF, UNREAD_FLIGHTS
+from rrfp.trace.kept_steps import first_kept_step
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.records import BegunRecord, Doing, Recording
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.sessions import SESSIONS, first_step_after, first_step_of, read_description
+from rrfp.trace.sessions import SESSIONS, first_step_after, read_description
 from rrfp.trace.steps import is_evaluation, step_name, step_windows
 
 _NUM_SPANS = 3
@@ -54,7 +55,7 @@ class Promise:
                 stop = first_step_after(read_description(run.run_json), session.session)
         if stop is not None:
             asked = range(asked.start, min(stop, asked.stop))
-        first = first_step_of(description)
+        first = first_kept_step(description)
         steps = _steps_in(run.metrics)
         return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
 
@@ -159,9 +160,9 @@ def _asked(description: Mapping[str, Any]) -> range:
     """The steps that a training was to make. A trace of several sessions has them all."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
-    if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
-        return range(0)
-    return range(0 if description.get(SESSIONS) else first_step_of(description), steps)
+    is_known = isinstance(steps, int) and not {"imported", "simulated"} & description.keys()
+    first = 0 if description.get(SESSIONS) else first_kept_step(description)
+    return range(first, steps) if is_known and isinstance(steps, int) else range(0)
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:

@@ -5,7 +5,7 @@ flight record alone. What this says of a run goes into the trace's description, 
 judged wherever it is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,6 @@ from rrfp.trace.records import (
     Record,
     TaskRecord,
     WaitRecord,
-    num_times,
 )
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import description_of, is_last
@@ -40,55 +39,45 @@ _CAUSES = frozenset(Cause)
 _NAMES = {record_type: name for name, record_type in RECORD_TYPES.items()}
 
 
-def recover(run: RunDir, ranks: Sequence[RankRecords]) -> dict[str, Any]:
-    """Add to the records of a session what only its flight records hold. Returns the description of
-    its trace."""
+def description_of_trace(run: RunDir) -> dict[str, Any]:
+    """What the trace of a session says of it: what run.json says, and how the run ended."""
     description = description_of(run)
-    off, unread = [], []
-    for records in ranks:
-        rank = records.info.rank
-        path = ring_of(run.rank_records(rank))
-        if not path.is_file():
-            continue
-        flight = None
-        with suppress(OSError):
-            flight = read_flight(path)
-        if flight is None:
-            unread.append(rank)
-            continue
-        _complete(records, flight)
-        if flight.off is not None:
-            step, reason = flight.off
-            off.append({"rank": rank, "step": step, "reason": reason})
-    for key, found in ((RECORDING_OFF, off), (UNREAD_FLIGHTS, unread)):
-        if found:
-            description[key] = found
     ending = read_ending(run) if is_last(run) else None
     if ending is not None:
         description[OUTCOME] = {"outcome": ending.outcome, "error": ending.error}
     return description
 
 
-def end_begun(ranks: Sequence[RankRecords]) -> None:
-    """Let what ranks never ended last to the end of the run, as far as it is known; all times must
-    be on one clock."""
-    if not any(records.begun for records in ranks):
-        return
-    end_ns = max(
-        record[num_times(record) - 1]
-        for records in ranks
-        for found in records.by_name().values()
-        for record in found
-    )
-    for records in ranks:
-        records.begun[:] = [begun._replace(end_ns=end_ns) for begun in records.begun]
+def flight_of(run: RunDir, rank: int, description: dict[str, Any]) -> Flight | None:
+    """What is in a rank's flight record, or None without one; what it says of the rank's recording
+    is added to the description of the trace."""
+    path = ring_of(run.rank_records(rank))
+    if not path.is_file():
+        return None
+    flight = None
+    with suppress(OSError):
+        flight = read_flight(path)
+    if flight is None:
+        description.setdefault(UNREAD_FLIGHTS, []).append(rank)
+    elif flight.off is not None:
+        step, reason = flight.off
+        told = {"rank": rank, "step": step, "reason": reason}
+        description.setdefault(RECORDING_OFF, []).append(told)
+    return flight
 
 
-def _complete(records: RankRecords, flight: Flight) -> None:
-    """Add the records of a flight that are not there yet, and what the rank was in."""
-    lists = records.by_name()
+def end_begun(records: RankRecords, end_ns: int) -> None:
+    """Let what a rank never ended last to the end of the run, as far as it is known."""
+    records.begun[:] = [begun._replace(end_ns=end_ns) for begun in records.begun]
+
+
+def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
+    """The records of a flight that are not among the last ones that its rank has spilled, and what
+    the rank was in."""
+    added = RankRecords(recent.info)
+    lists = added.by_name()
     begun = _last_begun(flight.records)
-    known = {record for found in lists.values() for record in found}
+    known = {record for found in recent.by_name().values() for record in found}
     taken = [r for r in flight.records if not isinstance(r, BegunRecord)]
     missing = [record for record in taken if record not in known]
     if missing and not flight.is_whole and missing[0] is taken[0]:
@@ -104,7 +93,8 @@ def _complete(records: RankRecords, flight: Flight) -> None:
     for record in missing:
         lists[_NAMES[type(record)]].append(record)
     if begun is not None:
-        records.begun.append(begun)
+        added.begun.append(begun)
+    return added
 
 
 def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
