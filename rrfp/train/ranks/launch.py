@@ -14,6 +14,7 @@ from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
 from rrfp.train.ranks.place import place_of
+from rrfp.train.ranks.private_network import network_of
 from rrfp.train.ranks.stores import file_store, store_at
 from rrfp.train.settings import TrainSettings
 
@@ -40,8 +41,11 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory) as (environment, lost):
-            environments = _environments(settings, environment)
+        with (
+            network_of(settings.run) as network,
+            _store(settings, run, directory) as (environment, lost),
+        ):
+            environments = _environments(settings, {**environment, **network})
             end_on_request = settings.run.save is not None
             try:
                 failures = run_to_end(

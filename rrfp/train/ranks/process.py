@@ -18,6 +18,7 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
+from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
 from rrfp.train.settings import TrainSettings
 
@@ -35,6 +36,10 @@ def main() -> None:
     if settings.run.save is not None:
         take_sigterm_as_request()
     launcher = int(os.environ[variables.LAUNCHER])
+    try:
+        enter_network()  # while there is one thread
+    except RrfpError as error:
+        _fail(error)
     threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
     try:
         from rrfp.train.ranks.devices import take_device
