@@ -25,6 +25,7 @@ from threading import Condition, Thread
 from rrfp.errors import UsageError
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, reachable_address
+from rrfp.runtime.transport.doorman import let_in, named_sources
 from rrfp.runtime.transport.handshake import (
     SECRET_BYTES,
     HandshakeError,
@@ -106,6 +107,7 @@ class Listener:
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
             listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+            let_in(listening, named_sources())
         except OSError as error:
             raise UsageError(
                 f"rank {self._rank} cannot listen at '{host}' ({error}); give an address of this"

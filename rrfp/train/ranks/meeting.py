@@ -6,12 +6,14 @@ polls, so that Ctrl-C ends it, and names the host that is missing.
 
 import ipaddress
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, Store, TCPStore
 
@@ -20,13 +22,17 @@ from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.hint_files import order_file
 from rrfp.inputs.text_files import sha256_of
 from rrfp.replay.cost_files import costs_file
-from rrfp.runtime.decoding import parsed
+from rrfp.runtime.decoding import items, mapping, parsed, text
 from rrfp.runtime.rendezvous import own_address_towards
+from rrfp.runtime.transport.doorman import let_in
 from rrfp.train.data.tokenizer import tokenizer_file
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import port_store
 from rrfp.train.ranks.torchrun_store import TorchrunStore
+from rrfp.train.setting_groups import Network
 from rrfp.train.settings import TrainSettings
+
+T = TypeVar("T")
 
 _LOOK_S = 0.2
 _ANSWER_S = 30.0
@@ -65,7 +71,7 @@ def meeting(
         ) from None
     try:
         with within(store):
-            yield port_store(part.host, part.port, part.own_address)
+            yield port_store(part.host, part.port, part.own_address, part.sources)
     finally:
         part.leave(store)
     part.await_parting(store)
@@ -95,18 +101,48 @@ class _Meeting:
         } | _contents(settings)
         self.own_address = ""
         """This host's address towards host 0; known after `hold`."""
+        self.sources: list[str] | None = None
+        """The addresses from which the hosts connect to each other; None to let in anybody."""
+        self._listening: int | None = None
+        """The descriptor at which the store listens, on host 0."""
 
     def hold(self) -> Store:
         own_rank = self._settings.run.node_rank
         store = self._serve() if own_rank == 0 else self._join()
         # If settings differ, host 0 ends, and the store with it. So the others read its settings
         # before they publish their own.
-        first = self._common if own_rank == 0 else self._told_by(0, store)
+        first = self._common if own_rank == 0 else self._settings_of(0, store)
         store.set(_key(own_rank), json.dumps(self._common))
         _compare(first, own_rank, self._common)
         for node_rank in range(1, self._settings.run.nnodes):
-            _compare(first, node_rank, self._told_by(node_rank, store))
+            _compare(first, node_rank, self._settings_of(node_rank, store))
+        if self._settings.run.network is not Network.HOST:
+            self._let_in_hosts_alone(store)
         return store
+
+    def _settings_of(self, node_rank: int, store: Store) -> Mapping[str, object]:
+        return self._told_by(node_rank, store, _key(node_rank), mapping)
+
+    def _let_in_hosts_alone(self, store: Store) -> None:
+        """A host may take another of its addresses on its way to each of the others."""
+        addresses = self._all_tell(store, "address", self.own_address, text)
+        towards = {own_address_towards(address) for address in addresses} - {""}
+        told = self._all_tell(store, "sources", sorted(towards), _addresses)
+        self.sources = sorted({source for of_host in told for source in of_host})
+        if self._listening is not None:
+            with socket.socket(fileno=os.dup(self._listening)) as listening:
+                let_in(listening, self.sources)
+
+    def _all_tell(
+        self, store: Store, name: str, own: object, decode: Callable[[object], T]
+    ) -> list[T]:
+        """What all hosts tell under a name, by host."""
+        own_rank, num_hosts = self._settings.run.node_rank, self._settings.run.nnodes
+        store.set(f"rrfp/{name}/{own_rank}", json.dumps(own))
+        return [
+            self._told_by(node_rank, store, f"rrfp/{name}/{node_rank}", decode)
+            for node_rank in range(num_hosts)
+        ]
 
     def leave(self, store: Store) -> None:
         """Tell host 0 that this host's ranks have ended, if it can still be told."""
@@ -158,7 +194,8 @@ class _Meeting:
             family, address = _address_of(self.host, self._endpoint)
             listening = socket.create_server((address, self.port), family=family)
         self.own_address = address
-        return self._store(address, listening.detach())
+        self._listening = listening.detach()
+        return self._store(address, self._listening)
 
     def _join(self) -> Store:
         if self._torchruns is not None:
@@ -183,21 +220,17 @@ class _Meeting:
         while not self._is_served():
             self._wait_for(0)
 
-    def _told_by(self, node_rank: int, store: Store) -> Mapping[str, object]:
-        """The settings that a host has published."""
-        key = _key(node_rank)
+    def _told_by(self, node_rank: int, store: Store, key: str, decode: Callable[[object], T]) -> T:
+        """What a host has published under its key."""
         while not store.check([key]):
             self._wait_for(node_rank)
         try:
-            told = parsed(store.get(key))
-        except ValueError as error:
-            told = error
-        if isinstance(told, dict):
-            return told
-        raise RrfpError(
-            f"the value of '{key}' at {self._endpoint} is not the settings of host {node_rank}; "
-            "see whether it runs the same rrfp, and who else can reach that port"
-        )
+            return decode(parsed(store.get(key)))
+        except ValueError:
+            raise RrfpError(
+                f"the value of '{key}' at {self._endpoint} cannot be read as that of host "
+                f"{node_rank}; see whether it runs the same rrfp, and who else can reach that port"
+            ) from None
 
     def _wait_for(self, node_rank: int) -> None:
         if time.monotonic() > self._deadline_s:
@@ -259,6 +292,11 @@ def _compare(first: Mapping[str, object], node_rank: int, other: Mapping[str, ob
                 f"{name} is {value} on host 0 and {other.get(name)} on host {node_rank}; run the "
                 "same command with the same files on both"
             )
+
+
+def _addresses(value: object) -> list[str]:
+    """Of hosts, as JSON tells them. Raises ValueError for anything else."""
+    return [str(ipaddress.ip_address(text(each))) for each in items(value)]
 
 
 def _key(node_rank: int) -> str:
