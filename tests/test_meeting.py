@@ -133,7 +133,7 @@ def test_what_is_no_hosts_settings_is_told(planted: bytes) -> None:
     with ThreadPoolExecutor() as hosts:
         planting = hosts.submit(plant)
         with pytest.raises(
-            RrfpError, match=r"value of 'rrfp/meeting/1' at .* is not the settings of host 1"
+            RrfpError, match=r"value of 'rrfp/meeting/1' at .* cannot be read as that of host 1"
         ):
             meet(settings(port, 0))
         planting.result(timeout=20)

@@ -137,12 +137,17 @@ class _Meeting:
         self, store: Store, name: str, own: object, decode: Callable[[object], T]
     ) -> list[T]:
         """What all hosts tell under a name, by host."""
-        own_rank, num_hosts = self._settings.run.node_rank, self._settings.run.nnodes
+        own_rank = self._settings.run.node_rank
+
+        def told_by(node_rank: int) -> T:
+            if node_rank == own_rank:
+                return decode(own)
+            return self._told_by(node_rank, store, f"rrfp/{name}/{node_rank}", decode)
+
+        # As in `hold`: host 0, whose store it is, may end as soon as all have told.
+        first = [told_by(0)]
         store.set(f"rrfp/{name}/{own_rank}", json.dumps(own))
-        return [
-            self._told_by(node_rank, store, f"rrfp/{name}/{node_rank}", decode)
-            for node_rank in range(num_hosts)
-        ]
+        return first + [told_by(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
 
     def leave(self, store: Store) -> None:
         """Tell host 0 that this host's ranks have ended, if it can still be told."""
