@@ -16,7 +16,7 @@ from rrfp.cli.output import print_sheets
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
-from rrfp.trace.own_files import own_files
+from rrfp.trace.rundir import own_files
 from rrfp.train.checks import check_settings
 from rrfp.train.ranks.place import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings

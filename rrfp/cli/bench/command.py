@@ -12,7 +12,7 @@ from rrfp.cli.options import RowFormat
 from rrfp.cli.progress import progress
 from rrfp.errors import StoppedError, UsageError, did_you_mean
 from rrfp.schedule.admission import Admit
-from rrfp.trace.own_files import own_files
+from rrfp.trace.rundir import own_files
 
 if TYPE_CHECKING:
     from rrfp.race.entries import Failure

@@ -65,8 +65,8 @@ class Trials:
         from rrfp.schedule.rehearsal import fitted
         from rrfp.trace.locate import resolve_session
         from rrfp.trace.outcome import noting_outcome
-        from rrfp.trace.own_files import own_files
         from rrfp.trace.records import NS_PER_S
+        from rrfp.trace.rundir import own_files
         from rrfp.train.checkpoints.beginning import beginning_of
         from rrfp.train.checks import check_settings
         from rrfp.train.pacing import check_pace

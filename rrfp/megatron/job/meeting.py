@@ -24,8 +24,7 @@ from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.trace.records import RankInfo
-from rrfp.trace.own_files import own_files
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.rundir import RunDir, create_run_dir, own_files
 
 T = TypeVar("T")
 

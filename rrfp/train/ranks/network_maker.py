@@ -1,7 +1,7 @@
 """Makes a network namespace with nothing in it but loopback, and holds it until stdin ends.
 
 Run as a script, by its path, so it imports nothing of rrfp: it starts in a few milliseconds, and
-only a process with a single thread may make a namespace of users. Prints a line when the network is
+only a process with a single thread may make a namespace of users. Writes a line when the network is
 up; otherwise it exits with the kernel's word on stderr.
 """
 
@@ -25,9 +25,8 @@ def main() -> None:
         _raise_loopback()
     except OSError as error:
         sys.exit(error.strerror)
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    sys.stdin.read()
+    os.write(1, b"ready\n")
+    os.read(0, 1)
 
 
 def _enter_network() -> None:
