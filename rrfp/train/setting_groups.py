@@ -356,6 +356,6 @@ class RunSettings:
     )
     network: Network = setting(
         Network.AUTO,
-        "The network of the ranks of one host: private (nobody else reaches it, and they reach "
-        "nobody else), host, or auto (default: private on the CPU where this host permits it).",
+        "auto (default: ranks of one host meet in a network of their own, on the CPU and where "
+        "that is permitted), private (or the run is refused) or host (ports take anybody).",
     )
