@@ -156,6 +156,17 @@ def test_where_it_is_not_permitted_a_run_goes_on_without() -> None:
         pass
 
 
+def test_a_kernel_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    maker = tmp_path / "maker.py"
+    maker.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(network_file.network_maker, "__file__", str(maker))
+    monkeypatch.setattr(network_file, "_MAKE_S", 0.2)
+    with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), made_network():
+        pass
+
+
 def test_the_doctor_tries_it(network: dict[str, str]) -> None:
     check = private_network()
     assert (check.state, check.unit) == (State.OK, "ms")

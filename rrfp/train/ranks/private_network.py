@@ -7,6 +7,7 @@ Unix sockets, and files are files: they are reached as before.
 
 import ctypes
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -77,6 +78,8 @@ def made_network() -> Iterator[tuple[str, ...]]:
             raise NotPermittedError(error.strerror) from None
         try:
             assert maker.stdout is not None
+            if not select.select([maker.stdout], [], [], _MAKE_S)[0]:
+                raise NotPermittedError(f"not made within {_MAKE_S:g} s")
             if maker.stdout.readline() != b"ready\n":
                 _, said = maker.communicate(timeout=_MAKE_S)
                 raise NotPermittedError(first_line(said.decode(errors="replace")))
