@@ -14,6 +14,7 @@ import pytest
 from rrfp.doctor.check import State
 from rrfp.doctor.private_network import private_network
 from rrfp.errors import RrfpError, UsageError
+from rrfp.train.ranks import network_maker
 from rrfp.train.ranks import private_network as network_file
 from rrfp.train.ranks.private_network import (
     NotPermittedError,
@@ -139,7 +140,7 @@ def forbidding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A host that does not permit it."""
     maker = tmp_path / "maker.py"
     maker.write_text("import sys; sys.exit('Operation not permitted')")
-    monkeypatch.setattr(network_file.network_maker, "__file__", str(maker))
+    monkeypatch.setattr(network_maker, "__file__", str(maker))
 
 
 @pytest.mark.usefixtures("forbidding")
@@ -161,7 +162,7 @@ def test_a_kernel_that_does_not_answer_is_not_waited_for(
 ) -> None:
     maker = tmp_path / "maker.py"
     maker.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr(network_file.network_maker, "__file__", str(maker))
+    monkeypatch.setattr(network_maker, "__file__", str(maker))
     monkeypatch.setattr(network_file, "_MAKE_S", 0.2)
     with pytest.raises(NotPermittedError, match=r"not made within 0\.2 s"), made_network():
         pass

@@ -168,7 +168,8 @@ def test_another_user_reaches_no_port_of_a_run(
     alone = trained(tmp_path / "alone", *own[0])
     with as_another_user() as stranger:
         sieged = trained(
-            *(tmp_path / "sieged", *own[1]),
+            tmp_path / "sieged",
+            *own[1],
             stranger=stranger,
             planted=pickle.dumps(Command(marker)),
             visits=visits,
@@ -248,8 +249,8 @@ def two_hosts(run: Path, wire: Wire) -> Iterator[Training]:
 def test_the_stranger_is_taken_where_somebody_listens() -> None:
     with Stranger() as stranger:
         with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
-            place = listening.getsockname()
-            assert stranger.knock(*place, 100) == {"taken": 100}
+            address, port = listening.getsockname()
+            assert stranger.knock(address, port, 100) == {"taken": 100}
             let_in_nobody(listening)
-            assert stranger.knock(*place, 100) == {"dropped": 100}
-        assert stranger.knock(*place, 100) == {"refused": 100}
+            assert stranger.knock(address, port, 100) == {"dropped": 100}
+        assert stranger.knock(address, port, 100) == {"refused": 100}
