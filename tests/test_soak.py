@@ -51,7 +51,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path: Path) -> None:
             most_bytes = max(most_bytes, sum(_sizes(training.run)))
         code, _, said = training.ended(START_S + STEPS // _NUM_SAMPLES * _STEP_S)
     assert code == 0, said
-    for pid, taken in samples.items():
+    for taken in samples.values():
         # A third of the run, with three checkpoints, is to warm up.
         warm = taken[len(taken) // 3 :]
         early, late = warm[: len(warm) // 2], warm[len(warm) // 2 :]
@@ -69,7 +69,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(tmp_path: Path) -> None:
     assert kept < TRACE_MB << 20
     contents = read_contents(trace)
     assert check_contents(contents) == []
-    first = contents.recording.settings["first_kept_step"]
+    assert contents.recording.settings["first_kept_step"] > 0
     found = CheckpointDir(tmp_path / "ck").newest()
     assert found is not None
     assert found.step == STEPS

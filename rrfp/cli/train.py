@@ -17,6 +17,7 @@ from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
+from rrfp.trace.rundir import own_files
 from rrfp.train.checks import check_settings
 from rrfp.train.ranks.place import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings
@@ -67,6 +68,12 @@ def train(config: Path | None = None, **flags: Any) -> None:
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     settings = among_started(settings)
+    with own_files(shared=settings.run.shared_files):
+        _train_until_stopped(settings)
+
+
+def _train_until_stopped(settings: TrainSettings) -> None:
+    """Train to the end, or to the step in which SIGTERM comes if this run saves checkpoints."""
     if settings.run.save is None:
         _check_and_run(settings)
         return

@@ -5,6 +5,11 @@ STORE = "RRFP_STORE"
 ADDRESS = "RRFP_ADDRESS"
 """The only address of this host on which its ranks listen."""
 LOOPBACK = "127.0.0.1"
+SOURCES = "RRFP_SOURCES"
+"""The addresses from which ranks of other hosts connect, separated by commas: whoever comes from
+elsewhere is not let in. Anybody is, where it is not set."""
+NETWORK = "RRFP_NETWORK"
+"""The network that ranks enter: `private:` and the paths of its namespaces, or `host:` and why."""
 LAUNCHER = "RRFP_LAUNCHER"
 """The launcher's pid. A rank that asked for its parent would take another process for its launcher
 if that had died before it asked."""

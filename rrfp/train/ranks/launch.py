@@ -18,6 +18,7 @@ from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
 from rrfp.train.ranks.open_files import allow_open_files
 from rrfp.train.ranks.place import place_of
+from rrfp.train.ranks.private_network import network_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.ranks.warnings import hearing
@@ -53,10 +54,11 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
         with (
+            network_of(settings.run) as network,
             _store(settings, run, directory, work) as (environment, elsewhere),
             hearing(directory, tell) as heard,
         ):
-            environments = _environments(settings, {**environment, **heard})
+            environments = _environments(settings, {**environment, **network, **heard})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),

@@ -17,6 +17,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
 from rrfp.train.ranks.open_files import is_of_too_many, told_of_too_many
+from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
 from rrfp.train.ranks.warnings import warn_launcher
 
@@ -38,6 +39,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
         take_sigterm_as_request()
+    try:
+        enter_network()  # while there is one thread
+    except RrfpError as error:
+        _fail(error)
+    end_with_launcher()  # a process that enters a namespace of users has to ask again
     show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
     try:
         from rrfp.train.ranks.devices import take_device
