@@ -8,3 +8,5 @@ LOOPBACK = "127.0.0.1"
 LAUNCHER = "RRFP_LAUNCHER"
 """The launcher's pid. A rank that asked for its parent would take another process for its launcher
 if that had died before it asked."""
+FAULTS = "RRFP_FAULTS"
+"""The directory through which `rrfp chaos` breaks links; nothing is broken without it."""

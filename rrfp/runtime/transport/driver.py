@@ -27,6 +27,7 @@ from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Posted, Pull, Puller
 from rrfp.runtime.protocols import Clock, Inbox, Message, monotonic
 from rrfp.runtime.transport.destination_link import DestinationLink
+from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.link import Link, Output, Released, State
 from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import Purpose
@@ -57,7 +58,7 @@ class LinkDriver(Generic[L]):
         """`record` is called by the thread and by whoever sends. `name` is the thread's."""
         self._link = link
         self._rank = rank
-        self._connection = connection
+        self._connection = wrapped(connection, rank, link.peer)
         self._inbox = inbox
         self._record = record
         self._clock = clock

@@ -1,0 +1,263 @@
+"""`rrfp chaos`: train under faults, and see that each is found, named, and borne."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.cli.options import PlainFormat
+from rrfp.cli.output import print_sheets
+from rrfp.cli.progress import progress
+from rrfp.cli.train import with_settings
+from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.schedule.policy import Dispatch
+from rrfp.train.checks import check_settings
+from rrfp.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from rrfp.chaos.judging import Verdict
+    from rrfp.cli.tables.sheet import Sheet
+
+_PANEL = "Faults"
+_OWN = {
+    "out": "each training gets a directory of its own",
+    "force": "each training gets a directory of its own",
+    "save": "each training saves to a directory of its own",
+    "keep": "each training saves to a directory of its own",
+    "resume": "a training that a fault has ended is resumed",
+    "nnodes": "faults are injected on one host",
+    "node_rank": "faults are injected on one host",
+    "rdzv_endpoint": "faults are injected on one host",
+}
+"""The settings that are the campaign's own, and why."""
+_TINY: dict[str, Any] = {
+    "model": "mlp",
+    "pp": 2,
+    "hidden": 32,
+    "heads": 4,
+    "seq_length": 32,
+    "microbatches": 4,
+    "steps": 40,
+}
+"""What is trained unless something else is asked for."""
+_SAVE_EVERY = 8
+_LAYERS_PER_CHUNK = 2
+
+
+@partial(with_settings, without=_OWN)
+def chaos(
+    *,
+    faults: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many.", rich_help_panel=_PANEL)
+    ] = 20,
+    fault: Annotated[
+        list[FaultKind] | None,
+        typer.Option(
+            help="Only this kind; may be given again. All of them by default.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    keep_failed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=r"Where trainings are kept in which a fault did not pass \[nowhere].",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    output_format: Annotated[
+        PlainFormat,
+        typer.Option("--format", help="How to print the verdicts.", rich_help_panel=_PANEL),
+    ] = PlainFormat.TABLE,
+    config: Path | None = None,
+    **flags: Any,
+) -> None:
+    """Train under faults, and see that each is found, named and borne.
+
+    A small model is trained once undisturbed, then again and again while
+    processes are killed or stopped, links dropped, delayed or garbled, and the
+    disk filled. A run that a fault ends is resumed, and each must come out as
+    the undisturbed one, to the last bit. --seed draws the faults, too. Takes
+    some ten seconds a fault, and exits with 1 unless all pass. Only processes
+    that it has started are touched.
+
+    Example: rrfp chaos --pp 4 --faults 20 --seed 7
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = _settings(given, config)
+    check_settings(settings)
+    kinds = _kinds(fault or (), settings)
+    from rrfp.train.ranks.stopping import StopRequestedError, stopping_on_sigterm
+
+    try:
+        with stopping_on_sigterm():
+            verdicts = _judge_all(settings, kinds, faults, keep_failed)
+    except StopRequestedError:
+        raise StoppedError("the faults were stopped by SIGTERM") from None
+    if output_format is PlainFormat.JSON:
+        print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
+    else:
+        print_sheets([_sheet(verdicts)], markdown=False)
+    _tell_failed(verdicts, keep_failed)
+
+
+def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
+    if config is not None:
+        settings = TrainSettings.from_toml(config, **given)
+        default = TrainSettings().by_flag()
+        for flag, why in _OWN.items():
+            if settings.by_flag()[flag] != default[flag]:
+                raise UsageError(f"{config} sets {flag.replace('_', '-')}, but {why}; leave it out")
+    else:
+        settings = TrainSettings(**{**_TINY, **given})
+        if "layers" not in given:
+            layout = settings.layout
+            settings = settings.changed(layers=_LAYERS_PER_CHUNK * layout.pp * layout.chunks)
+    if settings.run.save_every is None:
+        settings = settings.changed(save_every=_SAVE_EVERY)
+    return settings
+
+
+def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKind, ...]:
+    """The kinds of faults that can be injected into this training, of those asked for."""
+    kinds = tuple(dict.fromkeys(asked)) or tuple(FaultKind)
+    if settings.policy.dispatch is Dispatch.MEGATRON:
+        why = "Megatron's own schedule has none of our links"
+    elif settings.layout.pp == 1:
+        why = "a pipeline of one rank has no links"
+    else:
+        return kinds
+    left = tuple(kind for kind in kinds if kind not in OF_LINKS)
+    if not left:
+        raise UsageError(f"{why}; choose another --fault, or another layout or dispatch")
+    if left != kinds:
+        typer.echo(f"left out: {', '.join(kind for kind in kinds if kind in OF_LINKS)}: {why}")
+    return left
+
+
+def _judge_all(
+    settings: TrainSettings, kinds: tuple[FaultKind, ...], num_faults: int, keep: Path | None
+) -> "list[Verdict]":
+    from rrfp.chaos.campaign import Campaign
+    from rrfp.chaos.disk import LimitedFiles, disk_at
+
+    assert settings.run.save_every is not None
+    training = Disturbed(
+        settings.layout.world_size, settings.num_steps, settings.run.save_every, kinds
+    )
+    plan = plan_faults(settings.run.seed, num_faults, training)
+    verdicts: list[Verdict] = []
+    # Sockets are made below it, whose names must be short.
+    directory = Path(tempfile.mkdtemp(prefix="rrfp-chaos-"))
+    disk_path = directory / "disk"
+    disk_path.mkdir()
+    disk = disk_at(disk_path)
+    try:
+        if FaultKind.DISK in kinds and isinstance(disk, LimitedFiles):
+            typer.echo(
+                "This user may not mount a disk to fill, so the size of files is limited instead",
+                err=True,
+            )
+        campaign = Campaign(settings, directory, disk, keep)
+        typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
+        campaign.train_undisturbed()
+        with progress("Injecting faults", num_faults) as advance:
+            for borne in campaign.disturb(plan):
+                verdicts += borne
+                advance(len(borne))
+    finally:
+        disk.close()
+        shutil.rmtree(directory, ignore_errors=True)
+    return sorted(verdicts, key=lambda verdict: verdict.fault.number)
+
+
+def _tell_failed(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
+    """Say what was not as it must be. Raises RrfpError unless all faults passed."""
+    failed = [verdict for verdict in verdicts if not verdict.has_passed]
+    for verdict in failed:
+        for complaint in verdict.complaints:
+            typer.echo(f"fault {verdict.fault.number}: {complaint}", err=True)
+    if failed:
+        where = "--keep-failed DIR keeps them" if keep is None else f"they are in {keep}"
+        raise RrfpError(
+            f"{len(failed)} of {len(verdicts)} faults did not pass; the trainings that met them "
+            f"tell more, and {where}"
+        )
+    typer.echo(f"All {len(verdicts)} faults passed", err=True)
+
+
+def _as_json(verdict: "Verdict") -> dict[str, object]:
+    fault, seen = verdict.fault, verdict.seen
+    return {
+        "number": fault.number,
+        "kind": fault.kind,
+        "signal": fault.signal or None,
+        "hold_s": fault.hold_s or None,
+        "of": seen.injected.victim,
+        "stage": fault.stage,
+        "after_step": seen.injected.num_finished,
+        "has_survived": verdict.has_survived,
+        "found_by": verdict.found_by or None,
+        "seconds": seen.seconds,
+        "named_right": verdict.named_right,
+        "steps_lost": seen.steps_lost,
+        "is_same": verdict.is_same,
+        "complaints": verdict.complaints,
+        "said": None if seen.went_on else seen.last_line,
+    }
+
+
+def _sheet(verdicts: "Sequence[Verdict]") -> "Sheet":
+    from rrfp.cli.tables.sheet import Column, Sheet
+
+    failed = {row for row, verdict in enumerate(verdicts) if not verdict.has_passed}
+    columns = {
+        "fault": [_told(verdict) for verdict in verdicts],
+        "of": [verdict.seen.injected.victim for verdict in verdicts],
+        "when": [_when(verdict) for verdict in verdicts],
+        "found by": [verdict.found_by or "survived" for verdict in verdicts],
+        "named": [_NAMED[verdict.named_right] for verdict in verdicts],
+        "same": [_SAME[verdict.is_same] for verdict in verdicts],
+    }
+    figures = {
+        "s": [f"{verdict.seen.seconds:.1f}" for verdict in verdicts],
+        "lost": [str(verdict.seen.steps_lost) for verdict in verdicts],
+    }
+    number = Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed)
+    told = {name: Column(name, cells, is_text=True) for name, cells in columns.items()}
+    told |= {name: Column(name, cells) for name, cells in figures.items()}
+    order = ("fault", "of", "when", "found by", "s", "named", "lost", "same")
+    return Sheet(
+        f"{len(verdicts)} faults, and what became of the training",
+        [number, *(told[name] for name in order)],
+        notes=[
+            "s: from the fault to the end of the last process, or until the run went on. "
+            "lost: finished steps that no checkpoint had. same: parameters at the end, and all "
+            "losses, to the last bit."
+        ],
+        mark_told="did not pass",
+    )
+
+
+_NAMED = {True: "right", False: "wrong", None: "-"}
+_SAME = {True: "yes", False: "no", None: "-"}
+
+
+def _told(verdict: "Verdict") -> str:
+    fault = verdict.fault
+    if fault.signal:
+        return fault.signal
+    return f"{fault.kind} {fault.hold_s:.1f} s" if fault.hold_s else str(fault.kind)
+
+
+def _when(verdict: "Verdict") -> str:
+    stage = verdict.fault.stage
+    if stage in (Stage.START, Stage.CLOSE):
+        return str(stage)
+    return f"{stage} {verdict.seen.injected.num_finished}"
