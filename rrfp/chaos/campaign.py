@@ -6,7 +6,7 @@ has borne its faults trains to its end, and must have come out as the undisturbe
 
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.settings import TrainSettings
 
-_LOOK_S = 0.01
+_LOOK_S = 0.05
 _UNDISTURBED_S = 3600.0
 """The most that a training may take that nothing disturbs."""
 _MORE_STEPS = 2
@@ -35,14 +35,20 @@ class Campaign:
     """Trains below a directory, of a short name."""
 
     def __init__(
-        self, settings: TrainSettings, directory: Path, disk: Disk, keep: Path | None
+        self,
+        settings: TrainSettings,
+        directory: Path,
+        disk: Disk,
+        keep: Path | None,
+        tell: Callable[[Verdict], None],
     ) -> None:
         """`disk` is where the disturbed trainings write, and `keep` where those go in which a fault
-        did not pass."""
+        did not pass. `tell` receives each verdict at once, before the training has ended."""
         self._settings = settings
         self._directory = directory
         self._disk = disk
         self._keep = keep
+        self._tell = tell
         self._sessions: list[Path] = []
         """The directories of the sessions of the training under way."""
         self._reference: Learned
@@ -128,6 +134,7 @@ class Campaign:
             if injected is None:
                 break
             verdicts.append(judge(fault, self._see(session, fault, injected, newest)))
+            self._tell(verdicts[-1])
             if not verdicts[-1].seen.went_on:
                 return verdicts
         if not _await_end(session, _UNDISTURBED_S):
@@ -187,9 +194,8 @@ def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
     start_s = time.monotonic() - session.began_s
     session.await_that(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
     trained_s = time.monotonic()
-    session.await_that(
-        lambda: all(process.rank is None for process in session.processes), _UNDISTURBED_S
-    )
+    while session.exit_code is None and any(each.rank is not None for each in session.processes):
+        time.sleep(_LOOK_S)
     close_s = time.monotonic() - trained_s
     _await_end(session, _UNDISTURBED_S)
     return Pace(start_s, (trained_s - session.began_s - start_s) / num_steps, close_s)

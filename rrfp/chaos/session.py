@@ -18,7 +18,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.settings import DECLARED, TrainSettings
 
-LOOK_S = 0.002
+LOOK_S = 0.005
 _IMPORTED_FROM = str(Path(__file__).parents[2])
 
 

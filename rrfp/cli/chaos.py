@@ -13,7 +13,6 @@ import typer
 from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
 from rrfp.cli.options import PlainFormat
 from rrfp.cli.output import print_sheets
-from rrfp.cli.progress import progress
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.schedule.policy import Dispatch
@@ -119,9 +118,8 @@ def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
         if "layers" not in given:
             layout = settings.layout
             settings = settings.changed(layers=_LAYERS_PER_CHUNK * layout.pp * layout.chunks)
-    if settings.run.save_every is None:
-        settings = settings.changed(save_every=_SAVE_EVERY)
-    return settings
+    # Where to, the campaign says.
+    return settings.changed(save=Path(), save_every=settings.run.save_every or _SAVE_EVERY)
 
 
 def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKind, ...]:
@@ -164,17 +162,26 @@ def _judge_all(
                 "This user may not mount a disk to fill, so the size of files is limited instead",
                 err=True,
             )
-        campaign = Campaign(settings, directory, disk, keep)
+        campaign = Campaign(settings, directory, disk, keep, _tell)
         typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
         campaign.train_undisturbed()
-        with progress("Injecting faults", num_faults) as advance:
-            for borne in campaign.disturb(plan):
-                verdicts += borne
-                advance(len(borne))
+        for borne in campaign.disturb(plan):
+            verdicts += borne
     finally:
         disk.close()
         shutil.rmtree(directory, ignore_errors=True)
     return sorted(verdicts, key=lambda verdict: verdict.fault.number)
+
+
+def _tell(verdict: "Verdict") -> None:
+    """Say what became of a fault as soon as it is seen."""
+    seen = verdict.seen
+    became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
+    typer.echo(
+        f"fault {verdict.fault.number}: {_told(verdict)} of {seen.injected.victim} in "
+        f"{_when(verdict)}: {became} after {seen.seconds:.1f} s",
+        err=True,
+    )
 
 
 def _tell_failed(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
