@@ -14,6 +14,7 @@ from rrfp.cli import analyze, completion, errors, hint, trace
 from rrfp.cli.bench.command import bench
 from rrfp.cli.chaos import chaos
 from rrfp.cli.doctor import doctor
+from rrfp.cli.interrupts import give_interrupts_back, take_interrupts
 from rrfp.cli.run import run
 from rrfp.cli.runs import runs
 from rrfp.cli.simulate import simulate
@@ -70,5 +71,9 @@ def main() -> int:
     """Run the command line on `sys.argv` and give its exit code."""
     if completion.is_asked():
         return completion.answer(app)
+    take_interrupts()
     done = errors.run(app, sys.argv[1:])
-    return done if isinstance(done, int) else done()
+    if isinstance(done, int):
+        return done
+    give_interrupts_back()
+    return done()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
+from rrfp.cli.interrupts import interruptible
 from rrfp.cli.output import print_sheets
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
@@ -188,8 +189,13 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
             launch(settings, run)
             if run.metrics.exists() and _num_finished(run) < settings.num_steps:
                 note.outcome = Outcome.STOPPED
-    except (RrfpError, KeyboardInterrupt):
+    except RrfpError:
         _encode_what_is_there(run)
+        raise
+    except KeyboardInterrupt:
+        # Records stay where they are until they are in a trace.
+        with interruptible():
+            _encode_what_is_there(run)
         raise
     _report(run, settings, beginning.first_step)
 

@@ -34,6 +34,7 @@ from rrfp.train.evaluation import Evaluation
 from rrfp.train.metrics import Metrics
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import pace_of
+from rrfp.train.ranks.liveness.heartbeat import enter
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings
@@ -92,11 +93,13 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     evaluation = evaluation_of(settings, layout, model, data.heldout)
     checkpoints = checkpoints_of(session, settings, layout, model)
     for step in range(session.first_step, settings.num_steps):
+        enter(f"in step {step}")
         start_s = time.monotonic()
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
+            enter(f"in the evaluation after step {step}")
             result = result._replace(heldout_loss=evaluation.loss())
         _tell_transport(transport, schedule)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
@@ -114,8 +117,11 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
             orders.write(planner.order_of_step)
         if dealing is not None and dealt is not None:
             dealt.write(dealing.hands)
-        if checkpoints is not None and checkpoints.finish_step(step):
-            break
+        if checkpoints is not None:
+            enter(f"in the checkpoint after step {step}")
+            if checkpoints.finish_step(step):
+                break
+    enter("after the last step")
     # Every rank has told by now.
     _tell_transport(transport, schedule)
     if checkpoints is not None:

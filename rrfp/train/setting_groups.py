@@ -336,6 +336,12 @@ class RunSettings:
     resume: bool = setting(
         False, "Go on from the newest whole checkpoint in --save; without one, start anew."
     )
+    silence: float = setting(
+        15.0,
+        "Seconds for which a rank may stand still before the run ends and names it",
+        must=Must("a finite number of at least 3", lambda value: 3 <= value < math.inf),
+        metavar="SECONDS",
+    )
     nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1)
     node_rank: int = setting(0, "This host's number")
     rdzv_endpoint: str | None = setting(

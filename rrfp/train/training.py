@@ -14,6 +14,7 @@ from rrfp.train.admission import RunAdmission, RunPlanner
 from rrfp.train.data.batches import Batch, Batches
 from rrfp.train.dealing import RunDealing
 from rrfp.train.models.model import ModelChunks
+from rrfp.train.ranks.liveness.heartbeat import enter
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 
@@ -120,6 +121,7 @@ class Trainer:
 
         losses = run_schedule(self._schedule, settings, model, batches)
 
+        enter(f"in the optimizer of step {step}")
         start_ns = self._clock()
         for group in model.optimizer.param_groups:
             group["lr"] = settings.run.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)

@@ -32,6 +32,11 @@ class FailureReport:
     detail: str = ""
     """Further lines below the sentence: the grid of a stall."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the cause is this rank's own."""
+        return not (self.is_consequence or self.is_silence)
+
     def write(self) -> None:
         """Write the report to where the launcher of this process looks for it."""
         path = os.environ.get(ERROR_FILE)

@@ -5,14 +5,17 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
+from rrfp.train.ranks.children import SignalledError, run_to_end
+from rrfp.train.ranks.liveness.child import Failure
+from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
+from rrfp.train.ranks.liveness.vigil import Standstill, Why
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import file_store, store_at
 from rrfp.train.settings import TrainSettings
@@ -26,6 +29,9 @@ TRAINING = "rrfp.train.rank"
 _MEETING_S = 300.0
 """How long a host waits for the others."""
 _ANSWER_S = 30.0
+
+_TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
+"""The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
 def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
@@ -42,22 +48,25 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
         directory = Path(name)
         with _store(settings, run, directory) as (environment, lost):
             environments = _environments(settings, environment)
-            end_on_request = settings.run.save is not None
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),
                     environments,
                     directory,
-                    end_on_request=end_on_request,
+                    end_on_request=settings.run.save is not None,
                     lost=lost,
+                    silence_s=settings.run.silence,
+                    is_whole=settings.run.nnodes == 1,
                 )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
+                    # As if it came now, to whoever handles it here.
+                    signal.raise_signal(signal.SIGINT)
                     raise KeyboardInterrupt from None
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
-                ended_by = ending_signal(end_on_request=end_on_request)
-                raise _first_failure(failures, run, settings.run.nnodes, ended_by)
+                _log_stacks(failures, run)
+                raise _first_failure(failures, run, settings.run.nnodes)
 
 
 @contextmanager
@@ -70,9 +79,10 @@ def _store(
         yield file_store(directory), str
         return
     # Imported late: only a launcher of several hosts needs torch.
-    from rrfp.train.ranks.gathering import gathering
-    from rrfp.train.ranks.meeting import meeting
-    from rrfp.train.ranks.pulse import beating
+    with _quiet():
+        from rrfp.train.ranks.gathering import gathering
+        from rrfp.train.ranks.meeting import meeting
+        from rrfp.train.ranks.pulse import beating
 
     def within(store: "Store") -> AbstractContextManager[None]:
         return gathering(store, settings, run)
@@ -82,6 +92,20 @@ def _store(
         store = store_at(environment[variables.STORE], _ANSWER_S)
         with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
             yield environment, pulse.lost
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch, imported in this block, from logging on the user's stderr, unless asked to: what
+    fails in a launcher is an error, which that tells in a sentence."""
+    if _TORCHS_LOG in os.environ:
+        yield
+        return
+    os.environ[_TORCHS_LOG] = "FATAL"
+    try:
+        yield
+    finally:
+        del os.environ[_TORCHS_LOG]  # of the ranks, it goes to their logs
 
 
 def _environments(
@@ -109,40 +133,43 @@ def _environments(
     }
 
 
-def _first_failure(
-    failures: Mapping[int, Failure],
-    run: RunDir,
-    num_hosts: int,
-    ended_by: signal.Signals = signal.SIGTERM,
-) -> RrfpError:
-    """The failure that caused the others, as an error; the launcher ended these with `ended_by`."""
+def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
+    """The failure that caused the others, as an error."""
 
     def precedence(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        was_killed = failure.exit_code < 0 and failure.exit_code != -ended_by
-        is_consequence = failure.report is None or failure.report.is_consequence
-        return 0 if was_killed else 2 if is_consequence else 1, failure.ended_s
+        failure, report = failures[rank], failures[rank].report
+        if failure.exit_code < 0 and not failure.was_ended:
+            level = 0
+        elif report is not None and report.is_own:
+            level = 1
+        elif failure.standstill is not None:
+            level = 2
+        else:
+            level = 3 if report is not None and report.is_silence else 4
+        return level, failure.ended_s
 
     rank = min(failures, key=precedence)
     failure, log = failures[rank], run.rank_log(rank)
-    report = failure.report
-    if failure.exit_code == -signal.SIGKILL:
-        for other in failures.values():
-            if other.report is not None and other.report.is_silence:
-                # The launcher kills processes that a SIGTERM does not end.
-                return RrfpError(
-                    f"rank {rank} (pid {failure.pid}) did not answer and was killed: "
-                    f"{other.report.sentence}"
-                )
-    if failure.exit_code < 0:
+    process, report = f"rank {rank} (pid {failure.pid})", failure.report
+    if failure.exit_code < 0 and not failure.was_ended:
         return RrfpError(
-            f"rank {rank} (pid {failure.pid}) was killed by {_signal_name(-failure.exit_code)}; "
-            f"its last output is in {log}"
+            f"{process} was killed by {_signal_name(-failure.exit_code)}; its last output is in "
+            f"{log}"
         )
+    if failure.standstill is not None and (report is None or not report.is_own):
+        return RrfpError(f"{process} {_told_standstill(failure, failure.standstill, log)}")
     if report is None:
         return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
+    if report.is_silence:
+        for other, ended in failures.items():
+            if ended.exit_code == -signal.SIGKILL:
+                # The launcher kills processes that a SIGTERM does not end.
+                return RrfpError(
+                    f"rank {other} (pid {ended.pid}) did not answer and was killed: "
+                    f"{report.sentence}"
+                )
     if report.is_consequence and num_hosts > 1:
         return RrfpError(
             f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
@@ -150,6 +177,28 @@ def _first_failure(
         )
     detail = f"\n{report.detail}" if report.detail else ""
     return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+
+
+def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str:
+    """How a rank stood still: where, why, who waited for it, and where its stack is."""
+    place = standing_at(frames_in_dump(failure.stacks)) or standstill.place
+    seconds = f" for {standstill.seen_s:.0f} s" if standstill.seen_s >= 1 else ""
+    at = f", at {place}" if place else ""
+    told = f"stood still {standstill.stage}{seconds}{at}, and was killed: {standstill.why}"
+    if standstill.waiting:
+        told += f", while rank {', '.join(map(str, standstill.waiting))} waited"
+    advice = "see who stops it" if standstill.why is Why.STOPPED else "--silence gives it longer"
+    where = f"its stack is in {log}" if failure.stacks else f"its output is in {log}"
+    return f"{told}; {where}, and {advice}"
+
+
+def _log_stacks(failures: Mapping[int, Failure], run: RunDir) -> None:
+    """Add to a rank's log what its threads did when it stood still."""
+    for rank, failure in failures.items():
+        if failure.stacks:
+            # The run's directory may have gone.
+            with suppress(OSError), run.rank_log(rank).open("a", encoding="utf-8") as log:
+                log.write(f"It stood still, and was killed. Its threads:\n{failure.stacks}")
 
 
 def _signal_name(number: int) -> str:

@@ -9,24 +9,23 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime import variables
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
+from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
-from rrfp.train.settings import TrainSettings
-
-_PARENT_CHECK_S = 1.0
 
 
 def main() -> None:
     """Do the work of one rank: call `work(run, settings, layout)` of the module that the command
     line names."""
+    end_with_launcher()
+    from rrfp.train.setting_groups import DeviceKind
+    from rrfp.train.settings import TrainSettings
+
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
     _write_output_to(run.rank_log(int(os.environ["RANK"])))
@@ -34,8 +33,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
         take_sigterm_as_request()
-    launcher = int(os.environ[variables.LAUNCHER])
-    threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
+    show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
     try:
         from rrfp.train.ranks.devices import take_device
         from rrfp.train.ranks.exchange import no_objects
@@ -50,6 +48,8 @@ def main() -> None:
             except Exception as error:
                 # Do not leave the groups: that could wait for ranks that wait for this one.
                 _fail(error)
+            enter("as it left its groups")
+        enter("as it ended")
         if settings.run.save is not None:
             ignore_sigterm()
     except Exception as error:
@@ -80,13 +80,6 @@ def _write_output_to(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-
-
-def _end_with_launcher(launcher: int) -> None:
-    """End this process when its launcher dies, because nothing else would."""
-    while os.getppid() == launcher:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(RrfpError.exit_code)
 
 
 if __name__ == "__main__":
