@@ -10,8 +10,8 @@ from rrfp.runtime.device.simulated import SimulatedDevice, _Stream
 from rrfp.runtime.planes.mapped import MappedPuller
 from rrfp.runtime.planes.outbox import _Copying
 from rrfp.runtime.planes.plane import Pull
+from rrfp.runtime.transport.destination_driver import DestinationDriver
 from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.driver import DestinationDriver
 from rrfp.runtime.transport.link import Output, Released
 from tests.simulated_ranks import Mistake, PoisoningOutbox, exchange
 

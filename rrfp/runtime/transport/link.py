@@ -17,6 +17,20 @@ An end lingers because closing a socket with unread bytes can destroy those unde
 The peer's farewell makes an open end answer with its own and be over: a directed link has no use
 for one end. A loss is told once, and never by an end that closes: it is nobody's concern then.
 
+A link outlives its connections. In each state but the last an end's connection is one of these:
+
+| connection | writes        | reads         | becomes                                            |
+|------------|---------------|---------------|----------------------------------------------------|
+| whole      | as above      | as above      | broken: its end without a farewell, an error, a    |
+|            |               |               | garbled frame; between hosts also half the silence |
+| broken     | nothing       | nothing       | resuming, when another one is attached             |
+| resuming   | its own count | the peer's    | whole, when it knows the peer's count              |
+
+The count is that of the frames that an end has received (`unacknowledged.py`); from there on the
+other one writes again what it had written. All the while silence goes on, and after `silence_ns` of
+it the link is lost, as it is when its connections break one after the other and carry nothing. That
+the peer is gone, only the driver can find out.
+
 Credits: the destination owns the bound. It gives all of it when the link opens and one back for
 each message consumed, some at a time; messages wait for credit in the source's queue.
 
@@ -29,19 +43,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.planes.plane import Posted, Pull
-from rrfp.runtime.protocols import Event, Failed, Message, PeerLostError, PeerSilentError
+from rrfp.runtime.planes.plane import Pull
+from rrfp.runtime.protocols import Event, Failed, PeerLostError, PeerSilentError
+from rrfp.runtime.transport.ends import Ends, Far
+from rrfp.runtime.transport.unacknowledged import (
+    CONFIRM_BYTES,
+    CONFIRM_FRAMES,
+    Outbound,
+    Unacknowledged,
+)
 from rrfp.runtime.transport.wire import (
+    UNCOUNTED,
     Frame,
     FrameError,
     FrameReader,
+    GarbledError,
     Header,
     Purpose,
     encode_header,
 )
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, SendRecord
+
+MOST_USELESS = 10
+"""So many connections in a row may break without a frame before the link is lost."""
+_TRIES = 10
+"""Of a silence, the part that one attempt to connect may take, or its first frame after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +85,7 @@ Output = Event | SendRecord | ReceiveRecord | Pull | Released
 
 
 class State(Enum):
-    """Of one end; the table above says what each means."""
+    """Of one end; the first table above says what each means."""
 
     OPEN = "open"
     DRAINING = "draining"
@@ -73,6 +102,14 @@ NEXT_STATES: Mapping[State, frozenset[State]] = {
 """The moves that are legal."""
 
 
+class Connection(Enum):
+    """Of one end; the second table above says what each means."""
+
+    WHOLE = "whole"
+    BROKEN = "broken"
+    RESUMING = "resuming"
+
+
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     """What the ends of all links of a rank have in common."""
@@ -87,54 +124,60 @@ class LinkOptions:
     """Whether messages are recorded."""
 
 
-@dataclass(slots=True)
-class Outbound:
-    """A frame on its way out."""
-
-    buffers: list[memoryview]
-    """What of it is still to be written; tensors stay where they lie."""
-    header: Header
-    message: Message | Posted | None = None
-    """The message that has left once this is written."""
-    queued_ns: int = 0
-    """When the message was queued."""
-    start_ns: int | None = None
-    """When its first byte was written; in a paced run, when its modelled time began."""
-
-
-def bare(header: Header) -> Outbound:
-    """A frame that is only a header."""
-    return Outbound([memoryview(encode_header(header))], header)
-
-
 class Link(ABC):
     """What the source's end and the destination's have in common.
 
     To write: `next_write`, carry as many of these bytes as can be carried, `wrote`, until nothing
     is left or nothing can be carried. To read: fill `next_read`, `received`. To wait: at most
     `patience_ns`, and not beyond `due_ns`; then `waited`, unless there is something to read.
+    While `is_broken`: no write or read; `attach` when there is another connection.
     Any other call may fall between any two of these.
     """
 
-    def __init__(self, rank: int, peer: int, options: LinkOptions, now_ns: int) -> None:
+    is_source: ClassVar[bool]
+
+    def __init__(
+        self, rank: int, peer: int, options: LinkOptions, now_ns: int, far: Far | None = None
+    ) -> None:
         self.peer = peer
         self.state = State.OPEN
-        self._rank = rank
+        self.connection = Connection.WHOLE
+        self.ends = Ends(rank, peer, self.is_source, far)
         self._options = options
         self._close_deadline_ns: int | None = None
         self._has_told_of_loss = False
+        # Writing.
         self._outbound: Outbound | None = None
+        self._unacknowledged = Unacknowledged()
         self._is_writing = False
         self._tried_ns = 0
-        self._may_write = True
-        """Whether its state is one that writes, and the peer still takes something."""
+        self._is_taken = True
+        """Whether the peer still takes something over this connection."""
+        self._owes_resume = False
         self._last_write_ns = now_ns
-        self._reader = FrameReader(options.max_message_bytes)
-        self._has_peer_left = False
         self._last_words: list[memoryview] = []
+        # Reading.
+        self._reader = self._new_reader()
+        self._has_peer_left = False
+        self._num_heard = 0
+        """Counted frames."""
+        self._num_confirmed = 0
+        """How many of them the peer was told of."""
+        self._unconfirmed_bytes = 0
+        self._confirm_bytes = CONFIRM_BYTES
+        # Breaking.
+        self._num_useless = 0
+        """Connections in a row that have broken and carried nothing."""
+        self._why_broken = self._why_down = ""
+        # Time.
         self._quiet_ns = 0
+        self._quiet_here_ns = 0
+        """Over this connection."""
         self._asked_ns = now_ns
         self._patience_ns = 0
+
+    def _new_reader(self) -> FrameReader:
+        return FrameReader(self._options.max_message_bytes, checks_tensors=self.ends.checks_tensors)
 
     # What the two ends do differently.
 
@@ -144,15 +187,19 @@ class Link(ABC):
 
     @abstractmethod
     def _num_queued(self) -> int:
-        """How many things wait to be written, credit or not."""
+        """How many things wait to be written for the first time, credit or not."""
 
     @abstractmethod
     def _take(self, frame: Frame, now_ns: int) -> list[Output]:
         """Act on a frame that is neither a heartbeat nor a farewell."""
 
     @abstractmethod
-    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
-        """A message was written whole."""
+    def _sent(self, outbound: Outbound, now_ns: int) -> list[Output]:
+        """A frame was written whole; told once."""
+
+    @abstractmethod
+    def _acknowledged(self, outbound: Outbound) -> list[Output]:
+        """The peer has a frame, which is not kept any more."""
 
     @abstractmethod
     def _peer_left(self) -> list[Output]:
@@ -174,6 +221,17 @@ class Link(ABC):
         return self._has_peer_left and self.is_pulling
 
     @property
+    def is_broken(self) -> bool:
+        """Whether it needs another connection."""
+        return self.connection is Connection.BROKEN and self.state is not State.OVER
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether nothing more will be written over this connection."""
+        is_out = self._outbound is None and not self._unacknowledged.has_again
+        return self.state is State.LINGERING and self.connection is Connection.WHOLE and is_out
+
+    @property
     def due_ns(self) -> int | None:
         """When the next frame may be written, where only that moment holds it back."""
         return None
@@ -191,20 +249,69 @@ class Link(ABC):
             self._move_to(State.DRAINING)
 
     def fail(self, error: RrfpError) -> list[Output]:
-        """The link broke."""
+        """The link is lost."""
         is_over = self.state is State.OVER
         self._end()
         return [] if is_over else self._tell(error)
 
     def lose(self, what: str, kind: type[PeerLostError] = PeerLostError) -> list[Output]:
         """The peer is lost; `what` is what it did."""
-        return self.fail(self._loss(what, kind))
+        return self.fail(kind(self.ends.lost(what)))
 
     def last_words(self) -> list[memoryview]:
         """What an end that is over still writes, as far as the peer takes it at once: the farewell
         that answers the peer's."""
         words, self._last_words = self._last_words, []
         return words
+
+    def parting_words(self) -> bytes:
+        """What an end that is over says to a peer that connects again, for it has not heard that
+        its farewell was answered; empty where it was not."""
+        if not self._has_peer_left:
+            return b""
+        resume = encode_header(Header(Purpose.RESUME), acknowledged=self._num_heard)
+        return resume + encode_header(Header(Purpose.FAREWELL), acknowledged=self._num_heard)
+
+    # Breaking.
+
+    def break_off(self, what: str) -> list[Output]:
+        """The connection serves no more; `what` is what the peer did."""
+        if self.state is State.OVER or self._has_peer_left or self.is_broken:
+            return []
+        self.connection = Connection.BROKEN
+        self._outbound = None  # half written at most, and kept
+        self._owes_resume = False
+        self._why_broken, self._why_down = what, f"rank {self.peer} {what}"
+        self._num_useless += 1
+        if self._num_useless <= MOST_USELESS:
+            return []
+        return self.fail(PeerLostError(self.ends.useless(MOST_USELESS, what)))
+
+    def attach(self) -> list[Output]:
+        """Another connection takes the place of the broken one; no write is under way."""
+        assert not self._is_writing
+        if self.state is State.OVER:
+            return []
+        self.connection = Connection.RESUMING
+        self._reader = self._new_reader()
+        self._is_taken = self._owes_resume = True
+        self._quiet_here_ns = 0
+        return []
+
+    def could_not_attach(self, why: str, now_ns: int) -> list[Output]:
+        """The wait is over, and there is no other connection yet."""
+        self._why_down = why
+        return self.waited(now_ns)
+
+    def lose_gone(self) -> list[Output]:
+        """The connection is broken because the peer is gone."""
+        return self.lose(self._why_broken)
+
+    @property
+    def num_useless(self) -> int:
+        """Connections in a row that have broken and carried nothing; the last one counts until
+        something comes over the next."""
+        return self._num_useless
 
     # Writing.
 
@@ -214,53 +321,83 @@ class Link(ABC):
         assert not self._is_writing, "the write before has not ended"
         if self._close_deadline_ns is not None:
             self._end_if_late(now_ns)
-        if not self._may_write:
+        if self.state is State.OVER or not self._is_taken:
             return []
         outbound = self._outbound
         if outbound is None:
-            outbound = self._next_outbound(now_ns) or self._own_outbound(now_ns)
+            outbound = self._next_frame(now_ns)
             if outbound is None:
                 return []
+            outbound.begin(self._num_heard)
+            self._num_confirmed, self._unconfirmed_bytes = self._num_heard, 0
             self._outbound = outbound
         self._is_writing = True
         self._tried_ns = now_ns
         return outbound.buffers
 
+    def _next_frame(self, now_ns: int) -> Outbound | None:
+        if self._owes_resume:
+            self._owes_resume = False
+            return Outbound(Header(Purpose.RESUME))
+        if self.connection is not Connection.WHOLE:
+            return None
+        if self._unacknowledged.has_again:
+            return self._unacknowledged.again()
+        if self.state is State.LINGERING:
+            return None
+        outbound = self._next_outbound(now_ns) or self._own_outbound(now_ns)
+        if outbound is not None and outbound.header.purpose not in UNCOUNTED:
+            self._unacknowledged.add(outbound)
+        return outbound
+
     def wrote(self, num_bytes: int, now_ns: int) -> list[Output]:
         """So many bytes of `next_write` are out; 0: the peer takes none now."""
-        outbound = self._outbound
-        assert outbound is not None
         self._is_writing = False
+        outbound = self._outbound
         outputs: list[Output] = []
-        if num_bytes:
+        if num_bytes and outbound is not None:
             self._last_write_ns = now_ns
             if outbound.start_ns is None:
                 outbound.start_ns = self._tried_ns
-            _drop_written(outbound.buffers, num_bytes)
+            outbound.drop_written(num_bytes)
             if not outbound.buffers:
                 self._outbound = None
-                if outbound.message is not None:
-                    outputs = self._sent(outbound, outbound.message, now_ns)
-                elif outbound.header.purpose is Purpose.FAREWELL and self.state is not State.OVER:
-                    self._move_to(State.LINGERING)
+                outputs = self._is_out(outbound, now_ns)
         if self._has_peer_left:
             outputs += self._answer_farewell()
         return outputs
+
+    def _is_out(self, outbound: Outbound, now_ns: int) -> list[Output]:
+        """A frame was written whole, or has arrived."""
+        if outbound.is_out:
+            return []
+        outbound.is_out = True
+        if outbound.start_ns is None:
+            # The peer has told before whoever wrote it.
+            outbound.start_ns = self._tried_ns
+        if outbound.header.purpose is Purpose.FAREWELL and self.state is State.DRAINING:
+            self._move_to(State.LINGERING)
+        return self._sent(outbound, now_ns)
 
     def write_failed(self) -> list[Output]:
         """The peer takes nothing more. What it wrote before is still to be read: a farewell, or
         nothing."""
         self._is_writing = False
-        self._may_write = False
+        self._is_taken = False
         return self._answer_farewell()
 
     def _own_outbound(self, now_ns: int) -> Outbound | None:
         """What an end that has nothing else to write has to say for itself."""
         if self.state is State.DRAINING and self._num_queued() == 0:
-            return bare(Header(Purpose.FAREWELL))
-        if now_ns - self._last_write_ns >= self._options.heartbeat_ns:
-            return bare(Header(Purpose.HEARTBEAT))
+            return Outbound(Header(Purpose.FAREWELL))
+        if now_ns - self._last_write_ns >= self._options.heartbeat_ns or self._is_to_confirm:
+            return Outbound(Header(Purpose.HEARTBEAT))
         return None
+
+    @property
+    def _is_to_confirm(self) -> bool:
+        num_frames = self._num_heard - self._num_confirmed
+        return num_frames >= CONFIRM_FRAMES or self._unconfirmed_bytes >= self._confirm_bytes
 
     # Reading.
 
@@ -272,29 +409,40 @@ class Link(ABC):
     def received(self, num_bytes: int, now_ns: int) -> list[Output] | None:
         """So many bytes of `next_read` have come; 0: the peer closed its connection. Gives None
         while more of a frame must come first."""
-        if self.state is State.OVER or self._has_peer_left:
+        if self.state is State.OVER or self._has_peer_left or self.is_broken:
             return []
         if num_bytes == 0:
-            return self.lose("closed its connection without a farewell")
-        self._quiet_ns = 0
+            return self.break_off("closed its connection without a farewell")
+        self._quiet_ns = self._quiet_here_ns = 0
         try:
             frame = self._reader.fill(num_bytes, now_ns)
-            if frame is None:
-                return None
-            purpose = frame.header.purpose
-            if purpose is Purpose.HEARTBEAT:
-                return []
-            if purpose is Purpose.FAREWELL:
-                self._has_peer_left = True
-                return self._answer_farewell()
-            return self._take(frame, now_ns)
+            return None if frame is None else self._hear(frame, now_ns)
+        except GarbledError as error:
+            return self.break_off(f"sent what came garbled ({error})")
         except FrameError as error:
-            return self.fail(
-                RrfpError(
-                    f"what rank {self.peer} sent to rank {self._rank} cannot be read: {error};"
-                    " see that all ranks run the same version of rrfp"
-                )
-            )
+            return self.fail(RrfpError(self.ends.unreadable(str(error))))
+
+    def _hear(self, frame: Frame, now_ns: int) -> list[Output]:
+        purpose, is_resuming = frame.header.purpose, self.connection is Connection.RESUMING
+        if (purpose is Purpose.RESUME) is not is_resuming:
+            raise FrameError(f"a {purpose.name.lower()} came where it does not belong")
+        outputs: list[Output] = []
+        for outbound in self._unacknowledged.acknowledge(frame.acknowledged, resumes=is_resuming):
+            outputs += self._is_out(outbound, now_ns)
+            outputs += self._acknowledged(outbound)
+        if is_resuming:
+            self.connection = Connection.WHOLE
+            return outputs
+        self._num_useless = 0
+        if purpose is Purpose.HEARTBEAT:
+            return outputs
+        self._num_heard += 1
+        if purpose is Purpose.FAREWELL:
+            self._has_peer_left = True
+            return outputs + self._answer_farewell()
+        if frame.tensors:
+            self._unconfirmed_bytes += frame.num_bytes
+        return outputs + self._take(frame, now_ns)
 
     def _answer_farewell(self) -> list[Output]:
         """Once the peer has left so does this end, unless something was still to go to the peer.
@@ -303,13 +451,15 @@ class Link(ABC):
             return []
         if self.is_pulling:
             return []
-        num_left = self._num_queued()
+        num_left = self._num_queued() + self._unacknowledged.num_tasks_again
         if self._outbound is not None and self._outbound.header.task is not None:
             num_left += 1
+        if self._may_speak and self._outbound is None:
+            farewell = Outbound(Header(Purpose.FAREWELL))
+            farewell.begin(self._num_heard)
+            self._last_words = farewell.buffers
         if num_left:
             return self.lose(f"said farewell while {num_left} frames waited for it")
-        if self._may_write and self._outbound is None:
-            self._last_words = bare(Header(Purpose.FAREWELL)).buffers
         self._end()
         return [] if self._is_closing else self._peer_left()
 
@@ -317,15 +467,18 @@ class Link(ABC):
 
     def patience_ns(self, now_ns: int) -> int:
         """How long to wait for the peer at most, once `next_write` has nothing or the peer takes
-        nothing.
+        nothing, or for another connection.
 
-        No longer than a heartbeat: time in which this very process was stopped is not the peer's,
-        and of any wait no more than its patience counts as silence.
+        No longer than a heartbeat, or a part of the silence: time in which this very process was
+        stopped is not the peer's, and of any wait no more than its patience counts as silence.
         """
-        patience_ns = self._options.heartbeat_ns
-        if self._may_write and self._outbound is None:
+        options = self._options
+        patience_ns = options.heartbeat_ns
+        if self.is_broken:
+            patience_ns = options.silence_ns // _TRIES
+        elif self._may_speak and self._outbound is None:
             patience_ns -= now_ns - self._last_write_ns
-        patience_ns = min(patience_ns, self._options.silence_ns - self._quiet_ns)
+        patience_ns = min(patience_ns, options.silence_ns - self._quiet_ns)
         if self._close_deadline_ns is not None:
             patience_ns = min(patience_ns, self._close_deadline_ns - now_ns)
         self._asked_ns = now_ns
@@ -337,11 +490,23 @@ class Link(ABC):
         self._end_if_late(now_ns)
         if self.state is State.OVER:
             return []
-        self._quiet_ns += min(now_ns - self._asked_ns, self._patience_ns)
-        if self._quiet_ns < self._options.silence_ns:
-            return []
-        silence_s = self._options.silence_ns / NS_PER_S
-        return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
+        quiet_ns = min(now_ns - self._asked_ns, self._patience_ns)
+        self._asked_ns = now_ns
+        self._quiet_ns += quiet_ns
+        self._quiet_here_ns += quiet_ns
+        silence_ns, is_whole = self._options.silence_ns, self.connection is Connection.WHOLE
+        silence_s = silence_ns / NS_PER_S
+        if self._quiet_ns >= silence_ns:
+            if is_whole and self.ends.far is None:
+                return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
+            why = f"nothing came from rank {self.peer}" if is_whole else self._why_down
+            return self.fail(PeerSilentError(self.ends.down(silence_s, why)))
+        if self.is_source and self.ends.far is not None:
+            # A new connection is quicker than what TCP tries ever more rarely.
+            limit_ns = silence_ns // (2 if is_whole else _TRIES)
+            if self._quiet_here_ns >= limit_ns:
+                return self.break_off(f"was silent for {limit_ns / NS_PER_S:g} s")
+        return []
 
     def _end_if_late(self, now_ns: int) -> None:
         if self._close_deadline_ns is not None and now_ns >= self._close_deadline_ns:
@@ -350,39 +515,25 @@ class Link(ABC):
     # Within.
 
     @property
+    def _may_speak(self) -> bool:
+        """Whether it may write something of its own."""
+        may = self.state in (State.OPEN, State.DRAINING) and self._is_taken
+        return may and self.connection is Connection.WHOLE
+
+    @property
     def _is_closing(self) -> bool:
         return self._close_deadline_ns is not None
 
     def _move_to(self, state: State) -> None:
         assert state in NEXT_STATES[self.state], f"{self.state} does not become {state}"
         self.state = state
-        if state is not State.DRAINING:
-            self._may_write = False
 
     def _end(self) -> None:
         if self.state is not State.OVER:
             self._move_to(State.OVER)
-
-    def _loss(self, what: str, kind: type[PeerLostError] = PeerLostError) -> PeerLostError:
-        return kind(
-            f"rank {self.peer} {what} (seen by rank {self._rank}); see its own output for the cause"
-        )
 
     def _tell(self, error: RrfpError) -> list[Output]:
         if self._is_closing or self._has_told_of_loss:
             return []
         self._has_told_of_loss = True
         return [Failed(error)]
-
-
-def _drop_written(buffers: list[memoryview], num_bytes: int) -> None:
-    """Cut off the first so many bytes."""
-    num_whole = 0
-    for buffer in buffers:
-        if num_bytes < buffer.nbytes:
-            break
-        num_bytes -= buffer.nbytes
-        num_whole += 1
-    del buffers[:num_whole]
-    if num_bytes:
-        buffers[0] = buffers[0][num_bytes:]

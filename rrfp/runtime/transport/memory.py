@@ -177,7 +177,7 @@ class MemoryNetwork:
             if data:
                 self._put(pipe, data)
             _tell(end, link.wrote(len(data), self.now_ns))
-            if link.state is State.LINGERING:
+            if link.has_said_all:
                 pipe.is_shut = True
             if not data:
                 return
@@ -191,7 +191,7 @@ class MemoryNetwork:
         """What a link's thread does between two waits."""
         link, now_ns = end.link, self.now_ns
         is_heard = False
-        while link.state is not State.OVER:
+        while link.state is not State.OVER and not link.is_broken:
             num_bytes = end.incoming.read_into(link.next_read(), now_ns)
             if num_bytes is None:
                 break
@@ -201,6 +201,8 @@ class MemoryNetwork:
             self._wake_peer(end)
         else:
             _tell(end, link.waited(now_ns))
+        if link.is_broken:
+            _tell(end, link.lose_gone())
         self.write(end)
         if link.state is State.OVER:
             self._close(end)
