@@ -32,8 +32,8 @@ from rrfp.runtime.transport.destination_driver import DestinationDriver
 from rrfp.runtime.transport.destination_link import DestinationLink, LinkPlane
 from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.driver import Wrap
-from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.ends import Far
+from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.link import LinkOptions
 from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
 from rrfp.runtime.transport.source_driver import SourceDriver

@@ -8,11 +8,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import first_line
+from rrfp.trace.outcome import Culprit
 from rrfp.trace.whole_file import open_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -31,6 +32,8 @@ class FailureReport:
     """Whether another rank did not answer for too long; it may still be alive."""
     detail: str = ""
     """Further lines below the sentence: the grid of a stall."""
+    culprit: Culprit | None = None
+    """Whose fault it was, and who found that."""
 
     @property
     def is_own(self) -> bool:
@@ -56,7 +59,9 @@ class FailureReport:
         """The report in a rank's error file; None if it is not one of ours."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
-            return cls(**message["report"])
+            report = cls(**message["report"])
+            culprit = message["report"].get("culprit")
+            return report if culprit is None else replace(report, culprit=Culprit.decode(culprit))
         return None
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.runtime import variables
+from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
@@ -152,31 +153,40 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
     failure, log = failures[rank], run.rank_log(rank)
     process, report = f"rank {rank} (pid {failure.pid})", failure.report
     if failure.exit_code < 0 and not failure.was_ended:
-        return RrfpError(
+        return RunFailedError(
             f"{process} was killed by {_signal_name(-failure.exit_code)}; its last output is in "
-            f"{log}"
+            f"{log}",
+            Culprit(FoundBy.LAUNCHER, rank),
         )
     if failure.standstill is not None and (report is None or not report.is_own):
-        return RrfpError(f"{process} {_told_standstill(failure, failure.standstill, log)}")
+        told = _told_standstill(failure, failure.standstill, log)
+        return RunFailedError(f"{process} {told}", Culprit(FoundBy.LAUNCHER, rank))
     if report is None:
-        return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
+        return RunFailedError(
+            f"rank {rank} ended with exit code {failure.exit_code}; see {log}",
+            Culprit(FoundBy.LAUNCHER, rank),
+        )
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
     if report.is_silence:
         for other, ended in failures.items():
             if ended.exit_code == -signal.SIGKILL:
                 # The launcher kills processes that a SIGTERM does not end.
-                return RrfpError(
+                return RunFailedError(
                     f"rank {other} (pid {ended.pid}) did not answer and was killed: "
-                    f"{report.sentence}"
+                    f"{report.sentence}",
+                    Culprit(FoundBy.LAUNCHER, other),
                 )
+    # torch does not say whom a collective has lost.
+    culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
     if report.is_consequence and num_hosts > 1:
-        return RrfpError(
+        return RunFailedError(
             f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
-            "rrfp train names the first)"
+            "rrfp train names the first)",
+            culprit,
         )
     detail = f"\n{report.detail}" if report.detail else ""
-    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+    return RunFailedError(f"rank {rank} failed: {report.sentence} (see {log}){detail}", culprit)
 
 
 def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str:
