@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rrfp.chaos.disk import Disk
 from rrfp.chaos.injecting import Injected, Pace, await_moment, inject
-from rrfp.chaos.judging import MOST_S, Seen, Verdict, judge, last_line
+from rrfp.chaos.judging import MOST_S, Seen, Verdict, judge, last_sentence
 from rrfp.chaos.learned import Learned, learned
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
@@ -65,7 +65,7 @@ class Campaign:
             session.end()
         if session.exit_code != 0:
             error = UsageError if session.exit_code == UsageError.exit_code else RrfpError
-            raise error(last_line(session.said()).removeprefix("rrfp: "))
+            raise error(last_sentence(session.said()).removeprefix("rrfp: "))
         self._reference = learned(session.run, session.checkpoints)
 
     def disturb(self, trainings: Sequence[Sequence[Fault]]) -> Iterator[list[Verdict]]:
@@ -108,7 +108,7 @@ class Campaign:
                 break
             if not borne:
                 raise RrfpError(
-                    f"a training failed although nothing disturbed it: {last_line(session.said())}"
+                    f"a training failed although nothing disturbed it: {last_sentence(session.said())}"
                 )
         found = learned(RunDir(self._disk.path / "run"), checkpoints)
         difference = found.difference(self._reference)
@@ -140,7 +140,7 @@ class Campaign:
         if not _await_end(session, _UNDISTURBED_S):
             raise RrfpError(f"a training did not end within {_UNDISTURBED_S:.0f} s")
         if verdicts and session.exit_code != 0:
-            late = f"it ended later: {last_line(session.said())}"
+            late = f"it ended later: {last_sentence(session.said())}"
             verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
         return verdicts
 

@@ -35,9 +35,9 @@ class Seen:
     """Checkpoints, processes and files that were lost or left, in words."""
 
     @property
-    def last_line(self) -> str:
-        """The sentence with which it ended."""
-        return last_line(self.output)
+    def sentence(self) -> str:
+        """With which it ended."""
+        return last_sentence(self.output)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -82,23 +82,25 @@ def judge(fault: Fault, seen: Seen) -> Verdict:
 def _complaints(
     fault: Fault, seen: Seen, has_survived: bool, named_right: bool | None
 ) -> Iterator[str]:
-    if seen.seconds > seen.limit_s:
+    if not has_survived and seen.exit_code is None:
+        yield f"it neither ended nor went on in {seen.seconds:.0f} s"
+    elif seen.seconds > seen.limit_s:
         yield f"it took {seen.seconds:.0f} s, above the limit of {seen.limit_s:.0f} s"
     if not has_survived and fault.kind in PASSING:
-        yield f"it ended for what passes: {seen.last_line}"
+        yield f"it ended for what passes: {seen.sentence}"
     if named_right is False:
-        yield f"it did not name {seen.injected.victim}: {seen.last_line}"
+        yield f"it did not name {seen.injected.victim}: {seen.sentence}"
     if not has_survived and seen.exit_code not in _right_exit_codes(fault, seen):
         yield f"it ended with exit code {seen.exit_code}"
     if any(bug in seen.output for bug in _BUGS):
-        yield f"it met a bug: {seen.last_line}"
+        yield f"it met a bug: {seen.sentence}"
     yield from seen.left
 
 
 def _right_exit_codes(fault: Fault, seen: Seen) -> tuple[int | None, ...]:
     if _is_launcher_killed(fault, seen):
         return (seen.exit_code,)
-    return (0,) if _was_asked(fault, seen) else (1,)
+    return (0,) if _was_asked(fault, seen) else (1, None)
 
 
 def _is_launcher_killed(fault: Fault, seen: Seen) -> bool:
@@ -118,7 +120,8 @@ def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
     if _was_asked(fault, seen) or _is_launcher_killed(fault, seen):
         return None
     if injected.path is not None:
-        return injected.path in seen.output
+        # Every failure names the log, too.
+        return injected.path in seen.sentence.replace(f"{injected.path}/run/logs", "")
     if injected.link is not None:
         named = None if culprit is None else culprit.link
         return named is not None and {*named} == {*injected.link}
@@ -131,9 +134,14 @@ def _found_by(fault: Fault, seen: Seen) -> str:
     if _is_launcher_killed(fault, seen):
         return "its ranks"
     culprit = None if seen.ending is None else seen.ending.culprit
-    return "nobody" if culprit is None else str(culprit.found_by)
+    if culprit is not None:
+        return str(culprit.found_by)
+    # Of a full disk nobody can take note on it.
+    return "output" if seen.injected.path is not None else "nobody"
 
 
-def last_line(output: str) -> str:
-    """The sentence with which a launcher ended."""
-    return next((line for line in reversed(output.splitlines()) if line), "nothing")
+def last_sentence(output: str) -> str:
+    """The error with which a launcher ended, or else its last line."""
+    lines = [line for line in output.splitlines() if line]
+    errors = [line for line in lines if line.startswith("rrfp: ")]
+    return next(reversed(errors or lines), "nothing")

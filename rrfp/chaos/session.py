@@ -120,8 +120,9 @@ class TrainingSession:
         return left
 
     def left_files(self) -> list[str]:
-        """The temporary files that it has left."""
-        return sorted(entry.name for entry in self._temporary.iterdir())
+        """The temporary files that it has left, without torch's cache, which is the user's."""
+        names = (entry.name for entry in self._temporary.iterdir())
+        return sorted(name for name in names if not name.startswith("torchinductor_"))
 
 
 def newest_step(checkpoints: CheckpointDir) -> int:

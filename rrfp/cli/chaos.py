@@ -216,7 +216,7 @@ def _as_json(verdict: "Verdict") -> dict[str, object]:
         "steps_lost": seen.steps_lost,
         "is_same": verdict.is_same,
         "complaints": verdict.complaints,
-        "said": None if seen.went_on else seen.last_line,
+        "said": None if seen.went_on else seen.sentence,
     }
 
 
