@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rrfp.chaos.disk import Disk
 from rrfp.chaos.injecting import Injected, Pace, await_moment, inject
-from rrfp.chaos.judging import MOST_S, Seen, Verdict, judge, last_sentence
+from rrfp.chaos.judging import GRACE_S, Seen, Verdict, judge, last_sentence
 from rrfp.chaos.learned import Learned, learned
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
@@ -47,6 +47,8 @@ class Campaign:
         self._settings = settings
         self._directory = directory
         self._disk = disk
+        self._temporary = directory / "t"
+        self._temporary.mkdir(mode=0o700)
         self._keep = keep
         self._tell = tell
         self._sessions: list[Path] = []
@@ -88,14 +90,15 @@ class Campaign:
 
     def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
         """One training: what became of its faults, and those that came too late."""
-        for directory in (*self._sessions, *self._disk.path.iterdir()):
+        for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
             shutil.rmtree(directory)
         self._sessions.clear()
+        self._temporary.mkdir(mode=0o700)
         settings = self._settings_in(self._disk.path)
         checkpoints = CheckpointDir(self._disk.path / "ck")
         verdicts: list[Verdict] = []
-        pending = [*faults]
-        while True:
+        pending, difference = [*faults], ""
+        while not difference:
             session = self._session(settings)
             try:
                 borne = self._bear(session, pending)
@@ -107,11 +110,13 @@ class Campaign:
             if exit_code == 0 and newest_step(checkpoints) == settings.num_steps:
                 break
             if not borne:
-                raise RrfpError(
-                    f"a training failed although nothing disturbed it: {last_sentence(session.said())}"
-                )
-        found = learned(RunDir(self._disk.path / "run"), checkpoints)
-        difference = found.difference(self._reference)
+                told = last_sentence(session.said())
+                difference = f"a session failed although nothing disturbed it: {told}"
+                if not verdicts:
+                    raise RrfpError(difference)
+        if not difference:
+            found = learned(RunDir(self._disk.path / "run"), checkpoints)
+            difference = found.difference(self._reference) or "; ".join(self._left_files())
         verdicts = [verdict.compared(difference) for verdict in verdicts]
         if self._keep is not None and not all(verdict.has_passed for verdict in verdicts):
             self._keep_training(self._keep / f"fault-{verdicts[0].fault.number}")
@@ -146,9 +151,10 @@ class Campaign:
 
     def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:
         """Watch a session until it has ended, or gone on, or taken too long."""
-        limit_s, went_on = MOST_S, False
-        if fault.stage is Stage.START and fault.kind not in _ENDING:
-            # What it must then still do takes its time.
+        limit_s, went_on = GRACE_S + self._settings.run.silence, False
+        is_to_go_on = fault.kind not in _ENDING or fault.signal == "SIGTERM"
+        if fault.stage is Stage.START and is_to_go_on:
+            # What is left of the start takes its time.
             limit_s += self._pace.start_s
         while not (has_ended := session.has_ended):
             seconds = time.monotonic() - injected.at_s
@@ -163,8 +169,9 @@ class Campaign:
         left: list[str] = []
         if not went_on:
             left += [f"it left {each}" for each in session.end()]
-        if has_ended:
-            left += [f"it left the file {name}" for name in session.left_files()]
+        # A launcher that was killed leaves its files to the next one.
+        if has_ended and exit_code in (0, 1):
+            left += self._left_files()
         reached = newest_step(session.checkpoints)
         if reached < newest:
             left.append(f"the checkpoint of step {newest} is lost")
@@ -180,12 +187,18 @@ class Campaign:
             left=tuple(left),
         )
 
+    def _left_files(self) -> list[str]:
+        """The temporary files that are there, without torch's cache, which is the user's."""
+        names = (entry.name for entry in self._temporary.iterdir())
+        left = sorted(name for name in names if not name.startswith("torchinductor_"))
+        return [f"it left the temporary file {name}" for name in left]
+
     def _settings_in(self, directory: Path) -> TrainSettings:
         return self._settings.changed(out=directory / "run", save=directory / "ck", resume=True)
 
     def _session(self, settings: TrainSettings) -> TrainingSession:
         self._sessions.append(self._directory / f"s{len(self._sessions)}")
-        return TrainingSession(settings, self._sessions[-1])
+        return TrainingSession(settings, self._sessions[-1], self._temporary)
 
 
 def _pace_of(session: TrainingSession, num_steps: int) -> Pace:

@@ -7,8 +7,9 @@ from rrfp.chaos.injecting import Injected
 from rrfp.chaos.plan import PASSING, Fault
 from rrfp.trace.outcome import Ending, Outcome
 
-MOST_S = 35.0
-"""How long after a fault a run may take to end, or to show that it goes on."""
+GRACE_S = 20.0
+"""How much longer than its silence a run may take after a fault to end, or to show that it goes
+on."""
 _BUGS = ("Traceback (most recent call last)", "this is a bug")
 
 

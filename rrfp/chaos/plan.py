@@ -93,6 +93,7 @@ class Disturbed:
     kinds: Sequence[FaultKind] = tuple(FaultKind)
     """Those that can be injected here."""
     most_hold_s: float = 3.0
+    """How long what passes may last."""
 
 
 def plan_faults(seed: int, num_faults: int, training: Disturbed) -> list[list[Fault]]:

@@ -25,16 +25,15 @@ _IMPORTED_FROM = str(Path(__file__).parents[2])
 class TrainingSession:
     """One session of a training that saves, in processes that carry a mark of their own."""
 
-    def __init__(self, settings: TrainSettings, own: Path) -> None:
-        """Starts it. `own` is a new directory, of a short name: for the orders to links, and for
-        the files that a session must not leave behind."""
+    def __init__(self, settings: TrainSettings, own: Path, temporary: Path) -> None:
+        """Starts it. `own` is a new directory, for its output and the orders to its links;
+        `temporary` one of a short name, for its temporary files."""
         assert settings.run.out is not None
         assert settings.run.save is not None
         self.run = RunDir(settings.run.out)
         self.checkpoints = CheckpointDir(settings.run.save)
-        self.orders, self._temporary = own / "orders", own / "tmp"
-        self._output = own / "output"
-        for directory in (own, self.orders, self._temporary):
+        self.orders, self._output = own / "orders", own / "output"
+        for directory in (own, self.orders):
             directory.mkdir(mode=0o700)
         self.processes = Marked(variables.FAULTS, str(self.orders))
         self.first_step = newest_step(self.checkpoints)
@@ -51,7 +50,7 @@ class TrainingSession:
                 env={
                     **os.environ,
                     variables.FAULTS: str(self.orders),
-                    "TMPDIR": str(self._temporary),
+                    "TMPDIR": str(temporary),
                     "PYTHONPATH": os.pathsep.join(
                         filter(None, (_IMPORTED_FROM, os.environ.get("PYTHONPATH")))
                     ),
@@ -118,11 +117,6 @@ class TrainingSession:
         self.processes.kill()
         self._process.wait()
         return left
-
-    def left_files(self) -> list[str]:
-        """The temporary files that it has left, without torch's cache, which is the user's."""
-        names = (entry.name for entry in self._temporary.iterdir())
-        return sorted(name for name in names if not name.startswith("torchinductor_"))
 
 
 def newest_step(checkpoints: CheckpointDir) -> int:

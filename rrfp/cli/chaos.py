@@ -1,9 +1,10 @@
 """`rrfp chaos`: train under faults, and see that each is found, named, and borne."""
 
 import json
+import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -92,18 +93,20 @@ def chaos(
     settings = _settings(given, config)
     check_settings(settings)
     kinds = _kinds(fault or (), settings)
+    if platform.system() != "Linux":
+        raise RrfpError("faults are injected by means of Linux; run rrfp chaos there")
     from rrfp.train.ranks.stopping import StopRequestedError, stopping_on_sigterm
 
+    verdicts: list[Verdict] = []
     try:
         with stopping_on_sigterm():
-            verdicts = _judge_all(settings, kinds, faults, keep_failed)
+            for borne in _borne(settings, kinds, faults, keep_failed):
+                verdicts += borne
     except StopRequestedError:
         raise StoppedError("the faults were stopped by SIGTERM") from None
-    if output_format is PlainFormat.JSON:
-        print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
-    else:
-        print_sheets([_sheet(verdicts)], markdown=False)
-    _tell_failed(verdicts, keep_failed)
+    finally:
+        _print(verdicts, output_format)
+    _check(verdicts, keep_failed)
 
 
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
@@ -135,29 +138,36 @@ def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKi
     if not left:
         raise UsageError(f"{why}; choose another --fault, or another layout or dispatch")
     if left != kinds:
-        typer.echo(f"left out: {', '.join(kind for kind in kinds if kind in OF_LINKS)}: {why}")
+        others = ", ".join(kind for kind in kinds if kind not in left)
+        typer.echo(f"left out: {others}, as {why}", err=True)
     return left
 
 
-def _judge_all(
+def _borne(
     settings: TrainSettings, kinds: tuple[FaultKind, ...], num_faults: int, keep: Path | None
-) -> "list[Verdict]":
+) -> "Iterator[list[Verdict]]":
+    """Inject the faults, and give what became of those of each training."""
     from rrfp.chaos.campaign import Campaign
     from rrfp.chaos.disk import LimitedFiles, disk_at
 
     assert settings.run.save_every is not None
     training = Disturbed(
-        settings.layout.world_size, settings.num_steps, settings.run.save_every, kinds
+        num_ranks=settings.layout.world_size,
+        num_steps=settings.num_steps,
+        save_every=settings.run.save_every,
+        kinds=kinds,
+        # Shorter than what is taken for a stop for good.
+        most_hold_s=min(3.0, settings.run.silence / 3),
     )
     plan = plan_faults(settings.run.seed, num_faults, training)
-    verdicts: list[Verdict] = []
     # Sockets are made below it, whose names must be short.
     directory = Path(tempfile.mkdtemp(prefix="rrfp-chaos-"))
     disk_path = directory / "disk"
     disk_path.mkdir()
-    disk = disk_at(disk_path)
+    is_filled = FaultKind.DISK in kinds
+    disk = disk_at(disk_path) if is_filled else LimitedFiles(disk_path)
     try:
-        if FaultKind.DISK in kinds and isinstance(disk, LimitedFiles):
+        if is_filled and isinstance(disk, LimitedFiles):
             typer.echo(
                 "This user may not mount a disk to fill, so the size of files is limited instead",
                 err=True,
@@ -165,12 +175,10 @@ def _judge_all(
         campaign = Campaign(settings, directory, disk, keep, _tell)
         typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
         campaign.train_undisturbed()
-        for borne in campaign.disturb(plan):
-            verdicts += borne
+        yield from campaign.disturb(plan)
     finally:
         disk.close()
         shutil.rmtree(directory, ignore_errors=True)
-    return sorted(verdicts, key=lambda verdict: verdict.fault.number)
 
 
 def _tell(verdict: "Verdict") -> None:
@@ -184,7 +192,16 @@ def _tell(verdict: "Verdict") -> None:
     )
 
 
-def _tell_failed(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
+def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
+    # Those that came too late were injected again at the end.
+    verdicts.sort(key=lambda verdict: verdict.fault.number)
+    if output_format is PlainFormat.JSON:
+        print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
+    elif verdicts:
+        print_sheets([_sheet(verdicts)], markdown=False)
+
+
+def _check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
     """Say what was not as it must be. Raises RrfpError unless all faults passed."""
     failed = [verdict for verdict in verdicts if not verdict.has_passed]
     for verdict in failed:

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stores import file_store, store_at
 from rrfp.train.settings import TrainSettings
@@ -44,11 +44,10 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
     signal ignored. Must run on the main thread.
     """
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
-    # tempfile makes a directory that only its owner may enter.
-    with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
-        directory = Path(name)
+    with own_directory() as directory:
+        own = {variables.DIRECTORY: str(directory)}
         with _store(settings, run, directory) as (environment, lost):
-            environments = _environments(settings, environment)
+            environments = _environments(settings, {**environment, **own})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),
