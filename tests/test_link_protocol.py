@@ -16,18 +16,12 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import MOST_USELESS, Link
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import NEXT_STATES, LinkOptions, Output, State
 from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.ends import Far
-from rrfp.runtime.transport.link import (
-    MOST_USELESS,
-    NEXT_STATES,
-    Link,
-    LinkOptions,
-    Output,
-    State,
-)
-from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import FrameReader, Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord

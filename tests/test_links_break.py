@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.links.link import MOST_USELESS
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
 from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.driver import Wrap
-from rrfp.runtime.transport.link import MOST_USELESS
 from rrfp.runtime.transport.wire import Purpose
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord

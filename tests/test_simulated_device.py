@@ -7,12 +7,12 @@ import pytest
 
 from rrfp.runtime.device.device import Event, Stream
 from rrfp.runtime.device.simulated import SimulatedDevice, _Stream
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.states import Output, Released
 from rrfp.runtime.planes.mapped import MappedPuller
 from rrfp.runtime.planes.outbox import _Copying
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.transport.destination_driver import DestinationDriver
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import Output, Released
 from tests.simulated_ranks import Mistake, PoisoningOutbox, exchange
 
 NUM_SEEDS = 20

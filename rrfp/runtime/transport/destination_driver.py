@@ -8,10 +8,10 @@ from threading import current_thread
 import torch
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.states import Released
 from rrfp.runtime.planes.plane import Pull, Puller
-from rrfp.runtime.transport.destination_link import DestinationLink
 from rrfp.runtime.transport.driver import LinkDriver
-from rrfp.runtime.transport.link import Released
 from rrfp.runtime.transport.reconnecting import Awaiting
 
 

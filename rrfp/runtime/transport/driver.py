@@ -23,11 +23,12 @@ from threading import Lock, Thread
 from typing import Generic, TypeVar
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.states import Output, Released, State
 from rrfp.runtime.pace import sleep_until
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Clock, Inbox, monotonic
 from rrfp.runtime.transport.faults import wrapped
-from rrfp.runtime.transport.link import Link, Output, Released, State
 from rrfp.runtime.transport.reconnecting import NotYetError, PeerGoneError, Reconnecting
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
 

@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import LinkOptions, Output, Released, State
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Inbox, Message
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import Link, LinkOptions, Output, Released, State
-from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord

@@ -21,6 +21,10 @@ from torch.distributed import Store
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.links.destination_link import DestinationLink, LinkPlane
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import LinkOptions
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -29,15 +33,11 @@ from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, monoto
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.destination_driver import DestinationDriver
-from rrfp.runtime.transport.destination_link import DestinationLink, LinkPlane
 from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.driver import Wrap
-from rrfp.runtime.transport.ends import Far
 from rrfp.runtime.transport.faults import wrapped
-from rrfp.runtime.transport.link import LinkOptions
 from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
 from rrfp.runtime.transport.source_driver import SourceDriver
-from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Where
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message

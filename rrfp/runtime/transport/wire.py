@@ -80,7 +80,7 @@ _WITH_TENSORS = _POSTED | {Purpose.MESSAGE}
 _WITH_TASK = _WITH_TENSORS | {Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST}
 UNCOUNTED = frozenset({Purpose.HEARTBEAT, Purpose.RESUME})
 """What concerns one connection only; all other frames are counted, and sent again over the next
-connection if the peer had not received them (`rrfp.runtime.transport.unacknowledged`)."""
+connection if the peer had not received them (`rrfp.runtime.links.sending`)."""
 
 
 class FrameError(RrfpError):

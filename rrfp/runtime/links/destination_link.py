@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.sending import Outbound
+from rrfp.runtime.links.states import LinkOptions, Output, State
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import forms_of, payload_of
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.ends import Far
-from rrfp.runtime.transport.link import Link, LinkOptions, Output, State
-from rrfp.runtime.transport.unacknowledged import Outbound
 from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import ReceiveRecord
@@ -53,7 +54,7 @@ class DestinationLink(Link):
         self._plane = plane
         if plane is not None and plane.lands:
             # The peer's slot is free as soon as it knows.
-            self._confirm_bytes = 1
+            self._heard.confirm_bytes = 1
         self._has_let_go = plane is None
         self._pulls: dict[int, Pull] = {}
         """What is being pulled, by its sequence number."""

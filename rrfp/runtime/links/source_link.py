@@ -11,13 +11,14 @@ lent to the peer from its frame on until the peer releases it.
 from collections import deque
 from collections.abc import Callable
 
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.sending import Outbound
+from rrfp.runtime.links.states import LinkOptions, Output, Released, State
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import payload_of
 from rrfp.runtime.planes.plane import Posted
 from rrfp.runtime.protocols import Message, PeerLostError
-from rrfp.runtime.transport.ends import Far
-from rrfp.runtime.transport.link import Link, LinkOptions, Output, Released, State
-from rrfp.runtime.transport.unacknowledged import Outbound
 from rrfp.runtime.transport.wire import (
     Frame,
     FrameError,
@@ -96,23 +97,22 @@ class SourceLink(Link):
     def may_write_at_once(self) -> bool:
         """Whether whoever sends may write by itself: no frame is half written, none is to be
         written again, and there is no checksum of a large message to be computed."""
-        if self.state is not State.OPEN or not self._may_speak or self._outbound is not None:
+        if self.state is not State.OPEN or not self._may_speak or self._sending.is_busy:
             return False
         if self.ends.checks_tensors and self._messages and not self._announcements:
             message, _ = self._messages[0]
             return isinstance(message, Posted) or payload_bytes(message.tensors) < _QUICK_BYTES
-        return not self._unacknowledged.has_again
+        return True
 
     @property
     def waits_for_peer(self) -> bool:
         """Whether there is nothing to do before the peer says something."""
-        is_empty = self._outbound is None and not self._announcements
-        is_empty = is_empty and not self._unacknowledged.has_again
+        is_empty = not self._sending.is_busy and not self._announcements
         return is_empty and not (self._messages and self._num_credits)
 
     @property
     def due_ns(self) -> int | None:
-        if self._outbound is not None or not self._may_speak:
+        if self._sending.is_busy or not self._may_speak:
             return None
         if not self._messages or self._num_credits == 0:
             return None

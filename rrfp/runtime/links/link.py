@@ -1,35 +1,11 @@
 """One end of a directed link as a protocol alone: calls and bytes in, bytes and events out.
 
-No thread, lock, socket or clock is in here. Whoever drives an end (`driver.py` over a socket,
+No thread, lock, socket or clock is in here. Whoever drives an end (`driver.py` over sockets,
 `memory.py` in virtual time) carries its bytes, passes the time in, and makes one call at a time.
+`states.py` has the tables of its states.
 
 Messages, reports, decisions and forecasts go from source to destination; credits and released slots
 come back on the same connection; heartbeats and the farewell go both ways.
-
-| state     | writes                            | reads | ends with                           |
-|-----------|-----------------------------------|-------|-------------------------------------|
-| open      | frames, heartbeats                | yes   | a close, the peer's farewell, loss  |
-| draining  | what is queued, then the farewell | yes   | its farewell written, or as below   |
-| lingering | nothing: its farewell is out      | yes   | the peer's farewell, loss, deadline |
-| over      | `last_words`, once                | no    |                                     |
-
-An end lingers because closing a socket with unread bytes can destroy those under way to the peer.
-The peer's farewell makes an open end answer with its own and be over: a directed link has no use
-for one end. A loss is told once, and never by an end that closes: it is nobody's concern then.
-
-A link outlives its connections. In each state but the last an end's connection is one of these:
-
-| connection | writes        | reads         | becomes                                            |
-|------------|---------------|---------------|----------------------------------------------------|
-| whole      | as above      | as above      | broken: its end without a farewell, an error, a    |
-|            |               |               | garbled frame; between hosts also half the silence |
-| broken     | nothing       | nothing       | resuming, when another one is attached             |
-| resuming   | its own count | the peer's    | whole, when it knows the peer's count              |
-
-The count is that of the frames that an end has received (`unacknowledged.py`); from there on the
-other one writes again what it had written. All the while silence goes on, and after `silence_ns` of
-it the link is lost, as it is when its connections break one after the other and carry nothing. That
-the peer is gone, only the driver can find out.
 
 Credits: the destination owns the bound. It gives all of it when the link opens and one back for
 each message consumed, some at a time; messages wait for credit in the source's queue.
@@ -40,23 +16,15 @@ farewell once nothing is being pulled, so that its source may then free the memo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import ClassVar
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.planes.plane import Pull
-from rrfp.runtime.protocols import Event, Failed, PeerLostError, PeerSilentError
-from rrfp.runtime.transport.ends import Ends, Far
-from rrfp.runtime.transport.unacknowledged import (
-    CONFIRM_BYTES,
-    CONFIRM_FRAMES,
-    Outbound,
-    Unacknowledged,
-)
+from rrfp.runtime.links.ends import Ends, Far
+from rrfp.runtime.links.quiet import TRIES, Quiet
+from rrfp.runtime.links.sending import Heard, Outbound, Sending
+from rrfp.runtime.links.states import NEXT_STATES, Connection, LinkOptions, Output, State
+from rrfp.runtime.protocols import Failed, PeerLostError, PeerSilentError
 from rrfp.runtime.transport.wire import (
-    UNCOUNTED,
     Frame,
     FrameError,
     FrameReader,
@@ -65,63 +33,10 @@ from rrfp.runtime.transport.wire import (
     Purpose,
     encode_header,
 )
-from rrfp.trace.records import NS_PER_S, ReceiveRecord, SendRecord
+from rrfp.trace.records import NS_PER_S
 
 MOST_USELESS = 10
 """So many connections in a row may break without a frame before the link is lost."""
-_TRIES = 10
-"""Of a silence, the part that one attempt to connect may take, or its first frame after that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """A slot of this rank's outbox is free again."""
-
-    offset: int
-
-
-Output = Event | SendRecord | ReceiveRecord | Pull | Released
-"""What an end has to tell: to its rank's inbox, to its recorder, or to the link's data plane."""
-
-
-class State(Enum):
-    """Of one end; the first table above says what each means."""
-
-    OPEN = "open"
-    DRAINING = "draining"
-    LINGERING = "lingering"
-    OVER = "over"
-
-
-NEXT_STATES: Mapping[State, frozenset[State]] = {
-    State.OPEN: frozenset({State.DRAINING, State.OVER}),
-    State.DRAINING: frozenset({State.LINGERING, State.OVER}),
-    State.LINGERING: frozenset({State.OVER}),
-    State.OVER: frozenset(),
-}
-"""The moves that are legal."""
-
-
-class Connection(Enum):
-    """Of one end; the second table above says what each means."""
-
-    WHOLE = "whole"
-    BROKEN = "broken"
-    RESUMING = "resuming"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
-    """What the ends of all links of a rank have in common."""
-
-    heartbeat_ns: int
-    """An end that has written nothing for so long writes a heartbeat."""
-    silence_ns: int
-    """A peer that was not heard for so long is lost."""
-    max_message_bytes: int
-    """The largest message; the same on all ranks."""
-    keeps_records: bool = False
-    """Whether messages are recorded."""
 
 
 class Link(ABC):
@@ -146,35 +61,16 @@ class Link(ABC):
         self._options = options
         self._close_deadline_ns: int | None = None
         self._has_told_of_loss = False
-        # Writing.
-        self._outbound: Outbound | None = None
-        self._unacknowledged = Unacknowledged()
-        self._is_writing = False
-        self._tried_ns = 0
-        self._is_taken = True
-        """Whether the peer still takes something over this connection."""
-        self._owes_resume = False
-        self._last_write_ns = now_ns
+        self._sending = Sending(now_ns)
         self._last_words: list[memoryview] = []
-        # Reading.
         self._reader = self._new_reader()
-        self._has_peer_left = False
-        self._num_heard = 0
-        """Counted frames."""
-        self._num_confirmed = 0
-        """How many of them the peer was told of."""
-        self._unconfirmed_bytes = 0
-        self._confirm_bytes = CONFIRM_BYTES
-        # Breaking.
-        self._num_useless = 0
+        self.has_peer_left = False
+        """It said farewell."""
+        self._heard = Heard()
+        self.num_useless = 0
         """Connections in a row that have broken and carried nothing."""
         self._why_broken = self._why_down = ""
-        # Time.
-        self._quiet_ns = 0
-        self._quiet_here_ns = 0
-        """Over this connection."""
-        self._asked_ns = now_ns
-        self._patience_ns = 0
+        self._quiet = Quiet(now_ns)
 
     def _new_reader(self) -> FrameReader:
         return FrameReader(self._options.max_message_bytes, checks_tensors=self.ends.checks_tensors)
@@ -211,14 +107,9 @@ class Link(ABC):
         return False
 
     @property
-    def has_peer_left(self) -> bool:
-        """Whether the peer said farewell."""
-        return self._has_peer_left
-
-    @property
     def awaits_pulls_only(self) -> bool:
         """Whether the peer has left, and its last messages are still being pulled."""
-        return self._has_peer_left and self.is_pulling
+        return self.has_peer_left and self.is_pulling
 
     @property
     def is_broken(self) -> bool:
@@ -228,8 +119,8 @@ class Link(ABC):
     @property
     def has_said_all(self) -> bool:
         """Whether nothing more will be written over this connection."""
-        is_out = self._outbound is None and not self._unacknowledged.has_again
-        return self.state is State.LINGERING and self.connection is Connection.WHOLE and is_out
+        is_last = self.state is State.LINGERING and self.connection is Connection.WHOLE
+        return is_last and not self._sending.is_busy
 
     @property
     def due_ns(self) -> int | None:
@@ -267,35 +158,34 @@ class Link(ABC):
     def parting_words(self) -> bytes:
         """What an end that is over says to a peer that connects again, for it has not heard that
         its farewell was answered; empty where it was not."""
-        if not self._has_peer_left:
+        if not self.has_peer_left:
             return b""
-        resume = encode_header(Header(Purpose.RESUME), acknowledged=self._num_heard)
-        return resume + encode_header(Header(Purpose.FAREWELL), acknowledged=self._num_heard)
+        resume = encode_header(Header(Purpose.RESUME), acknowledged=self._heard.num_frames)
+        return resume + encode_header(Header(Purpose.FAREWELL), acknowledged=self._heard.num_frames)
 
     # Breaking.
 
     def break_off(self, what: str) -> list[Output]:
         """The connection serves no more; `what` is what the peer did."""
-        if self.state is State.OVER or self._has_peer_left or self.is_broken:
+        if self.state is State.OVER or self.has_peer_left or self.is_broken:
             return []
         self.connection = Connection.BROKEN
-        self._outbound = None  # half written at most, and kept
-        self._owes_resume = False
+        self._sending.break_off()
         self._why_broken, self._why_down = what, f"rank {self.peer} {what}"
-        self._num_useless += 1
-        if self._num_useless <= MOST_USELESS:
+        self.num_useless += 1
+        if self.num_useless <= MOST_USELESS:
             return []
         return self.fail(PeerLostError(self.ends.useless(MOST_USELESS, what), self.ends.culprit))
 
     def attach(self) -> list[Output]:
         """Another connection takes the place of the broken one; no write is under way."""
-        assert not self._is_writing
+        assert not self._sending.is_writing
         if self.state is State.OVER:
             return []
         self.connection = Connection.RESUMING
         self._reader = self._new_reader()
-        self._is_taken = self._owes_resume = True
-        self._quiet_here_ns = 0
+        self._sending.attach()
+        self._quiet.begin_connection()
         return []
 
     def could_not_attach(self, why: str, now_ns: int) -> list[Output]:
@@ -307,63 +197,39 @@ class Link(ABC):
         """The connection is broken because the peer is gone."""
         return self.lose(self._why_broken)
 
-    @property
-    def num_useless(self) -> int:
-        """Connections in a row that have broken and carried nothing; the last one counts until
-        something comes over the next."""
-        return self._num_useless
-
     # Writing.
 
     def next_write(self, now_ns: int) -> list[memoryview]:
         """What is to be written now, of one frame; `wrote` or `write_failed` must follow unless it
         is empty."""
-        assert not self._is_writing, "the write before has not ended"
+        sending = self._sending
+        assert not sending.is_writing, "the write before has not ended"
         if self._close_deadline_ns is not None:
             self._end_if_late(now_ns)
-        if self.state is State.OVER or not self._is_taken:
+        if self.state is State.OVER or not sending.is_taken:
             return []
-        outbound = self._outbound
-        if outbound is None:
-            outbound = self._next_frame(now_ns)
+        if sending.outbound is None:
+            outbound = sending.again() or self._first(now_ns)
             if outbound is None:
                 return []
-            outbound.begin(self._num_heard)
-            self._num_confirmed, self._unconfirmed_bytes = self._num_heard, 0
-            self._outbound = outbound
-        self._is_writing = True
-        self._tried_ns = now_ns
-        return outbound.buffers
+            outbound.begin(self._heard.confirm())
+            sending.outbound = outbound
+        return sending.attempt(now_ns)
 
-    def _next_frame(self, now_ns: int) -> Outbound | None:
-        if self._owes_resume:
-            self._owes_resume = False
-            return Outbound(Header(Purpose.RESUME))
-        if self.connection is not Connection.WHOLE:
-            return None
-        if self._unacknowledged.has_again:
-            return self._unacknowledged.again()
-        if self.state is State.LINGERING:
+    def _first(self, now_ns: int) -> Outbound | None:
+        """The next frame that was not written before."""
+        if self.connection is not Connection.WHOLE or self.state is State.LINGERING:
             return None
         outbound = self._next_outbound(now_ns) or self._own_outbound(now_ns)
-        if outbound is not None and outbound.header.purpose not in UNCOUNTED:
-            self._unacknowledged.add(outbound)
+        if outbound is not None:
+            self._sending.keep(outbound)
         return outbound
 
     def wrote(self, num_bytes: int, now_ns: int) -> list[Output]:
         """So many bytes of `next_write` are out; 0: the peer takes none now."""
-        self._is_writing = False
-        outbound = self._outbound
-        outputs: list[Output] = []
-        if num_bytes and outbound is not None:
-            self._last_write_ns = now_ns
-            if outbound.start_ns is None:
-                outbound.start_ns = self._tried_ns
-            outbound.drop_written(num_bytes)
-            if not outbound.buffers:
-                self._outbound = None
-                outputs = self._is_out(outbound, now_ns)
-        if self._has_peer_left:
+        outbound = self._sending.wrote(num_bytes, now_ns)
+        outputs = [] if outbound is None else self._is_out(outbound, now_ns)
+        if self.has_peer_left:
             outputs += self._answer_farewell()
         return outputs
 
@@ -372,9 +238,6 @@ class Link(ABC):
         if outbound.is_out:
             return []
         outbound.is_out = True
-        if outbound.start_ns is None:
-            # The peer has told before whoever wrote it.
-            outbound.start_ns = self._tried_ns
         if outbound.header.purpose is Purpose.FAREWELL and self.state is State.DRAINING:
             self._move_to(State.LINGERING)
         return self._sent(outbound, now_ns)
@@ -382,22 +245,17 @@ class Link(ABC):
     def write_failed(self) -> list[Output]:
         """The peer takes nothing more. What it wrote before is still to be read: a farewell, or
         nothing."""
-        self._is_writing = False
-        self._is_taken = False
+        self._sending.is_writing = self._sending.is_taken = False
         return self._answer_farewell()
 
     def _own_outbound(self, now_ns: int) -> Outbound | None:
         """What an end that has nothing else to write has to say for itself."""
         if self.state is State.DRAINING and self._num_queued() == 0:
             return Outbound(Header(Purpose.FAREWELL))
-        if now_ns - self._last_write_ns >= self._options.heartbeat_ns or self._is_to_confirm:
+        quiet_ns = now_ns - self._sending.last_write_ns
+        if quiet_ns >= self._options.heartbeat_ns or self._heard.is_much:
             return Outbound(Header(Purpose.HEARTBEAT))
         return None
-
-    @property
-    def _is_to_confirm(self) -> bool:
-        num_frames = self._num_heard - self._num_confirmed
-        return num_frames >= CONFIRM_FRAMES or self._unconfirmed_bytes >= self._confirm_bytes
 
     # Reading.
 
@@ -409,11 +267,11 @@ class Link(ABC):
     def received(self, num_bytes: int, now_ns: int) -> list[Output] | None:
         """So many bytes of `next_read` have come; 0: the peer closed its connection. Gives None
         while more of a frame must come first."""
-        if self.state is State.OVER or self._has_peer_left or self.is_broken:
+        if self.state is State.OVER or self.has_peer_left or self.is_broken:
             return []
         if num_bytes == 0:
             return self.break_off("closed its connection without a farewell")
-        self._quiet_ns = self._quiet_here_ns = 0
+        self._quiet.end()
         try:
             frame = self._reader.fill(num_bytes, now_ns)
             return None if frame is None else self._hear(frame, now_ns)
@@ -427,36 +285,32 @@ class Link(ABC):
         if (purpose is Purpose.RESUME) is not is_resuming:
             raise FrameError(f"a {purpose.name.lower()} came where it does not belong")
         outputs: list[Output] = []
-        for outbound in self._unacknowledged.acknowledge(frame.acknowledged, resumes=is_resuming):
+        for outbound in self._sending.acknowledge(frame.acknowledged, resumes=is_resuming):
             outputs += self._is_out(outbound, now_ns)
             outputs += self._acknowledged(outbound)
         if is_resuming:
             self.connection = Connection.WHOLE
             return outputs
-        self._num_useless = 0
+        self.num_useless = 0
         if purpose is Purpose.HEARTBEAT:
             return outputs
-        self._num_heard += 1
+        self._heard.count(frame)
         if purpose is Purpose.FAREWELL:
-            self._has_peer_left = True
+            self.has_peer_left = True
             return outputs + self._answer_farewell()
-        if frame.tensors:
-            self._unconfirmed_bytes += frame.num_bytes
         return outputs + self._take(frame, now_ns)
 
     def _answer_farewell(self) -> list[Output]:
         """Once the peer has left so does this end, unless something was still to go to the peer.
         A write under way ends first: its frame may be the last."""
-        if not self._has_peer_left or self._is_writing or self.state is State.OVER:
+        if not self.has_peer_left or self._sending.is_writing or self.state is State.OVER:
             return []
         if self.is_pulling:
             return []
-        num_left = self._num_queued() + self._unacknowledged.num_tasks_again
-        if self._outbound is not None and self._outbound.header.task is not None:
-            num_left += 1
-        if self._may_speak and self._outbound is None:
+        num_left = self._num_queued() + self._sending.num_tasks
+        if self._may_speak and self._sending.outbound is None:
             farewell = Outbound(Header(Purpose.FAREWELL))
-            farewell.begin(self._num_heard)
+            farewell.begin(self._heard.num_frames)
             self._last_words = farewell.buffers
         if num_left:
             return self.lose(f"said farewell while {num_left} frames waited for it")
@@ -475,38 +329,36 @@ class Link(ABC):
         options = self._options
         patience_ns = options.heartbeat_ns
         if self.is_broken:
-            patience_ns = options.silence_ns // _TRIES
-        elif self._may_speak and self._outbound is None:
-            patience_ns -= now_ns - self._last_write_ns
-        patience_ns = min(patience_ns, options.silence_ns - self._quiet_ns)
+            patience_ns = options.silence_ns // TRIES
+        elif self._may_speak and self._sending.outbound is None:
+            patience_ns -= now_ns - self._sending.last_write_ns
+        patience_ns = min(patience_ns, options.silence_ns - self._quiet.total_ns)
         if self._close_deadline_ns is not None:
             patience_ns = min(patience_ns, self._close_deadline_ns - now_ns)
-        self._asked_ns = now_ns
-        self._patience_ns = max(0, patience_ns)
-        return self._patience_ns
+        return self._quiet.ask(now_ns, max(0, patience_ns))
 
     def waited(self, now_ns: int) -> list[Output]:
         """The wait is over, and there is nothing to read."""
         self._end_if_late(now_ns)
         if self.state is State.OVER:
             return []
-        quiet_ns = min(now_ns - self._asked_ns, self._patience_ns)
-        self._asked_ns = now_ns
-        self._quiet_ns += quiet_ns
-        self._quiet_here_ns += quiet_ns
+        self._quiet.answer(now_ns)
         silence_ns, is_whole = self._options.silence_ns, self.connection is Connection.WHOLE
-        silence_s = silence_ns / NS_PER_S
-        if self._quiet_ns >= silence_ns:
-            if is_whole and self.ends.far is None:
-                return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
-            why = f"nothing came from rank {self.peer}" if is_whole else self._why_down
-            return self.fail(PeerSilentError(self.ends.down(silence_s, why), self.ends.culprit))
-        if self.is_source and self.ends.far is not None:
+        if self._quiet.total_ns >= silence_ns:
+            return self._lose_silent(is_whole)
+        if self.is_source and self.ends.far is not None and not self.is_broken:
             # A new connection is quicker than what TCP tries ever more rarely.
-            limit_ns = silence_ns // (2 if is_whole else _TRIES)
-            if self._quiet_here_ns >= limit_ns:
+            limit_ns = silence_ns // (2 if is_whole else TRIES)
+            if self._quiet.here_ns >= limit_ns:
                 return self.break_off(f"was silent for {limit_ns / NS_PER_S:g} s")
         return []
+
+    def _lose_silent(self, is_whole: bool) -> list[Output]:
+        silence_s = self._options.silence_ns / NS_PER_S
+        if is_whole and self.ends.far is None:
+            return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
+        why = f"nothing came from rank {self.peer}" if is_whole else self._why_down
+        return self.fail(PeerSilentError(self.ends.down(silence_s, why), self.ends.culprit))
 
     def _end_if_late(self, now_ns: int) -> None:
         if self._close_deadline_ns is not None and now_ns >= self._close_deadline_ns:
@@ -517,7 +369,7 @@ class Link(ABC):
     @property
     def _may_speak(self) -> bool:
         """Whether it may write something of its own."""
-        may = self.state in (State.OPEN, State.DRAINING) and self._is_taken
+        may = self.state in (State.OPEN, State.DRAINING) and self._sending.is_taken
         return may and self.connection is Connection.WHOLE
 
     @property
