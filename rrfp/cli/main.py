@@ -12,7 +12,7 @@ import typer
 from rrfp import __version__, compiled
 from rrfp.cli import analyze, completion, errors, hint, trace
 from rrfp.cli.bench.command import bench
-from rrfp.cli.chaos import chaos
+from rrfp.cli.chaos.command import chaos
 from rrfp.cli.doctor import doctor
 from rrfp.cli.interrupts import give_interrupts_back, take_interrupts
 from rrfp.cli.run import run

@@ -1,6 +1,5 @@
 """`rrfp chaos`: train under faults, and see that each is found, named, and borne."""
 
-import json
 import platform
 import shutil
 import tempfile
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, plan_faults
+from rrfp.cli.chaos.output import check, print_verdicts, tell
 from rrfp.cli.options import PlainFormat
-from rrfp.cli.output import print_sheets
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.schedule.policy import Dispatch
@@ -22,7 +21,6 @@ from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.chaos.judging import Verdict
-    from rrfp.cli.tables.sheet import Sheet
 
 _PANEL = "Faults"
 _OWN = {
@@ -105,8 +103,8 @@ def chaos(
     except StopRequestedError:
         raise StoppedError("the faults were stopped by SIGTERM") from None
     finally:
-        _print(verdicts, output_format)
-    _check(verdicts, keep_failed)
+        print_verdicts(verdicts, output_format)
+    check(verdicts, keep_failed)
 
 
 def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
@@ -172,116 +170,10 @@ def _borne(
                 "This user may not mount a disk to fill, so the size of files is limited instead",
                 err=True,
             )
-        campaign = Campaign(settings, directory, disk, keep, _tell)
+        campaign = Campaign(settings, directory, disk, keep, tell)
         typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
         campaign.train_undisturbed()
         yield from campaign.disturb(plan)
     finally:
         disk.close()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _tell(verdict: "Verdict") -> None:
-    """Say what became of a fault as soon as it is seen."""
-    seen = verdict.seen
-    became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
-    typer.echo(
-        f"fault {verdict.fault.number}: {_told(verdict)} of {seen.injected.victim} in "
-        f"{_when(verdict)}: {became} after {seen.seconds:.1f} s",
-        err=True,
-    )
-
-
-def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
-    # Those that came too late were injected again at the end.
-    verdicts.sort(key=lambda verdict: verdict.fault.number)
-    if output_format is PlainFormat.JSON:
-        print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
-    elif verdicts:
-        print_sheets([_sheet(verdicts)], markdown=False)
-
-
-def _check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
-    """Say what was not as it must be. Raises RrfpError unless all faults passed."""
-    failed = [verdict for verdict in verdicts if not verdict.has_passed]
-    for verdict in failed:
-        for complaint in verdict.complaints:
-            typer.echo(f"fault {verdict.fault.number}: {complaint}", err=True)
-    if failed:
-        where = "--keep-failed DIR keeps them" if keep is None else f"they are in {keep}"
-        raise RrfpError(
-            f"{len(failed)} of {len(verdicts)} faults did not pass; the trainings that met them "
-            f"tell more, and {where}"
-        )
-    typer.echo(f"All {len(verdicts)} faults passed", err=True)
-
-
-def _as_json(verdict: "Verdict") -> dict[str, object]:
-    fault, seen = verdict.fault, verdict.seen
-    return {
-        "number": fault.number,
-        "kind": fault.kind,
-        "signal": fault.signal or None,
-        "hold_s": fault.hold_s or None,
-        "of": seen.injected.victim,
-        "stage": fault.stage,
-        "after_step": seen.injected.num_finished,
-        "has_survived": verdict.has_survived,
-        "found_by": verdict.found_by or None,
-        "seconds": seen.seconds,
-        "named_right": verdict.named_right,
-        "steps_lost": seen.steps_lost,
-        "is_same": verdict.is_same,
-        "complaints": verdict.complaints,
-        "said": None if seen.went_on else seen.sentence,
-    }
-
-
-def _sheet(verdicts: "Sequence[Verdict]") -> "Sheet":
-    from rrfp.cli.tables.sheet import Column, Sheet
-
-    failed = {row for row, verdict in enumerate(verdicts) if not verdict.has_passed}
-    columns = {
-        "fault": [_told(verdict) for verdict in verdicts],
-        "of": [verdict.seen.injected.victim for verdict in verdicts],
-        "when": [_when(verdict) for verdict in verdicts],
-        "found by": [verdict.found_by or "survived" for verdict in verdicts],
-        "named": [_NAMED[verdict.named_right] for verdict in verdicts],
-        "same": [_SAME[verdict.is_same] for verdict in verdicts],
-    }
-    figures = {
-        "s": [f"{verdict.seen.seconds:.1f}" for verdict in verdicts],
-        "lost": [str(verdict.seen.steps_lost) for verdict in verdicts],
-    }
-    number = Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed)
-    told = {name: Column(name, cells, is_text=True) for name, cells in columns.items()}
-    told |= {name: Column(name, cells) for name, cells in figures.items()}
-    order = ("fault", "of", "when", "found by", "s", "named", "lost", "same")
-    return Sheet(
-        f"{len(verdicts)} faults, and what became of the training",
-        [number, *(told[name] for name in order)],
-        notes=[
-            "s: from the fault to the end of the last process, or until the run went on. "
-            "lost: finished steps that no checkpoint had. same: parameters at the end, and all "
-            "losses, to the last bit."
-        ],
-        mark_told="did not pass",
-    )
-
-
-_NAMED = {True: "right", False: "wrong", None: "-"}
-_SAME = {True: "yes", False: "no", None: "-"}
-
-
-def _told(verdict: "Verdict") -> str:
-    fault = verdict.fault
-    if fault.signal:
-        return fault.signal
-    return f"{fault.kind} {fault.hold_s:.1f} s" if fault.hold_s else str(fault.kind)
-
-
-def _when(verdict: "Verdict") -> str:
-    stage = verdict.fault.stage
-    if stage in (Stage.START, Stage.CLOSE):
-        return str(stage)
-    return f"{stage} {verdict.seen.injected.num_finished}"
