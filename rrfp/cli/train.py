@@ -4,7 +4,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,10 +44,15 @@ _CONFIG = inspect.Parameter(
 )
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every setting of a training run, as each was declared."""
-    options = (option_of(declared) for declared in DECLARED.values())
-    parameters = [*options, _CONFIG]
+def with_settings(
+    command: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
+    """Give a command, beside its own options, one for every setting of a training run, as each was
+    declared; `without` these flags."""
+    named = inspect.signature(command).parameters.values()
+    own = (each for each in named if each.name not in (_CONFIG.name, "flags"))
+    options = (option_of(each) for flag, each in DECLARED.items() if flag not in without)
+    parameters = [*own, *options, _CONFIG]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command

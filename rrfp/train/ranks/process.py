@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line
+from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
@@ -70,7 +71,7 @@ def main() -> None:
 def _fail(error: Exception) -> NoReturn:
     """Report the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
-    from rrfp.runtime.protocols import PeerLostError, PeerSilentError
+    from rrfp.runtime.protocols import PeerLostError, PeerSilentError, StallError
 
     text, detail = first_line(str(error)), ""
     if isinstance(error, RrfpError):
@@ -82,7 +83,14 @@ def _fail(error: Exception) -> NoReturn:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)
     is_lost = isinstance(error, PeerLostError) or is_torchs_loss(error)
-    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence, detail).write()
+    culprit = error.culprit if isinstance(error, PeerLostError) else None
+    if isinstance(error, StallError):
+        culprit = Culprit(FoundBy.BOARD)
+    elif not is_lost and not is_silence:
+        culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
+    FailureReport(
+        sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit
+    ).write()
     logging.shutdown()
     os._exit(exit_code)
 
