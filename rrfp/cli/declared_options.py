@@ -26,7 +26,7 @@ _OF_GROUPS = {
 _OF_SETTINGS = {
     **dict.fromkeys(("limit", "hold", "hold_features", "measure_memory", "recompute"), MEMORY),
     **dict.fromkeys(("pace", "jitter"), PACE),
-    **dict.fromkeys(("out", "force", "no_trace"), OUTPUT),
+    **dict.fromkeys(("out", "force", "no_trace", "trace_mb"), OUTPUT),
     **dict.fromkeys(("save", "save_every", "save_async", "keep", "resume"), CHECKPOINTS),
     **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), HOSTS),
 }

@@ -16,6 +16,8 @@ RUNS = Path("runs")
 """Where runs go by default, below the working directory."""
 LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS` that has a trace."""
+_LONGEST_PATH, _LONGEST_NAME = 4095, 128
+"""Of Linux, and of what a run's files are called in its directory."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -110,6 +112,12 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
     If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
     if it exists without `force`, or cannot be made.
     """
+    length = len(os.fsencode((runs if out is None else out).absolute()))
+    if length + _LONGEST_NAME > _LONGEST_PATH:
+        raise UsageError(
+            f"the path of the run's directory has {length} bytes, and its files need "
+            f"{_LONGEST_NAME} of the {_LONGEST_PATH} that a path may have; choose a shorter --out"
+        )
     try:
         return _create_dated(runs, hint) if out is None else _create_at(out, force)
     except OSError as error:

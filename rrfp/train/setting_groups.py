@@ -18,6 +18,7 @@ from rrfp.schedule.hold import Hold
 from rrfp.schedule.patience.setting import IMPATIENT, Patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.trace.room import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
 from rrfp.train.declared import AT_LEAST_1, Must, setting
 
 _MAX_SEED = 2**32 - 1
@@ -323,6 +324,13 @@ class RunSettings:
     out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
     no_trace: bool = setting(False, "Record nothing.")
+    trace_mb: int | None = setting(
+        None,
+        "The most that the records and the trace take on disk, in MiB: the oldest steps go first "
+        f"[{DEFAULT_TRACE_MB}, or {LEAST_MB_OF_A_RANK} a rank if that is more].",
+        must=AT_LEAST_1,
+        metavar="MIB",
+    )
     save: Path | None = setting(
         None,
         "Directory for checkpoints, one after the last step, and one on SIGTERM, which then ends "

@@ -16,9 +16,11 @@ from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.open_files import allow_open_files
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
+from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
 
 TRAINING = "rrfp.train.rank"
@@ -31,20 +33,30 @@ _TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
 """The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
-def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` names the module with their work.
+def launch(
+    settings: TrainSettings,
+    run: RunDir,
+    work: str = TRAINING,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run this host's ranks to their end; `work` names the module with their work, and `tell` gets
+    what they warn of.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
     that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
     signal ignored. Must run on the main thread.
     """
+    allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     # tempfile makes a directory that only its owner may enter.
     with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
         directory = Path(name)
-        with _store(settings, run, directory, work) as (environment, elsewhere):
-            environments = _environments(settings, environment)
+        with (
+            _store(settings, run, directory, work) as (environment, elsewhere),
+            hearing(directory, tell) as heard,
+        ):
+            environments = _environments(settings, {**environment, **heard})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),

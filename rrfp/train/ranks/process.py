@@ -16,7 +16,9 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+from rrfp.train.ranks.open_files import is_of_too_many, told_of_too_many
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
+from rrfp.train.ranks.warnings import warn_launcher
 
 
 def main() -> None:
@@ -28,7 +30,10 @@ def main() -> None:
 
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
-    _write_output_to(run.rank_log(int(os.environ["RANK"])))
+    rank = int(os.environ["RANK"])
+    _write_output_to(run.rank_log(rank))
+    logging.basicConfig(format="%(message)s")
+    warn_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
@@ -65,6 +70,8 @@ def _fail(error: Exception) -> NoReturn:
     if isinstance(error, RrfpError):
         sentence, exit_code = text, error.exit_code
         detail = str(error).partition("\n")[2]
+    elif is_of_too_many(error):
+        sentence, exit_code = told_of_too_many(), RrfpError.exit_code
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)
