@@ -356,6 +356,18 @@ def test_a_store_of_torchs_answers_as_one() -> None:
     assert obstacle_at("127.0.0.1", store.port, 1.0) is None
 
 
+def test_a_host_may_have_more_addresses_than_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        unused = bound.getsockname()
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
+        for address in (unused, ("127.0.0.1", store.port))
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert obstacle_at("host0", store.port, 1.0) is None
+
+
 def test_a_long_wait_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

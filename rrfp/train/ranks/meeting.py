@@ -238,7 +238,8 @@ class _Meeting:
         try:
             yield
         except UsageError as error:
-            store.set(_REFUSED, str(error))
+            with suppress(RrfpError):  # then nobody waits any more
+                store.set(_REFUSED, str(error))
             raise
 
     def _listen(self) -> socket.socket:
