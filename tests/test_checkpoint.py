@@ -48,14 +48,13 @@ from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
 from rrfp.train.checkpoints.matching import check_continues
 from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
-from rrfp.train.checkpoints.reading import read_tensors
+from rrfp.train.checkpoints.reading import differences, read_tensors
 from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks import children, meeting
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
-    differences,
     newest,
     settings_in,
     tensors_of,

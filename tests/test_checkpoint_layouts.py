@@ -10,14 +10,9 @@ import pytest
 from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
+from rrfp.train.checkpoints.reading import differences
 from rrfp.train.settings import TrainSettings
-from tests.checkpointed import (
-    differences,
-    newest,
-    settings_in,
-    tensors_of,
-    train,
-)
+from tests.checkpointed import newest, settings_in, tensors_of, train
 from tests.ranks import run_ranks
 from tests.trained import read_metrics
 

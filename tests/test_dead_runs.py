@@ -27,7 +27,7 @@ from rrfp.trace.records import (
 )
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import SpillWriter, row_of
-from tests.dead_runs import problems_of
+from tests.dead_runs import end_runs, problems_of
 from tests.recordings import make_recording
 from tests.trained import ENDLESS, Training, rrfp_here
 
@@ -188,7 +188,17 @@ F3 = ("F", 1, 3)
             "schedule",
             1,
         ),
-        ([begun(1, Phase.SCHEDULE), PhaseRecord(1, 3, FATAL, Phase.SCHEDULE)], None, 0),
+        (
+            [begun(1, Phase.SCHEDULE), PhaseRecord(1, 3, FATAL, Phase.SCHEDULE)],
+            "between phases",
+            3,
+        ),
+        # On a GPU the records of a step may come after the next one has begun.
+        (
+            [begun(1, Phase.SCHEDULE), begun(4, Doing.TASK, *F3), WaitRecord(0, 3, 1, "drain")],
+            "task",
+            4,
+        ),
         ([begun(1, Phase.SCHEDULE), begun(4, Phase.OPTIMIZER)], "optimizer", 4),
         ([begun(1, Doing.METRICS), begun(4, Phase.DATA, step=3)], "data", 4),
     ],
@@ -440,3 +450,10 @@ def test_a_rank_that_is_killed_amid_a_step(tmp_path: Path, dispatch: str) -> Non
         fatal = json.loads(shown.stdout)["fatal"]
         assert (fatal["step"], len(fatal["ranks"])) == (step, 4)
         assert 1 in {each["awaited_rank"] for each in fatal["ranks"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_runs_that_die_at_random_moments(tmp_path: Path) -> None:
+    tally = end_runs(tmp_path, 6, seed=3)
+    assert tally["of which the last step is known"] == 6

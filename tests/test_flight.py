@@ -120,15 +120,16 @@ def test_a_damaged_file_holds_whole_records_or_none(
     path = tmp_path_factory.mktemp("ring") / "rank-0.ring"
     ring = FlightRing(path)
     taken = [SendRecord(5, 9, 0, "F", 1, 2, 1, number, 64) for number in range(40)]
-    for record in taken:
-        ring.put(record)
+    for each in taken:
+        ring.put(each)
     octets = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         place = data.draw(st.integers(0, 4096 + 50 * 144))
         octets[place] = data.draw(st.integers(0, 255))
     path.write_bytes(octets[: data.draw(st.sampled_from([len(octets), 9, 5000]))])
     found = read_flight(path)
-    for record in () if found is None else found.records:
+    read = [] if found is None else found.records
+    for record in read:
         assert all(
             least <= value <= most
             for name, value in zip(record._fields, record, strict=True)
@@ -159,10 +160,10 @@ def test_no_record_of_several_threads_is_lost(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(timeout=30)
     found = flown(path).records
-    for thread in range(3):
-        own = [record for record in found if record.step == thread]
+    for which in range(3):
+        own = [record for record in found if record.step == which]
         assert own == [
-            WaitRecord(number, number, thread, f"cause {number % 20}") for number in range(3000)
+            WaitRecord(number, number, which, f"cause {number % 20}") for number in range(3000)
         ]
 
 

@@ -9,7 +9,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.trace.ending.promise import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase
-from rrfp.trace.steps import in_order, step_name
+from rrfp.trace.steps import in_order, is_evaluation, step_name
 
 BETWEEN = "between tasks"
 """Neither in a task nor in a wait: it decided, or took in what had arrived."""
@@ -55,11 +55,12 @@ def fatal_of(frames: Frames) -> Fatal | None:
     if not begun:
         return None
     end_ns = max(row["end_ns"] for row in begun.values())
-    step = in_order(row["step"] for row in begun.values() if row["step"] >= 0)[-1:]
+    steps = in_order(row["step"] for row in begun.values())
+    trained = [step for step in steps if not is_evaluation(step)]
     ended = _last_ended(frames)
     return Fatal(
         ending_sentence(frames.settings) or "the run did not come to its end",
-        *(step or [begun[min(begun)]["step"]]),
+        (trained or steps)[-1],
         tuple(
             _moments(rank, pp_rank, begun.get(rank), ended.get(rank), end_ns)
             for rank, pp_rank in frames.run.select("rank", "pp_rank").sort("rank").iter_rows()

@@ -4,7 +4,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +17,7 @@ from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
+from rrfp.trace.rundir import own_files
 from rrfp.train.checks import check_settings
 from rrfp.train.ranks.place import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings
@@ -43,10 +44,15 @@ _CONFIG = inspect.Parameter(
 )
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every setting of a training run, as each was declared."""
-    options = (option_of(declared) for declared in DECLARED.values())
-    parameters = [*options, _CONFIG]
+def with_settings(
+    command: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
+    """Give a command, beside its own options, one for every setting of a training run, as each was
+    declared; `without` these flags."""
+    named = inspect.signature(command).parameters.values()
+    own = (each for each in named if each.name not in (_CONFIG.name, "flags"))
+    options = (option_of(each) for flag, each in DECLARED.items() if flag not in without)
+    parameters = [*own, *options, _CONFIG]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -67,6 +73,12 @@ def train(config: Path | None = None, **flags: Any) -> None:
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     settings = among_started(settings)
+    with own_files(shared=settings.run.shared_files):
+        _train_until_stopped(settings)
+
+
+def _train_until_stopped(settings: TrainSettings) -> None:
+    """Train to the end, or to the step in which SIGTERM comes if this run saves checkpoints."""
     if settings.run.save is None:
         _check_and_run(settings)
         return

@@ -17,7 +17,7 @@ def open_files(allowed: int | None = None) -> Check:
     advice = {
         State.OK: "may be open in a process",
         State.SLOW: "may be open in a process, too few with many peers; raise it: ulimit -n 4096",
-        State.FAILS: f"a process may have {allowed} files open and a rank needs {needed}; raise "
-        "it: ulimit -n 4096",
+        State.FAILS: f"a process may have {allowed} files open and a rank needs {FILES_OF_A_RANK}; "
+        "raise it: ulimit -n 4096",
     }
     return Check("open-files", state, allowed, "files", advice[state], EVERY_RUN)

@@ -52,6 +52,7 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
+from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
@@ -389,7 +390,8 @@ class Worker:
                 raise PeerLostError(
                     f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
                     f"{step_name(self._step)} for {what}; see rank {peer}'s own output for the "
-                    "cause"
+                    "cause",
+                    Culprit(FoundBy.LINK, rank=peer),
                 )
 
     def _owed(self) -> dict[int, str]:

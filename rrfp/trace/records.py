@@ -184,6 +184,8 @@ class Doing(StrEnum):
     """Exchanging the figures of a step, which every rank waits for."""
     CHECKPOINT = "checkpoint"
     CLOSING = "closing"
+    BETWEEN = "between phases"
+    """Nothing that lasts: after a phase, before the next thing was begun."""
 
 
 class BegunRecord(NamedTuple):

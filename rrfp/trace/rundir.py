@@ -1,11 +1,12 @@
-"""The directory of a run: the names of its files, how to make one, and which ones there are."""
+"""The directory of a run: the names of its files, how to make one, whose they are, and which ones
+there are."""
 
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS` that has a trace."""
 _LONGEST_PATH, _LONGEST_NAME = 4095, 128
 """Of Linux, and of what a run's files are called in its directory."""
+_OTHERS = 0o077
+"""The modes of a file that concern other users."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -125,6 +128,20 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
             f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
             f"another one with --out"
         ) from error
+
+
+@contextmanager
+def own_files(*, shared: bool = False) -> Iterator[None]:
+    """Files and directories that this process makes in the block, and processes that it starts
+    there, are for its user alone (modes 0600 and 0700); with `shared` the umask decides."""
+    if shared:
+        yield
+        return
+    before = os.umask(_OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:

@@ -21,6 +21,7 @@ from rrfp.train.setting_groups import (
     LayoutSettings,
     ModelKind,
     ModelSettings,
+    Network,
     RunSettings,
 )
 from rrfp.train.settings import DECLARED, TrainSettings
@@ -160,6 +161,10 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
     (
         lambda s: s.run.resume and s.run.force,
         "--force replaces the run that --resume goes on with; leave one of them out",
+    ),
+    (
+        lambda s: s.run.network == Network.PRIVATE and s.run.nnodes > 1,
+        "--network private has no way to another host and --nnodes is {0.run.nnodes}; leave it out",
     ),
     # What Megatron-Core's own schedules run.
     (

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 _MEETING_S = 60.0
 _INTRODUCTIONS = "rrfp/ranks"
+_LATER_S = 5.0
+"""How much later than the launcher a rank gives up a silent neighbour: that one can say more."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
@@ -115,8 +117,8 @@ def _train(
         seconds = time.monotonic() - start_s
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
-            recorder.begin(step, Doing.EVALUATION)
             enter(f"in the evaluation after step {step}")
+            recorder.begin(step, Doing.EVALUATION)
             result = result._replace(heldout_loss=evaluation.loss())
         _tell_transport(transport, schedule)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
@@ -136,12 +138,12 @@ def _train(
         if dealing is not None and dealt is not None:
             dealt.write(dealing.hands)
         if checkpoints is not None:
-            recorder.begin(step, Doing.CHECKPOINT)
             enter(f"in the checkpoint after step {step}")
+            recorder.begin(step, Doing.CHECKPOINT)
             if checkpoints.finish_step(step):
                 break
-    recorder.begin(step, Doing.CLOSING)
     enter("after the last step")
+    recorder.begin(step, Doing.CLOSING)
     # Every rank has told by now.
     _tell_transport(transport, schedule)
     if checkpoints is not None:
@@ -260,5 +262,6 @@ def schedule_of(
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,
         tls=settings.layout.tls,
+        silence_s=settings.run.silence + _LATER_S,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

@@ -60,6 +60,16 @@ class DeviceKind(StrEnum):
     CUDA = "cuda"
 
 
+class Network(StrEnum):
+    """Where ranks open their ports."""
+
+    AUTO = "auto"
+    """`PRIVATE` where the run and its host permit it, else `HOST`."""
+    PRIVATE = "private"
+    """In a network namespace of the run's own."""
+    HOST = "host"
+
+
 class Recompute(StrEnum):
     """Which activations the backward recomputes instead of keeping."""
 
@@ -323,6 +333,9 @@ class RunSettings:
     share_gpu: bool = setting(False, "Let several ranks share a GPU, for trials.")
     out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
+    shared_files: bool = setting(
+        False, "Let the umask decide who may read the run's files; else only you may."
+    )
     no_trace: bool = setting(False, "Record nothing.")
     trace_mb: int | None = setting(
         None,
@@ -354,4 +367,9 @@ class RunSettings:
     node_rank: int = setting(0, "This host's number")
     rdzv_endpoint: str | None = setting(
         None, "Where hosts meet: a free port of host 0.", metavar="HOST:PORT"
+    )
+    network: Network = setting(
+        Network.AUTO,
+        "auto (default: ranks of one host meet in a network of their own, on the CPU and where "
+        "that is permitted), private (or the run is refused) or host (ports take anybody).",
     )

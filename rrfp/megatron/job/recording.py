@@ -253,10 +253,11 @@ class JobRecording:
                 if self._recorder.is_on:
                     self._recorded.append(step)
             self._script_step = step
+        now_ns = monotonic()
+        if step is not None:
+            self.record(BegunRecord(now_ns, now_ns, step, Phase.SCRIPT))
         if not self.is_on_gpu:
-            now_ns = self._script_since_ns = monotonic()
-            if step is not None:
-                self.record(BegunRecord(now_ns, now_ns, step, Phase.SCRIPT))
+            self._script_since_ns = now_ns
 
     def _next_step(self, *, forward_only: bool) -> int | None:
         # Counted as the drop-in counts: a call that fails counts too.

@@ -212,7 +212,7 @@ class _Tally:
             function = self._pace.transfer(function)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            peer = _peer_of(args[0], kwargs)
+            peer = _peer_of(next(iter(args), None), kwargs)
             *received, under_way = self._transfer(function, peer)(*args, **kwargs)
             if isinstance(under_way, dict):  # with overlap_p2p_comm; otherwise all is done
                 under_way = {
@@ -259,7 +259,9 @@ class _Tally:
     def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
         """Record what lies between two marks, as soon as their times are known."""
         if self._timer.knows_at_once:
-            self._record(record(*self._timer.times_ns((start, end), wait=False), *fields))
+            times_ns = self._timer.times_ns((start, end), wait=False)
+            assert times_ns is not None
+            self._record(record(*times_ns, *fields))
         self._rows.append((record, len(self._marks), len(self._marks) + 1, fields))
         self._marks += (start, end)
 

@@ -111,11 +111,12 @@ class FlightRing:
         self._next_place = places.__next__
 
     def put(self, record: Any) -> None:
-        """Keep a record in the place of the oldest one. One that does not fit is left out."""
+        """Keep a record in the place of the oldest one. One that does not fit, or is of a type that
+        has no form here, is left out."""
         number, complement, offset = self._next_place()
-        pack_into, code, first, last, numbers_of = self._packers[type(record)]
         texts = self._texts
         try:
+            pack_into, code, first, last, numbers_of = self._packers[type(record)]
             pack_into(
                 self._view,
                 offset,

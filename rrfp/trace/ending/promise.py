@@ -160,9 +160,9 @@ def _asked(description: Mapping[str, Any]) -> range:
     """The steps that a training was to make. A trace of several sessions has them all."""
     settings = description.get("settings")
     steps = settings.get("steps") if isinstance(settings, dict) else None
-    is_known = isinstance(steps, int) and not {"imported", "simulated"} & description.keys()
-    first = 0 if description.get(SESSIONS) else first_kept_step(description)
-    return range(first, steps) if is_known and isinstance(steps, int) else range(0)
+    if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
+        return range(0)
+    return range(0 if description.get(SESSIONS) else first_kept_step(description), steps)
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:

@@ -98,7 +98,8 @@ def missing_from(recent: RankRecords, flight: Flight) -> RankRecords:
 
 
 def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
-    """What the rank began and did not end: a task or a wait, or else the phase around them."""
+    """What the rank began and did not end: a task or a wait, or else the phase around them. None if
+    it began nothing."""
     around: BegunRecord | None = None
     within: BegunRecord | None = None
     for record in records:
@@ -111,7 +112,12 @@ def _last_begun(records: Iterable[Record]) -> BegunRecord | None:
             else:
                 around, within = record, None
         elif isinstance(record, TaskRecord | WaitRecord):
-            within = None
-        elif isinstance(record, PhaseRecord) and around and record.phase == around.doing:
-            around = within = None
+            # On a GPU a step's own records may come after the next one has begun.
+            if within is not None and within.step == record.step:
+                within = None
+        elif isinstance(record, PhaseRecord) and (
+            around is not None and (around.doing, around.step) == (record.phase, record.step)
+        ):
+            between = record.end_ns, record.end_ns, record.step, Doing.BETWEEN
+            around, within = BegunRecord(*between), None
     return within or around

@@ -24,7 +24,7 @@ from rrfp.train.checkpoints.manifest import FILE, Manifest, missing_part
 _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
-_LOCK = ".lock"
+LOCK = ".lock"
 
 _LOCK_S = 30.0
 """How long a run waits for another that saves to the same directory. One whose launcher was killed
@@ -104,6 +104,10 @@ class CheckpointDir:
             raise
         return path
 
+    def is_saving(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is being written, or was when its run died."""
+        return any(self.path.glob(f"{_SAVING}{step}-*"))
+
     def finish(self, saving: Path, manifest: Manifest) -> Path:
         """Give a checkpoint whose files are all written its name. The manifest lists those that
         must be there; it gets the others, too. Raises RrfpError if one is not, and may raise
@@ -148,7 +152,7 @@ class CheckpointDir:
     def locked(self) -> Iterator[None]:
         """Be the only run that saves here, and remove what others left unfinished. Raises
         UsageError naming the process of another run that does not end in time."""
-        with (self.path / _LOCK).open("a+", encoding="utf-8") as file:
+        with (self.path / LOCK).open("a+", encoding="utf-8") as file:
             deadline_s = time.monotonic() + _LOCK_S
             while not _is_locked_by_us(file.fileno()):
                 if time.monotonic() > deadline_s:

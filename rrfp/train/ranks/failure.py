@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import first_line
+from rrfp.trace.outcome import Culprit
 from rrfp.trace.whole_file import open_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -33,6 +34,8 @@ class FailureReport:
     """Further lines below the sentence: the grid of a stall."""
     at_s: float = field(default=0.0, compare=False)
     """When it was written, on the host's monotonic clock: the time of day may jump."""
+    culprit: Culprit | None = None
+    """Whose fault it was, and who found that."""
 
     @property
     def is_own(self) -> bool:
@@ -58,7 +61,9 @@ class FailureReport:
         """The report in a rank's error file; None if it is not one of ours."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
-            return cls(**message["report"])
+            report = cls(**message["report"])
+            culprit = message["report"].get("culprit")
+            return report if culprit is None else replace(report, culprit=Culprit.decode(culprit))
         return None
 
 
