@@ -93,7 +93,7 @@ def _read(path: Path) -> pl.DataFrame:
         if path.suffix == ".parquet":
             return pl.read_parquet(path)
         return pl.read_csv(b"".join(open_bytes(path)), infer_schema_length=None)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise RrfpError(
             f"{path} is no table ({reason}); import the CSV or the Parquet file as it was written"

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import IO
 
 from rrfp.errors import RrfpError, StoppedError
+from rrfp.trace.json_text import parsed
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import hold, is_being_written
 
@@ -101,7 +102,7 @@ def read_ending(run: RunDir) -> Ending | None:
     except FileNotFoundError:
         return None
     try:
-        told = json.loads(text)
+        told = parsed(text)
         return Ending(Outcome(told["outcome"]), told["error"])
     except (ValueError, TypeError, KeyError):
         return Ending(Outcome.KILLED)
