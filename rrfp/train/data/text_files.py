@@ -161,6 +161,12 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
                 f"the column '{text_key}' of {path} holds {columns[text_key]} and not text; name "
                 "another with --text-key"
             )
+        num_rows, num_bytes = table.select(pl.len()).collect().item(), path.stat().st_size
+        # A small file can claim billions of rows that are alike.
+        if num_rows > num_bytes:
+            raise UsageError(
+                f"{path} claims {num_rows} rows in {num_bytes} bytes; give --data texts that differ"
+            )
         batches = table.select(text_key).collect_batches(chunk_size=_ROWS)
         rows = chain.from_iterable(batch[text_key] for batch in batches)
         for number, text in enumerate(rows, start=1):
