@@ -66,6 +66,24 @@ def test_a_step_that_ran_twice_is_that_of_the_last_session(tmp_path: Path) -> No
         assert costs == sorted(costs)
 
 
+def test_sessions_that_kept_their_last_steps_only_are_joined(tmp_path: Path) -> None:
+    first, second = bounded(session(1, 0, 5), 2), bounded(session(2, 5, 6), 7)
+    for each in (first, second):
+        each.settings["settings"] = {"steps": 11}
+    write(tmp_path / "run", first, second)
+    contents = read_contents(resolve_trace(tmp_path / "run"))
+    assert check_contents(contents) == []
+    assert frames_of(contents.recording).steps == [2, 3, 4, 7, 8, 9, 10]
+
+
+def bounded(recording: Recording, first_kept: int) -> Recording:
+    """The recording without its first steps, which have gone for room."""
+    for records in recording.ranks:
+        for found in records.by_name().values():
+            found[:] = [record for record in found if record.step >= first_kept]
+    return Recording({**recording.settings, "first_kept_step": first_kept}, recording.ranks)
+
+
 def test_a_session_that_went_back_further_supersedes_all_before_it() -> None:
     whole = joined([session(1, 0, 4), session(2, 4, 3), session(3, 2, 1)])
     assert frames_of(whole).steps == [0, 1, 2]

@@ -19,7 +19,6 @@ from rrfp.trace.ending.promise import (
     ranks_off,
 )
 from rrfp.trace.kept_bytes import are_known, wrong_changes
-from rrfp.trace.kept_steps import FIRST_KEPT_STEP
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
@@ -32,6 +31,7 @@ from rrfp.trace.records import (
     TaskRecord,
 )
 from rrfp.trace.rundir import expected_ranks
+from rrfp.trace.sessions import FIRST_KEPT_STEP
 from rrfp.trace.steps import is_evaluation, step_name
 
 

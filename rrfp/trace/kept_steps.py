@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
 
-from rrfp.trace.sessions import first_step_of
+from rrfp.trace.sessions import FIRST_KEPT_STEP, first_step_of
 from rrfp.trace.steps import EVALUATION, STEP, is_evaluation, told_step
 
 DROPPED_STEPS = "dropped_steps"
 """In a trace's description: how many training steps of the session have gone, for room."""
-FIRST_KEPT_STEP = "first_kept_step"
-"""Likewise: the first training step that the trace has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +28,6 @@ class KeptSteps:
         """What the description of the trace says of it."""
         num_dropped = self.step - first_step_of(description)
         return {DROPPED_STEPS: num_dropped, FIRST_KEPT_STEP: self.step}
-
-
-def first_kept_step(description: Mapping[str, Any]) -> int:
-    """The first training step that the trace so described should have."""
-    told = description.get(FIRST_KEPT_STEP)
-    return told if isinstance(told, int) else first_step_of(description)
 
 
 def kept_steps(ended: Sequence[Sequence[int]]) -> KeptSteps | None:

@@ -5,7 +5,7 @@ and every one of a resumed run has its `session`, counted from 1, and its `first
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ from rrfp.trace.rundir import RunDir
 SESSIONS = "sessions"
 _SESSION = "session"
 _FIRST_STEP = "first_step"
+FIRST_KEPT_STEP = "first_kept_step"
+"""In the description of a session whose records are bounded: the first training step that its trace
+has, if earlier ones have gone for room."""
 
 Link = tuple[int, int]
 """The ranks that a message goes from and to."""
@@ -92,6 +95,17 @@ def first_step_of(description: Mapping[str, Any]) -> int:
     """The step that the session so described began with."""
     told = description.get(_FIRST_STEP, 0)
     return told if isinstance(told, int) else 0
+
+
+def steps_gone(description: Mapping[str, Any]) -> list[range]:
+    """The training steps that have gone for room, of each session so described."""
+    earlier = description.get(SESSIONS)
+    every = [*(earlier if isinstance(earlier, list) else []), description]
+    return [
+        range(first_step_of(each), first)
+        for each in every
+        if isinstance(each, dict) and isinstance(first := each.get(FIRST_KEPT_STEP), int)
+    ]
 
 
 def first_step_after(description: Mapping[str, Any], session: int) -> int | None:
@@ -170,6 +184,9 @@ def joined(recordings: list[Recording]) -> Recording:
     whole = Recording({}, [RankRecords(records.info) for records in _by_rank(recordings[-1])])
     start_ns, sequences = 0, Counter[Link]()
     for recording, before in parts:
+        if FIRST_KEPT_STEP in recording.settings:
+            # As if the messages of the steps that have gone had never been counted.
+            sequences.subtract(_first_sequences(recording))
         for records, into in zip(_by_rank(recording), whole.ranks, strict=True):
             _append(into, records, before, start_ns, sequences)
         start_ns, sequences = _end_ns(whole), _next_sequences(whole)
@@ -259,10 +276,24 @@ def _end_ns(recording: Recording) -> int:
 def _next_sequences(recording: Recording) -> Counter[Link]:
     """The number of each link's next message."""
     following = Counter[Link]()
+    for link, sequence in _messages(recording):
+        following[link] = max(following[link], sequence + 1)
+    return following
+
+
+def _first_sequences(recording: Recording) -> dict[Link, int]:
+    """The number of each link's first message."""
+    firsts: dict[Link, int] = {}
+    for link, sequence in _messages(recording):
+        firsts[link] = min(firsts.get(link, sequence), sequence)
+    return firsts
+
+
+def _messages(recording: Recording) -> Iterator[tuple[Link, int]]:
+    """The link and the number of each message, as either end recorded it."""
     for records in recording.ranks:
         rank = records.info.rank
-        links = [((rank, send.peer), send.sequence) for send in records.sends]
-        links += [((receive.peer, rank), receive.sequence) for receive in records.receives]
-        for link, sequence in links:
-            following[link] = max(following[link], sequence + 1)
-    return following
+        for send in records.sends:
+            yield (rank, send.peer), send.sequence
+        for receive in records.receives:
+            yield (receive.peer, rank), receive.sequence

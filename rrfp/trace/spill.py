@@ -73,6 +73,9 @@ NUM_SEGMENTS = 8
 _NUM_ROWS_OF_A_BATCH = 1000
 """Rows encoded per call. A call costs as much as ten rows; larger batches gain nothing."""
 
+_NUM_BYTES_READ = 1 << 16
+"""At a time, and one line at least."""
+
 _MOST_HELD_S = 2.0
 _RETRY_S = 0.001
 
@@ -230,8 +233,17 @@ class Line(NamedTuple):
 def iter_lines(path: Path) -> Iterator[Line]:
     """The lines of a spill file, up to one that is torn at its end. Raises RrfpError for one that
     is not JSON, and OSError."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    offset = number = 0
+    while True:
+        # Open for some lines at a time, for there may be more ranks than files may be open.
+        with path.open("rb") as file:
+            file.seek(offset)
+            lines = file.readlines(_NUM_BYTES_READ)
+            offset = file.tell()
+        if not lines:
+            return
+        for line in lines:
+            number += 1
             try:
                 yield Line(number, parsed(line))
             except ValueError as error:

@@ -76,22 +76,17 @@ class SpilledRank:
 
     def _take(self, flush: _Flush) -> None:
         *_, rows = flush
-        try:
-            first_ns = min(row[_TIME] for row in rows)
-            last_ns = max(row[_END[row[0]]] for row in rows)
-            self.first_ns = min(first_ns, first_ns if self.first_ns is None else self.first_ns)
-            self.last_ns = max(last_ns, self.last_ns)
-        except (TypeError, LookupError, ValueError):
+        found = _told_in(rows)
+        if found is None:
             # This says what is wrong with it, and takes an empty one for what it is.
             self._records([flush])
             return
+        first_ns, last_ns, ended_steps = found
         self.num_flushes += 1
+        self.first_ns = first_ns if self.first_ns is None else min(first_ns, self.first_ns)
+        self.last_ns = max(last_ns, self.last_ns)
         if self.begins_late:
-            self.ended_steps += (
-                row[_STEP_OF_PHASE]
-                for row in rows
-                if row[0] == _PHASE and row[_NAME_OF_PHASE] == Phase.SCHEDULE
-            )
+            self.ended_steps += ended_steps
 
     def _records(self, flushes: Sequence[_Flush] | deque[_Flush]) -> RankRecords:
         records = RankRecords(self.info)
@@ -99,6 +94,23 @@ class SpilledRank:
         for path, number, value in flushes:
             add_flush(path, number, value, lists)
         return records
+
+
+def _told_in(rows: Any) -> tuple[int, int, list[int]] | None:
+    """The first and the last time in a flush, and the steps that it ends; None for an empty one,
+    and for what is none."""
+    try:
+        first_ns = min(row[_TIME] for row in rows)
+        last_ns = max(row[_END[row[0]]] for row in rows)
+        ended_steps = [
+            row[_STEP_OF_PHASE]
+            for row in rows
+            if row[0] == _PHASE and row[_NAME_OF_PHASE] == Phase.SCHEDULE
+        ]
+    except (TypeError, LookupError, ValueError):
+        return None
+    is_of_numbers = all(type(each) is int for each in (first_ns, last_ns, *ended_steps))
+    return (first_ns, last_ns, ended_steps) if is_of_numbers else None
 
 
 def _flushes_of(path: Path) -> Iterator[_Flush]:

@@ -17,11 +17,16 @@ from typing import Any, Self
 from rrfp.errors import RrfpError
 from rrfp.trace.ending.finding import finding
 from rrfp.trace.ending.recovery import OUTCOME, RECORDING_OFF, UNREAD_FLIGHTS
-from rrfp.trace.kept_steps import first_kept_step
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.records import BegunRecord, Doing, Recording
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.sessions import SESSIONS, first_step_after, read_description
+from rrfp.trace.sessions import (
+    SESSIONS,
+    first_step_after,
+    first_step_of,
+    read_description,
+    steps_gone,
+)
 from rrfp.trace.steps import is_evaluation, step_name, step_windows
 
 _NUM_SPANS = 3
@@ -55,7 +60,7 @@ class Promise:
                 stop = first_step_after(read_description(run.run_json), session.session)
         if stop is not None:
             asked = range(asked.start, min(stop, asked.stop))
-        first = first_kept_step(description)
+        first = first_step_of(description)
         steps = _steps_in(run.metrics)
         return cls(asked, frozenset(s for s in steps if s >= first and (stop is None or s < stop)))
 
@@ -119,12 +124,19 @@ def check_promise(recording: Recording, promise: Promise) -> Iterator[str]:
     if outcome is Outcome.STOPPED and not error:
         # It ended after a step, as it was asked to, and may be resumed.
         asked = ()
-    lost = sorted(promise.trained - whole)
+    gone = steps_gone(recording.settings)
+    lost = [step for step in sorted(promise.trained - whole) if not _is_in(gone, step)]
     if lost:
         yield f"lost: {_spans(lost)}, which metrics.jsonl says {_were(lost)} trained"
-    missing = sorted(set(asked) - whole - promise.trained)
+    missing = [
+        step for step in sorted(set(asked) - whole - promise.trained) if not _is_in(gone, step)
+    ]
     if missing:
         yield f"missing: {_spans(missing)} of the {promise.asked.stop} that the run was to make"
+
+
+def _is_in(ranges: Iterable[range], step: int) -> bool:
+    return any(step in each for each in ranges)
 
 
 def check_off(description: Mapping[str, Any]) -> Iterator[str]:
@@ -162,7 +174,7 @@ def _asked(description: Mapping[str, Any]) -> range:
     steps = settings.get("steps") if isinstance(settings, dict) else None
     if not isinstance(steps, int) or {"imported", "simulated"} & description.keys():
         return range(0)
-    return range(0 if description.get(SESSIONS) else first_kept_step(description), steps)
+    return range(0 if description.get(SESSIONS) else first_step_of(description), steps)
 
 
 def _sessions_of(run: RunDir) -> list[RunDir]:
