@@ -17,6 +17,7 @@ from rrfp.trace.merge import encode_session
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import NS_PER_S, Recording, num_times
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.segments import segments_in
 from rrfp.trace.spill import SpillWriter, row_of
@@ -194,6 +195,17 @@ def test_what_is_bounded_keeps_the_last_steps_whole_on_all_ranks(tmp_path: Path)
         assert {phase.step for phase in records.phases} == {*range(first, 40)}
     described = json.loads(run.run_json.read_text())
     assert (described["first_kept_step"], described["dropped_steps"]) == (first, first)
+
+
+@pytest.mark.parametrize(("trace_mb", "num_ranks"), [(None, 4), (16, 2), (100, 8), (None, 1000)])
+def test_ranks_share_the_room_for_records_and_their_trace(
+    trace_mb: int | None, num_ranks: int
+) -> None:
+    each = records_bytes(trace_mb, num_ranks)
+    assert each > 1 << 19
+    # A flight record, and a trace that is five times as large.
+    total = num_ranks * (6 * each + (4 << 20))
+    assert total <= (trace_mb or max(2048, 8 * num_ranks)) << 20
 
 
 def test_ranks_that_keep_different_steps_share_the_later_ones(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_the_defaults_are_valid_and_fill_four_ranks() -> None:
         ({"seq_length": 7, "tp": 2, "variable_lengths": True}, "sequence length of 7"),
         ({"limit": 0}, "the limit is 0; it must be a whole number, at least 1"),
         ({"steps": 0}, "--steps is 0"),
+        ({"trace_mb": 31}, "--trace-mb 31 is too little for 4 ranks; give 8 a rank"),
         ({"model": "vlm", "variable_lengths": True}, "leave --variable-lengths out"),
         (
             {"model": "vlm", "image_size": 30},

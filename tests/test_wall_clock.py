@@ -1,9 +1,24 @@
 """The time of day may jump: nothing but a display may follow it."""
 
 import ast
+import os
 from pathlib import Path
 
+import pytest
+
 import rrfp
+from tests.trained import TINY
+from tests.trained import rrfp as run_rrfp
+
+JUMPING = """
+import time
+own, calls = time.time, [0]
+def jumping():
+    calls[0] += 1
+    return own() + (-86400.0, 0.0, 86400.0)[calls[0] % 3]
+time.time = jumping
+time.time_ns = lambda: round(jumping() * 1e9)
+"""
 
 ALLOWED = {
     "cli/runs.py": "tells when runs began",
@@ -34,3 +49,15 @@ def test_only_displays_ask_for_the_time_of_day() -> None:
 
 def _is(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_the_clock_jumps_by_days(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(JUMPING)
+    with pytest.MonkeyPatch.context() as context:
+        context.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        flags = ("--pp", "2", "--steps", "4", "--out", "run", "--save", "ck", "--save-async")
+        done = run_rrfp(tmp_path, "train", *TINY, *flags)
+        checked = run_rrfp(tmp_path, "trace", "check", "run")
+    assert done.returncode == 0, done.stderr
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout
