@@ -35,7 +35,7 @@ from rrfp.trace.records import (
     StimulusRecord,
     TaskRecord,
 )
-from rrfp.trace.spill import read_spill
+from rrfp.trace.spills.spill import read_spill
 from tests.rank_rig import Work, open_rig
 from tests.ranks import run_ranks
 

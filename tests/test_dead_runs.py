@@ -13,7 +13,6 @@ import pytest
 from rrfp.trace.check import check_contents
 from rrfp.trace.ending.flight import FlightRing, ring_of
 from rrfp.trace.ending.promise import Promise
-from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.records import (
@@ -26,7 +25,8 @@ from rrfp.trace.records import (
     WaitRecord,
 )
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import SpillWriter, row_of
+from rrfp.trace.spills.merge import encode_run
+from rrfp.trace.spills.spill import SpillWriter, row_of
 from tests.dead_runs import end_runs, problems_of
 from tests.recordings import make_recording
 from tests.trained import ENDLESS, Training, rrfp_here

@@ -24,12 +24,12 @@ from rrfp.replay.whatif import what_if
 from rrfp.schedule.shape import Shape
 from rrfp.trace.check import check_contents
 from rrfp.trace.initial_view import Preset
-from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import LossRecord, Recording
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import SpillWriter, row_of
+from rrfp.trace.spills.merge import encode_run
+from rrfp.trace.spills.spill import SpillWriter, row_of
 from rrfp.trace.steps import (
     count_of,
     evaluation_step,

@@ -280,10 +280,10 @@ def test_why_recording_was_switched_off_is_noted_on_a_full_disk(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rrfp.trace.spill.SpillWriter.append", refuse)
+    monkeypatch.setattr("rrfp.trace.spills.spill.SpillWriter.append", refuse)
     recorder.flush(9)
     recorder.record(task(1))
-    told = 9, "[Errno 28] No space left on device"
+    told = 9, f"{path}: No space left on device"
     assert flown(ring_of(path)) == Flight([task(1)], True, told)
     recorder.close()
     assert flown(ring_of(path)) == Flight([], True, told)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import is_being_written
+from rrfp.trace.spills.spill import is_being_written
 from rrfp.train.ranks import gathering
 from rrfp.train.ranks.answers import AnsweringStore
 from rrfp.train.ranks.meeting import Met

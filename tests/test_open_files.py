@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.train.ranks.open_files import (
+from rrfp.train.open_files import (
     FILES_OF_A_RANK,
     allow_open_files,
     is_of_too_many,

@@ -37,7 +37,7 @@ from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import TraceContents, read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RankRecords, Recording, TaskRecord
-from rrfp.trace.spill import SpillWriter, read_spill, row_of
+from rrfp.trace.spills.spill import SpillWriter, read_spill, row_of
 from rrfp.trace.stimuli import task_of
 from tests.cases import SEEDS
 from tests.effort import examples

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.trace import report_file
-from rrfp.trace.report_file import ReportFile
-from rrfp.trace.whole_lines import WholeLines
+from rrfp.trace.files import report_file
+from rrfp.trace.files.report_file import ReportFile
+from rrfp.trace.files.whole_lines import WholeLines
 
 
 class FullDisk:

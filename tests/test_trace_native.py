@@ -50,7 +50,7 @@ from rrfp.trace.records import (
     WaitRecord,
 )
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import is_being_written
+from rrfp.trace.spills.spill import is_being_written
 from rrfp.trace.steps import evaluation_step, is_evaluation
 from tests.fixtures.make_profiles import exported
 from tests.native_runs import NativeRun, run_steps, train

@@ -22,13 +22,13 @@ from rrfp.errors import RrfpError
 from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
-from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording
 from rrfp.trace.run_files import write_run_files
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.segments import number_of, segments_in
-from rrfp.trace.spill import SpillWriter, row_of
+from rrfp.trace.spills.merge import encode_run
+from rrfp.trace.spills.segments import number_of, segments_in
+from rrfp.trace.spills.spill import SpillWriter, row_of
 from rrfp.watch import follow as follow_module
 from rrfp.watch.alarms import Kind
 from rrfp.watch.follow import Follower, Stand

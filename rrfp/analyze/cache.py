@@ -25,7 +25,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.parquet import TABLES, read_tables, write_tables
 from rrfp.analyze.seal import is_sealed, seal, sealed, unsealed
 from rrfp.errors import RrfpError
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_whole
 
 if TYPE_CHECKING:
     from rrfp.analyze.findings.diagnosis import Diagnosis

@@ -3,7 +3,7 @@
 import resource
 
 from rrfp.doctor.check import EVERY_RUN, Check, State
-from rrfp.train.ranks.open_files import FILES_OF_A_RANK
+from rrfp.train.open_files import FILES_OF_A_RANK
 
 _ENOUGH = 1024
 

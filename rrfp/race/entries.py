@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.train.settings import TrainSettings
 
 

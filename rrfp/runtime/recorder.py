@@ -31,7 +31,7 @@ from rrfp.trace.records import (
     Record,
     TaskRecord,
 )
-from rrfp.trace.spill import Row, SpillWriter, row_of, step_of
+from rrfp.trace.spills.spill import Row, SpillWriter, row_of, step_of
 from rrfp.trace.steps import step_name
 
 CAPACITY = 6_000_000

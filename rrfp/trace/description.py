@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rrfp.errors import RrfpError, reason_of
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import read_description, session_in
-from rrfp.trace.whole_file import open_whole
 
 _OF_RECORDING = ("recording_off", "dropped_steps", "first_kept_step")
 _log = logging.getLogger(__name__)

@@ -71,7 +71,7 @@ def resolve_session(path: Path) -> Path:
     """The trace of the last session of a run that has ended, given its directory. Merges the
     session's records. Raises RrfpError if it recorded nothing."""
     # Imported late: Perfetto's module is slow to import.
-    from rrfp.trace.merge import encode_session
+    from rrfp.trace.spills.merge import encode_session
 
     sessions = RunDir(path).sessions()
     if not sessions or not encode_session(sessions[-1]):
@@ -97,6 +97,6 @@ def resolve_trace(path: Path | None) -> Path:
     if not sessions:
         raise RrfpError(why_without_records(run))
     # Imported late: Perfetto's module is slow to import, and most runs are already merged.
-    from rrfp.trace.merge import encode_run
+    from rrfp.trace.spills.merge import encode_run
 
     return encode_run(path)

@@ -15,7 +15,7 @@ from rrfp.errors import RrfpError, StoppedError, first_line
 from rrfp.trace.json_text import parsed
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import read_description
-from rrfp.trace.spill import hold, is_being_written
+from rrfp.trace.spills.spill import hold, is_being_written
 
 
 class Outcome(StrEnum):

@@ -21,9 +21,9 @@ from rrfp.schedule.admission import Admit, admission_order, format_admission
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
 from rrfp.simulate.plan.known import Known
+from rrfp.trace.files.report_file import ReportFile
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.records import Record
-from rrfp.trace.report_file import ReportFile
-from rrfp.trace.whole_file import open_whole
 from rrfp.train.data.batches import Batch, Batches
 from rrfp.train.pacing import StepPacer
 from rrfp.train.ranks.parallel import Layout

@@ -11,9 +11,9 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
-from rrfp.trace.room import LEAST_MB_OF_A_RANK
+from rrfp.trace.spills.room import LEAST_MB_OF_A_RANK
 from rrfp.train.device_checks import DEVICES_TOGETHER, check_gpus
-from rrfp.train.ranks.open_files import check_open_files
+from rrfp.train.open_files import check_open_files
 from rrfp.train.setting_groups import (
     NUM_EXPERTS_PER_TOKEN,
     DataSettings,

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from rrfp.runtime.protocols import StepSummary
+from rrfp.trace.files.report_file import ReportFile
 from rrfp.trace.records import NS_PER_S, RankInfo
-from rrfp.trace.report_file import ReportFile
 from rrfp.train.pacing import PaceTally
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.training import StepResult

@@ -23,8 +23,8 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
 from rrfp.trace.records import Doing, RankInfo, Record
-from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.spills.room import records_bytes
 from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
 from rrfp.train.data.batches import Batch

@@ -18,7 +18,7 @@ from rrfp.schedule.hold import Hold
 from rrfp.schedule.patience.setting import IMPATIENT, Patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
-from rrfp.trace.room import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
+from rrfp.trace.spills.room import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
 from rrfp.train.declared import AT_LEAST_1, Must, setting
 
 _MAX_SEED = 2**32 - 1

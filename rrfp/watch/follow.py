@@ -14,9 +14,9 @@ from rrfp.errors import RrfpError
 from rrfp.trace.outcome import Outcome, read_ending
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.rundir import RunDir, expected_ranks
-from rrfp.trace.segments import segments_in
 from rrfp.trace.sessions import description_of
-from rrfp.trace.spill import is_being_written
+from rrfp.trace.spills.segments import segments_in
+from rrfp.trace.spills.spill import is_being_written
 from rrfp.watch.alarms import Alarm, Alarms, Alert
 from rrfp.watch.figures import Assembly, StepFigures
 from rrfp.watch.tail import LinesTail, RecordsTail

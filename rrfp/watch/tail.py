@@ -12,8 +12,8 @@ from typing import IO
 from rrfp.errors import RrfpError
 from rrfp.trace.json_text import parsed
 from rrfp.trace.records import RankInfo, RankRecords
-from rrfp.trace.segments import number_of, segment_after
-from rrfp.trace.spill import add_flush, header_of
+from rrfp.trace.spills.segments import number_of, segment_after
+from rrfp.trace.spills.spill import add_flush, header_of
 
 CHUNK = 4 * 2**20
 """Octets that are read at a time."""

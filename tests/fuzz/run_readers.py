@@ -9,7 +9,7 @@ from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import SpillWriter, row_of
+from rrfp.trace.spills.spill import SpillWriter, row_of
 from rrfp.train.settings import TrainSettings
 from tests.fuzz.reader import Reader, rrfp
 from tests.recordings import make_recording

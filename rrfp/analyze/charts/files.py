@@ -19,7 +19,7 @@ from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import figure, page
 from rrfp.analyze.structural_steps import structural_shares
 from rrfp.errors import UsageError
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_whole
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 """The version whose language altair speaks, as vl-convert names it."""

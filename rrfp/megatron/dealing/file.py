@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from rrfp.schedule.dealing import Hands, format_dealing
-from rrfp.trace.report_file import ReportFile
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.files.report_file import ReportFile
+from rrfp.trace.files.whole_file import open_whole
 
 
 class DealingFile:

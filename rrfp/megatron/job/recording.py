@@ -41,11 +41,11 @@ from rrfp.schedule.dealing import Hands
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.description import PolicyLog, describe_run
-from rrfp.trace.merge import encode_run
 from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
-from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import is_being_written
+from rrfp.trace.spills.merge import encode_run
+from rrfp.trace.spills.room import records_bytes
+from rrfp.trace.spills.spill import is_being_written
 from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
 
 T = TypeVar("T")

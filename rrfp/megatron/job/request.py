@@ -72,7 +72,7 @@ class RecordingRequest:
     """Whether to replace the run in `out`."""
     runs: Path = RUNS
     trace_mb: int | None = None
-    """The most that the records and the trace take on disk (`rrfp.trace.room`)."""
+    """The most that the records and the trace take on disk (`rrfp.trace.spills.room`)."""
 
     def __post_init__(self) -> None:
         """Paths count from where the recording was asked for: a script may change the directory

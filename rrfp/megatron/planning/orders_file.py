@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp.schedule.admission import format_admission
-from rrfp.trace.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_whole
 
 
 class OrdersFile:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.perfetto.counters import COUNTERS_IN_ORDER, Counters
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.format import END_MARK, FIELDS, HINT, RANK, RUN, VERSION
@@ -37,7 +38,6 @@ from rrfp.trace.records import (
     TaskRecord,
 )
 from rrfp.trace.steps import told_step
-from rrfp.trace.whole_file import open_whole
 
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.errors import UsageError
+from rrfp.trace.files.whole_file import unfinished
 from rrfp.trace.rundir import RunDir, create_run_dir
 from rrfp.trace.sessions import read_description
-from rrfp.trace.whole_file import unfinished
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS
 from rrfp.train.checkpoints.matching import check_continues, check_unused

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.decoding import integer, member, text
+from rrfp.trace.files.whole_file import open_whole, remove_unfinished
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import next_session
-from rrfp.trace.whole_file import open_whole, remove_unfinished
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
 from rrfp.train.checkpoints.matching import check_continues, check_unused

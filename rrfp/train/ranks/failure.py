@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import first_line
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.outcome import Culprit
-from rrfp.trace.whole_file import open_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable with the file's path."""

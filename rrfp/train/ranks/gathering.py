@@ -20,8 +20,8 @@ from typing import IO
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.decoding import parsed
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.segments import segments_in
-from rrfp.trace.spill import NUM_SEGMENTS, hold
+from rrfp.trace.spills.segments import segments_in
+from rrfp.trace.spills.spill import NUM_SEGMENTS, hold
 from rrfp.train.ranks.answers import AnsweringStore
 from rrfp.train.ranks.meeting import Met
 from rrfp.train.ranks.pulse import Pulse, printable

@@ -13,17 +13,17 @@ from rrfp.runtime import variables
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.contents import data_contents
+from rrfp.train.open_files import allow_open_files
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
-from rrfp.train.ranks.open_files import allow_open_files
+from rrfp.train.ranks.liveness.warnings import hearing
 from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.private_network import network_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
-from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
 
 TRAINING = "rrfp.train.rank"

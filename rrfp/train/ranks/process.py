@@ -15,12 +15,12 @@ from typing import NoReturn
 from rrfp.errors import RrfpError, first_line
 from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
+from rrfp.train.open_files import is_of_too_many, told_of_too_many
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
-from rrfp.train.ranks.open_files import is_of_too_many, told_of_too_many
+from rrfp.train.ranks.liveness.warnings import warn_launcher
 from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
-from rrfp.train.ranks.warnings import warn_launcher
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.trace.whole_lines import WholeLines
+from rrfp.trace.files.whole_lines import WholeLines
 
 MOST_WAITING_BYTES = 64 << 20
 """Some 100,000 steps. A disk that has no room for longer has been forgotten."""

@@ -5,7 +5,7 @@ array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line cut of
 last one and lacks its newline; only the step that was running is lost with it.
 
 Where the records of a rank are bounded they go into several such files, its segments
-(`rrfp.trace.segments`): once a segment is long enough the next one begins, and the oldest is
+(`rrfp.trace.spills.segments`): once a segment is long enough the next one begins, and the oldest is
 removed. Every segment has the header, and begins with a flush of its own.
 
 A writer holds a shared lock on its file as long as its process lives. So a reader knows whether the
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple, Protocol
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.files.whole_lines import WholeLines
 from rrfp.trace.json_text import parsed
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record, num_times
-from rrfp.trace.segments import segment_of
-from rrfp.trace.whole_lines import WholeLines
+from rrfp.trace.spills.segments import segment_of
 
 FORMAT = "rrfp records"
 VERSION = 1

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from rrfp.trace.records import RECORD_TYPES, Phase, PhaseRecord, RankInfo, RankRecords, num_times
-from rrfp.trace.segments import number_of
-from rrfp.trace.spill import add_flush, header_of, iter_lines
+from rrfp.trace.spills.segments import number_of
+from rrfp.trace.spills.spill import add_flush, header_of, iter_lines
 
 _Flush = tuple[Path, int, Any]
 """A line with the file and the number that name it in an error."""

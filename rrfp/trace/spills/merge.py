@@ -20,16 +20,16 @@ from rrfp.trace.ending.recovery import (
     flight_of,
     missing_from,
 )
-from rrfp.trace.kept_steps import KeptSteps, kept_steps
 from rrfp.trace.outcome import why_without_records
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import trace_writer, write_trace
 from rrfp.trace.records import RankRecords, num_times
 from rrfp.trace.rundir import RunDir, update_latest
-from rrfp.trace.segments import segments_in
 from rrfp.trace.sessions import joined
-from rrfp.trace.spill import is_being_written
-from rrfp.trace.spilled import SpilledRank
+from rrfp.trace.spills.kept_steps import KeptSteps, kept_steps
+from rrfp.trace.spills.segments import segments_in
+from rrfp.trace.spills.spill import is_being_written
+from rrfp.trace.spills.spilled import SpilledRank
 
 _PART_BYTES = 2 << 20
 """Of all ranks' files that are in memory at a time; their records take twenty times as much."""

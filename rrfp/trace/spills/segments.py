@@ -1,5 +1,5 @@
 """The files of records of a rank: `rank-N.jsonl`, and in a run whose records are bounded then
-`rank-N.2.jsonl` and so on, of which the oldest go (`rrfp.trace.spill`)."""
+`rank-N.2.jsonl` and so on, of which the oldest go (`rrfp.trace.spills.spill`)."""
 
 import re
 from collections.abc import Iterator
