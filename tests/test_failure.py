@@ -2,13 +2,15 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rrfp.errors import first_line
+from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.failure import FailureReport
+from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 from rrfp.train.ranks.launch import _first_failure
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
@@ -38,6 +40,7 @@ LOST = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False
 OWN = FailureReport("no memory", 1, is_consequence=False, is_silence=False)
 SILENT = FailureReport("rank 2 was silent", 1, is_consequence=False, is_silence=True)
 REFUSED = FailureReport("--lr is -1", 2, is_consequence=False, is_silence=False)
+OWN_FAULT, OF_LINK = Culprit(FoundBy.RANK, 1), Culprit(FoundBy.LINK, link=(0, 1))
 ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
 """Exit codes by a signal of the launcher's own."""
 
@@ -96,7 +99,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
         1: Failure(7, -signal.SIGKILL, 2.0, None, True, STOPPED, stacks),
         2: Failure(8, 1, 1.0, SILENT),
     }
-    assert str(_first_failure(failures, run, num_hosts=1)) == (
+    assert str(_first_failure(failures, run, str)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
         f"stopped it, while rank 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
     )
@@ -107,7 +110,7 @@ def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
     }
-    told = str(_first_failure(failures, RunDir(tmp_path), num_hosts=1))
+    told = str(_first_failure(failures, RunDir(tmp_path), str))
     assert told.startswith("rank 0 failed: no memory")
 
 
@@ -128,3 +131,29 @@ def test_what_is_no_report_of_ours_is_none(found: dict[str, object]) -> None:
 def test_the_first_line_that_says_something() -> None:
     assert first_line("\n  the fact \nException raised from wait") == "the fact"
     assert first_line("\n") == "no reason given"
+
+
+@pytest.mark.parametrize(
+    ("failure", "culprit"),
+    [
+        (Failure(7, -signal.SIGSEGV, 1.0, None), Culprit(FoundBy.LAUNCHER, 1)),
+        (Failure(7, -9, 1.0, None, True, STOPPED), Culprit(FoundBy.LAUNCHER, 1)),
+        (Failure(7, 9, 1.0, None), Culprit(FoundBy.LAUNCHER, 1)),
+        (Failure(7, 1, 1.0, replace(OWN, culprit=OWN_FAULT)), OWN_FAULT),
+        (Failure(7, 1, 1.0, replace(LOST, culprit=OF_LINK)), OF_LINK),
+        (Failure(7, 1, 1.0, LOST), Culprit(FoundBy.COLLECTIVE)),
+    ],
+)
+def test_the_error_says_who_is_to_blame(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
+    error = _first_failure({1: failure}, RunDir(tmp_path), num_hosts=1)
+    assert isinstance(error, RunFailedError)
+    assert error.culprit == culprit
+
+
+def test_a_report_says_who_is_to_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    for culprit in (None, OF_LINK, OWN_FAULT):
+        report = replace(REPORT, culprit=culprit)
+        report.write()
+        assert FailureReport.read(json.loads(path.read_bytes())) == report

@@ -108,7 +108,7 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
 
 @pytest.mark.parametrize("named", [{"admit": "order.txt"}, {"tokenizer": "tokenizer.json"}])
 def test_hosts_with_other_files_are_refused_on_both(
-    monkeypatch: pytest.MonkeyPatch, named: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
 ) -> None:
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
     monkeypatch.setattr("rrfp.train.ranks.common.sha256_of", lambda path: next(digests))
@@ -205,7 +205,7 @@ def test_hosts_that_meet_again_do_not_find_the_store_before() -> None:
 
 
 def test_a_failed_run_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.train.ranks.pulse._TELL_S", 2.0)
+    monkeypatch.setattr("rrfp.train.ranks.pulse._HEAR_S", 2.0)
     port, may_leave = free_port(), threading.Event()
 
     def be_host_1() -> None:
@@ -252,9 +252,10 @@ def test_a_host_too_many_is_refused_and_host_0_is_told() -> None:
     port, words = free_port(), "nnodes is 2 on host 0 and 3 on host 2"
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(meet, settings(port, 2, nnodes=3, pp=6))
-        for host in (lambda: meet(settings(port, 0, pp=6)), lambda: other.result(timeout=20)):
-            with pytest.raises(UsageError, match=words):
-                host()
+        with pytest.raises(UsageError, match=words):
+            meet(settings(port, 0, pp=6))
+        with pytest.raises(UsageError, match=words):
+            other.result(timeout=20)
 
 
 def test_host_0_elsewhere_is_refused() -> None:
@@ -265,10 +266,7 @@ def test_host_0_elsewhere_is_refused() -> None:
         meet(settings(free_port(), 0, "192.0.2.1"))
 
 
-def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
+def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited() -> None:
     port = free_port()
 
     def come_and_go() -> None:
@@ -280,7 +278,7 @@ def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited(
     with ThreadPoolExecutor() as hosts:
         coming = hosts.submit(come_and_go)
         with pytest.raises(RrfpError, match=r"host 1 \(node1\) was silent for 1 s towards host 0"):
-            meet(settings(port, 0, nnodes=3, pp=6), 300.0)
+            meet(settings(port, 0, nnodes=3, pp=6, silence=1.0), 300.0)
         coming.result(timeout=20)
 
 
@@ -306,7 +304,6 @@ def speak_http(connection: socket.socket) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "_ANSWER_S", 1.0)
     monkeypatch.setattr("rrfp.train.ranks.endpoint._TRY_S", 0.5)
 
@@ -325,20 +322,20 @@ def test_what_is_no_store_is_told(answer: Callable[[socket.socket], object], wor
     with socket.create_server(("127.0.0.1", 0)) as listening:
         answering(listening, answer)
         with pytest.raises(UsageError, match="cannot meet at .*" + re.escape(words)):
-            meet(settings(listening.getsockname()[1], 1), 300.0)
+            meet(settings(listening.getsockname()[1], 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_the_store_of_another_job_is_told() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(UsageError, match="no host 0 of rrfp's has come to it"):
-        meet(settings(store.port, 1), 300.0)
+        meet(settings(store.port, 1, silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_mistyped_host_is_told() -> None:
     with pytest.raises(UsageError, match=r"the name 'nosuchhost\.invalid' is not known here"):
-        meet(settings(free_port(), 1, "nosuchhost.invalid"), 300.0)
+        meet(settings(free_port(), 1, "nosuchhost.invalid", silence=1.0), 300.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -351,12 +348,24 @@ def test_a_host_that_does_not_answer_is_told() -> None:
             connection.setblocking(False)
             connection.connect_ex(full.getsockname())
         with pytest.raises(UsageError, match=r"nothing answers at 127\.0\.0\.1 \(timed out\)"):
-            meet(settings(full.getsockname()[1], 1), 300.0)
+            meet(settings(full.getsockname()[1], 1, silence=1.0), 300.0)
 
 
 def test_a_store_of_torchs_answers_as_one() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert obstacle_at("127.0.0.1", store.port, 1.0) is None
+
+
+def test_a_host_may_have_more_addresses_than_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        unused = bound.getsockname()
+    found = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", address)
+        for address in (unused, ("127.0.0.1", store.port))
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert obstacle_at("host0", store.port, 1.0) is None
 
 
 def test_a_long_wait_is_told(

@@ -18,7 +18,6 @@ from tests.trained import (
     TINY,
     Training,
     await_no_process,
-    processes_of,
     read_metrics,
     rrfp,
     rrfp_here,
@@ -121,14 +120,10 @@ def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, flag: str) -> None:
 
 def test_a_wire_that_is_cut_while_ranks_start_ends_both(tmp_path: Path) -> None:
     with two_hosts(tmp_path / "disk", *ENDLESS) as (wire, first, second):
-        for host in (first, second):
-            host.await_that(lambda host=host: ranks_of(host), "ranks")
+        for rank in range(4):
+            first.await_start(rank)
         wire.cut()
         check_both_tell_the_wire(first, second)
-
-
-def ranks_of(host: Training) -> list[int]:
-    return processes_of(host.run, "rrfp.train.ranks.process")
 
 
 def check_both_tell_the_wire(first: Training, second: Training) -> None:

@@ -13,6 +13,7 @@ import typer
 from rrfp import __version__, compiled
 from rrfp.cli import analyze, completion, errors, hint, trace
 from rrfp.cli.bench.command import bench
+from rrfp.cli.chaos.command import chaos
 from rrfp.cli.doctor import doctor
 from rrfp.cli.interrupts import give_interrupts_back, take_interrupts
 from rrfp.cli.run import run
@@ -42,6 +43,7 @@ app.command()(simulate)
 app.command()(tune)
 app.command()(bench)
 app.command()(doctor)
+app.command()(chaos)
 app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
 app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)
 app.add_typer(trace.app, name="trace")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from rrfp.trace.outcome import Culprit, FoundBy
+
 
 @dataclass(frozen=True, slots=True)
 class Far:
@@ -34,6 +36,17 @@ class Ends:
             own, peer = f"{own} ({self.far.own_host})", f"{peer} ({self.far.peer_host})"
         source, destination = (own, peer) if self.is_source else (peer, own)
         return f"the link from {source} to {destination}"
+
+    @property
+    def culprit(self) -> Culprit:
+        """The link, found by one of its ends."""
+        ranks = (self.own, self.peer) if self.is_source else (self.peer, self.own)
+        return Culprit(FoundBy.LINK, link=ranks)
+
+    @property
+    def lost_culprit(self) -> Culprit:
+        """The peer, found over the link."""
+        return Culprit(FoundBy.LINK, rank=self.peer)
 
     def lost(self, what: str) -> str:
         """The peer did this, and is lost."""

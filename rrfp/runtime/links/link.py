@@ -147,7 +147,7 @@ class Link(ABC):
 
     def lose(self, what: str, kind: type[PeerLostError] = PeerLostError) -> list[Output]:
         """The peer is lost; `what` is what it did."""
-        return self.fail(kind(self.ends.lost(what)))
+        return self.fail(kind(self.ends.lost(what), self.ends.lost_culprit))
 
     def last_words(self) -> list[memoryview]:
         """What an end that is over still writes, as far as the peer takes it at once: the farewell
@@ -175,7 +175,7 @@ class Link(ABC):
         self.num_useless += 1
         if self.num_useless <= MOST_USELESS:
             return []
-        return self.fail(PeerLostError(self.ends.useless(MOST_USELESS, what)))
+        return self.fail(PeerLostError(self.ends.useless(MOST_USELESS, what), self.ends.culprit))
 
     def attach(self) -> list[Output]:
         """Another connection takes the place of the broken one; no write is under way."""
@@ -358,7 +358,7 @@ class Link(ABC):
         if is_whole and self.ends.far is None:
             return self.lose(f"was silent for {silence_s:g} s", PeerSilentError)
         why = f"nothing came from rank {self.peer}" if is_whole else self._why_down
-        return self.fail(PeerSilentError(self.ends.down(silence_s, why)))
+        return self.fail(PeerSilentError(self.ends.down(silence_s, why), self.ends.culprit))
 
     def _end_if_late(self, now_ns: int) -> None:
         if self._close_deadline_ns is not None and now_ns >= self._close_deadline_ns:

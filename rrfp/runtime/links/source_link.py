@@ -91,7 +91,7 @@ class SourceLink(Link):
 
     def _tell_unsent(self, task: Task) -> list[Output]:
         told = self.ends.lost(f"has left or was lost before it was sent what {task} needs")
-        return self._tell(PeerLostError(told))
+        return self._tell(PeerLostError(told, self.ends.lost_culprit))
 
     @property
     def may_write_at_once(self) -> bool:

@@ -16,6 +16,7 @@ Strangers may connect at any time, and get nothing but a challenge. So many at a
 prove themselves; beyond that the one that has tried longest is dropped, for a rank takes no time.
 """
 
+import os
 import secrets
 import select
 import shutil
@@ -27,6 +28,7 @@ from contextlib import suppress
 from threading import Condition, Thread
 
 from rrfp.errors import UsageError
+from rrfp.runtime import variables
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, reachable_address
 from rrfp.runtime.transport.handshake import SECRET_BYTES, HandshakeError, accept_handshake
@@ -88,7 +90,8 @@ class Listener:
         try:
             if self._unix:
                 # Only its owner may enter a directory that mkdtemp makes.
-                self._directory = tempfile.mkdtemp(prefix="rrfp-")
+                where = os.environ.get(variables.DIRECTORY)
+                self._directory = tempfile.mkdtemp(prefix="rrfp-", dir=where)
                 self._sockets.append(listen_unix(self._directory))
             if self._tcp:
                 self._open_port()

@@ -28,6 +28,7 @@ from rrfp.runtime.links.states import Output, Released, State
 from rrfp.runtime.pace import sleep_until
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Clock, Inbox, monotonic
+from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.reconnecting import NotYetError, PeerGoneError, Reconnecting
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
 
@@ -43,11 +44,6 @@ Wrap = Callable[[socket.socket, int, int], socket.socket]
 the socket, or something that behaves like one and does harm, for tests of what links survive."""
 
 
-def unwrapped(connection: socket.socket, rank: int, peer: int) -> socket.socket:
-    """The socket itself."""
-    return connection
-
-
 class LinkDriver(Generic[L]):
     """One end of a link over connected sockets, one after the other, which it owns."""
 
@@ -59,7 +55,7 @@ class LinkDriver(Generic[L]):
         inbox: Inbox,
         record: Callable[[Record], None] | None,
         name: str,
-        wrap: Wrap = unwrapped,
+        wrap: Wrap = wrapped,
         clock: Clock = monotonic,
     ) -> None:
         """`record` is called by the thread and by whoever sends. `name` is the thread's."""

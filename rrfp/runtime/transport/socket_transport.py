@@ -34,7 +34,8 @@ from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.destination_driver import DestinationDriver
 from rrfp.runtime.transport.door import Door
-from rrfp.runtime.transport.driver import Wrap, unwrapped
+from rrfp.runtime.transport.driver import Wrap
+from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
 from rrfp.runtime.transport.source_driver import SourceDriver
 from rrfp.runtime.transport.tls import Tunnels
@@ -76,7 +77,7 @@ class SocketTransport:
         delays: Delays | None = None,
         planes: RankPlanes | None = None,
         tls: bool = False,
-        wrap: Wrap = unwrapped,
+        wrap: Wrap = wrapped,
     ) -> None:
         """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
         how many messages each incoming link must be able to hold that were not `consumed` yet: all

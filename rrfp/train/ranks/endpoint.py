@@ -82,8 +82,20 @@ def obstacle_at(host: str, port: int, silence_s: float) -> Obstacle | None:
         )
     except (OSError, NoAnswerError):
         return Obstacle(f"the name '{host}' is not known here", silence_s)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as connection:
+    obstacles = []
+    for family, _, _, _, address in found:
+        obstacle = _obstacle_at_address(family, address, silence_s)
+        if obstacle is None:
+            return None
+        obstacles.append(obstacle)
+    # Host 0 may still come to listen at the one where nobody does.
+    return max(obstacles, key=lambda obstacle: obstacle.patience_s)
+
+
+def _obstacle_at_address(
+    family: socket.AddressFamily, address: tuple[object, ...], silence_s: float
+) -> Obstacle | None:
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.settimeout(_TRY_S)
         try:
             connection.connect(address)

@@ -20,7 +20,8 @@ from typing import IO
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.decoding import parsed
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spill import hold
+from rrfp.trace.segments import segments_in
+from rrfp.trace.spill import NUM_SEGMENTS, hold
 from rrfp.train.ranks.answers import AnsweringStore
 from rrfp.train.ranks.meeting import Met
 from rrfp.train.ranks.pulse import Pulse, printable
@@ -37,7 +38,9 @@ _LOG = ".log"
 _RING = ".ring"
 """A flight record, which is written over and over until its rank has ended."""
 _PREFIX = "rrfp/gathered"
-_NAME = re.compile(r"(?:records(?:-\d+)?/rank-(\d+)\.(?:jsonl|ring)|logs/rank-(\d+)\.log)")
+_NAME = re.compile(
+    r"(?:records(?:-\d+)?/rank-(\d+)(?:(?:\.\d+)?\.jsonl|\.ring)|logs/rank-(\d+)\.log)"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -204,6 +207,7 @@ class _Sender(_Part):
     def _files(self) -> Iterator[Path]:
         for rank in self._ranks:
             yield from self._run.path.glob(f"records*/rank-{rank}.jsonl")
+            yield from self._run.path.glob(f"records*/rank-{rank}.*.jsonl")
             yield from self._run.path.glob(f"records*/rank-{rank}{_RING}")
             yield from self._run.path.glob(f"logs/rank-{rank}{_LOG}")
 
@@ -234,15 +238,19 @@ class _Sender(_Part):
         self._await_taken(self._num_sent)
         for path in self._new():
             if path.suffix != _LOG:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 with suppress(OSError):
                     path.parent.rmdir()
 
     def _send_next(self, path: Path) -> bool:
         """Send the next piece of a file; tells whether there was one."""
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            piece = file.read(_PIECE_BYTES)
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                piece = file.read(_PIECE_BYTES)
+        except FileNotFoundError:
+            # A segment that went for room.
+            return False
         if not piece and path in self._offsets:
             return False
         self._put(str(path.relative_to(self._run.path)).encode() + b"\n" + piece)
@@ -333,8 +341,18 @@ class _Receiver(_Part):
                 if match[1]:
                     # Whoever reads the run sees that more is to come.
                     hold(self._files[name])
+                    self._remove_older(path, int(match[1]))
             self._files[name].write(data)
             self._files[name].flush()
+
+    def _remove_older(self, path: Path, rank: int) -> None:
+        """Remove the segments of a rank before this one that it has removed itself by now."""
+        older = [each for each in segments_in(path.parent)[rank] if each != path]
+        for each in older[:-NUM_SEGMENTS]:
+            file = self._files.pop(str(each.relative_to(self._run.path)), None)
+            if file is not None:
+                file.close()
+            each.unlink(missing_ok=True)
 
     def _close(self) -> None:
         with self._lock:

@@ -3,22 +3,27 @@
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.runtime import variables
+from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.open_files import allow_open_files
+from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import place_of
+from rrfp.train.ranks.private_network import network_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
+from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
 
 TRAINING = "rrfp.train.rank"
@@ -31,20 +36,30 @@ _TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
 """The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
-def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` names the module with their work.
+def launch(
+    settings: TrainSettings,
+    run: RunDir,
+    work: str = TRAINING,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run this host's ranks to their end; `work` names the module with their work, and `tell` gets
+    what they warn of.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
     that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
     signal ignored. Must run on the main thread.
     """
+    allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
-    # tempfile makes a directory that only its owner may enter.
-    with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
-        directory = Path(name)
-        with _store(settings, run, directory, work) as (environment, elsewhere):
-            environments = _environments(settings, environment)
+    with own_directory() as directory:
+        own = {variables.DIRECTORY: str(directory)}
+        with (
+            network_of(settings.run) as network,
+            _store(settings, run, directory, work) as (environment, elsewhere),
+            hearing(directory, tell) as heard,
+        ):
+            environments = _environments(settings, {**environment, **own, **network, **heard})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),
@@ -171,14 +186,19 @@ def _first_failure(
     failure, log = failures[rank], run.rank_log(rank)
     process, report = f"rank {rank} (pid {failure.pid})", failure.report
     if failure.exit_code < 0 and not failure.was_ended:
-        return RrfpError(
+        return RunFailedError(
             f"{process} was killed by {_signal_name(-failure.exit_code)}; its last output is in "
-            f"{log}"
+            f"{log}",
+            Culprit(FoundBy.LAUNCHER, rank),
         )
     if failure.standstill is not None and (report is None or not report.is_own):
-        return RrfpError(f"{process} {_told_standstill(failure, failure.standstill, log)}")
+        told = _told_standstill(failure, failure.standstill, log)
+        return RunFailedError(f"{process} {told}", Culprit(FoundBy.LAUNCHER, rank))
     if report is None:
-        return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
+        return RunFailedError(
+            f"rank {rank} ended with exit code {failure.exit_code}; see {log}",
+            Culprit(FoundBy.LAUNCHER, rank),
+        )
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
     if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
@@ -187,12 +207,15 @@ def _first_failure(
         for other, ended in failures.items():
             if ended.exit_code == -signal.SIGKILL:
                 # The launcher kills processes that a SIGTERM does not end.
-                return RrfpError(
+                return RunFailedError(
                     f"rank {other} (pid {ended.pid}) did not answer and was killed: "
-                    f"{report.sentence}"
+                    f"{report.sentence}",
+                    Culprit(FoundBy.LAUNCHER, other),
                 )
+    # torch does not say whom a collective has lost.
+    culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
     detail = f"\n{report.detail}" if report.detail else ""
-    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+    return RunFailedError(f"rank {rank} failed: {report.sentence} (see {log}){detail}", culprit)
 
 
 def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str:

@@ -5,6 +5,7 @@ polls, so that Ctrl-C ends it, and names the host that is missing.
 """
 
 import errno
+import ipaddress
 import json
 import logging
 import math
@@ -23,14 +24,16 @@ from torch.distributed import DistError, Store, TCPStore
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.decoding import items, parsed, text
 from rrfp.runtime.rendezvous import own_address_towards
+from rrfp.runtime.transport.doorman import let_in
 from rrfp.train.ranks.answers import AnsweringStore, answer_of
 from rrfp.train.ranks.common import check_common, in_common
 from rrfp.train.ranks.endpoint import Endpoint, obstacle_at
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.pulse import SILENCE_S, Pulse, printable
+from rrfp.train.ranks.pulse import Pulse, printable
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import port_store
 from rrfp.train.ranks.torchrun_store import TorchrunStore
+from rrfp.train.setting_groups import Network
 from rrfp.train.settings import TrainSettings
 
 T = TypeVar("T")
@@ -70,9 +73,10 @@ def meeting(settings: TrainSettings, timeout_s: float, data: str = "") -> Iterat
     try:
         with failing_for_good(), part.pulse.telling():
             part.meet()
-            yield Met(port_store(part.host, part.port, part.own_address), part.pulse, part.connect)
-            part.pulse.part()
+            environment = port_store(part.host, part.port, part.own_address, part.sources)
+            yield Met(environment, part.pulse, part.connect)
             closing = part.closing()
+            part.pulse.part()
     finally:
         part.leave()
     part.await_closing(closing)
@@ -88,9 +92,14 @@ class _Meeting:
         """Where the store is: torchrun's processes learn it only when they meet."""
         self.own_address = ""
         """This host's address towards host 0."""
+        self.sources: list[str] | None = None
+        """The addresses from which the hosts connect to each other; None to let in anybody."""
+        self._lets_in_anybody = settings.run.network is Network.HOST
+        self._listening: int | None = None
+        """The descriptor at which the store listens, on host 0."""
         self._node_rank, self._num_hosts = settings.run.node_rank, settings.run.nnodes
         self._place = place_of(settings)
-        self._silence_s = SILENCE_S
+        self._silence_s = settings.run.silence
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
         self._next_word_s = time.monotonic() + _TELL_AFTER_S
@@ -110,6 +119,8 @@ class _Meeting:
             self._lead()
         else:
             self._follow()
+        if not self._lets_in_anybody:
+            self._let_in_hosts_alone()
 
     def connect(self, within_s: float) -> AnsweringStore:
         """A connection of its own: on one that several share, a call waits for those before."""
@@ -137,7 +148,7 @@ class _Meeting:
 
     def await_closing(self, connection: socket.socket | None) -> None:
         """Wait until host 0 has closed its store, or this host might take it for that of the next
-        meeting: a race launches ranks several times."""
+        meeting: a race launches ranks several times. It does so as soon as all have parted."""
         # Not by the store: torch would show its own stack, asked for one that has just closed.
         if connection is not None:
             with connection, suppress(OSError):
@@ -148,7 +159,8 @@ class _Meeting:
             listening = self._listen()
             self.own_address, self.port = listening.getsockname()[:2]
             self.host = self.own_address
-            store = self._store = self._answering(self._silence_s, listening.detach())
+            self._listening = listening.detach()
+            store = self._store = self._answering(self._silence_s, self._listening)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise UsageError(
@@ -179,6 +191,37 @@ class _Meeting:
         while store.find(_MET) is None:
             self._wait()
 
+    def _let_in_hosts_alone(self) -> None:
+        """A host may take another of its addresses on its way to each of the others."""
+        addresses = self._all_tell("address", self.own_address, text)
+        towards = {own_address_towards(address) for address in addresses} - {""}
+        told = self._all_tell("sources", sorted(towards), _addresses)
+        self.sources = sorted({source for of_host in told for source in of_host})
+        if self._listening is not None:
+            with socket.socket(fileno=os.dup(self._listening)) as listening:
+                let_in(listening, self.sources)
+
+    def _all_tell(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
+        """What all hosts tell under a name, by host."""
+        store = self._store
+        assert store is not None
+        store.set(f"rrfp/{name}/{self._node_rank}", json.dumps(own))
+        return [self._told_by(host, store, name, decode) for host in range(self._num_hosts)]
+
+    def _told_by(
+        self, host: int, store: AnsweringStore, name: str, decode: Callable[[object], T]
+    ) -> T:
+        key = f"rrfp/{name}/{host}"
+        while (data := store.find(key)) is None:
+            self._wait(host)
+        try:
+            return decode(parsed(data))
+        except ValueError:
+            raise RrfpError(
+                f"the value of '{key}' at {self._endpoint.given} is not what host {host} says; see "
+                "whether it runs the same rrfp, and who else can reach that port"
+            ) from None
+
     def _claim(self, store: AnsweringStore) -> None:
         """Take this host's place, which only one can have."""
         own = f"{socket.gethostname()} (process {os.getpid()})"
@@ -195,7 +238,8 @@ class _Meeting:
         try:
             yield
         except UsageError as error:
-            store.set(_REFUSED, str(error))
+            with suppress(RrfpError):  # then nobody waits any more
+                store.set(_REFUSED, str(error))
             raise
 
     def _listen(self) -> socket.socket:
@@ -302,3 +346,8 @@ class _Meeting:
         if self._place is None and host is not None:
             return f"run the same command there with --node-rank {host}"
         return "see whether it has started, and what it says"
+
+
+def _addresses(value: object) -> list[str]:
+    """Of hosts, as JSON tells them. Raises ValueError for anything else."""
+    return [str(ipaddress.ip_address(text(each))) for each in items(value)]

@@ -21,8 +21,6 @@ from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.decoding import integer, items, parsed, text
 from rrfp.train.ranks.answers import AnsweringStore
 
-SILENCE_S = 20.0
-"""How long a host may not be heard before it is taken for lost."""
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1
 """While hosts come, and when they go."""
@@ -32,7 +30,10 @@ _OVERDUE_S = 4.0
 _WORD_S = 8.0
 """How long a host whose ranks have lost a peer waits for another one to say why: longer than that
 one takes to kill a rank that does not end."""
-_TELL_S = 5.0
+_TELL_S = 2.0
+"""How long a host that ends waits for host 0 to have heard it."""
+_HEAR_S = 5.0
+"""How long host 0 waits for the others to have heard it, and to end as well."""
 _PARTING_S = 60.0
 """How long hosts whose ranks have ended wait for the others."""
 _LOOK_S = 0.05
@@ -80,9 +81,10 @@ class Pulse:
         connect: Callable[[], AnsweringStore],
         node_rank: int,
         num_hosts: int,
-        silence_s: float = SILENCE_S,
+        silence_s: float,
     ) -> None:
-        """`connect` opens a connection to the store, or raises RrfpError."""
+        """`connect` opens a connection to the store, or raises RrfpError. A host that is not heard
+        for `silence_s` is lost."""
         self._connect = connect
         self._node_rank = node_rank
         self._others = (0,) if node_rank > 0 else range(1, num_hosts)
@@ -120,13 +122,13 @@ class Pulse:
         is none."""
         failed = [word.sentence for word in self._words.values() if word.state is State.FAILED]
         silent = [self._silence(host) for host in self._others if self.is_silent(host)]
-        return next(iter([*filter(None, [self._misread]), *failed, *silent]), "")
+        return next(filter(None, [self._misread, *failed, *silent]), "")
 
     def is_silent(self, host: int) -> bool:
         """Whether a host that has come, and not ended, was not heard for too long: half as long
         where this one has failed, and only waits for what is left to say."""
-        has_failed = self._own.state is State.FAILED
-        return self._quiet_s(host) > (self.silence_s / 2 if has_failed else self.silence_s)
+        patience = 0.5 if self._own.state is State.FAILED else 1.0
+        return self._quiet_s(host) > patience * self.silence_s
 
     def reason(self) -> str:
         """Why ranks of this host have lost those of another: what that host says, or that it is not
@@ -176,7 +178,7 @@ class Pulse:
         if not self._thread.is_alive():
             return
         if self._node_rank == 0:
-            _await(lambda: self._all_are(State.PARTED), _TELL_S)
+            _await(lambda: self._all_are(State.PARTED), _HEAR_S)
         else:
             _await(lambda: self._published is self._own.state or self.is_silent(0), _TELL_S)
 
