@@ -12,12 +12,13 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rrfp.cli.console import console
 from rrfp.train.settings import TrainSettings
 
 _POLL_S = 0.2
@@ -38,7 +39,7 @@ class TrainDisplay:
         self._last: dict[str, Any] | None = None
         self._heldout: float | None = None
         self._start_s = time.monotonic()
-        self._console = Console(stderr=True)
+        self._console = console(stderr=True)
         self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=5)
         self._ended = Event()
         self._thread = Thread(target=self._follow, daemon=True)

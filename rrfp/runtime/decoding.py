@@ -3,20 +3,13 @@
 Nothing that is read is ever executed, so whoever can write to the store can at most end the run.
 """
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+from rrfp.trace.json_text import parsed as parsed
+
 T = TypeVar("T")
-
-
-def parsed(data: bytes | str) -> object:
-    """Parse JSON. Raises ValueError for anything else."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
 
 
 def integer(value: object) -> int:

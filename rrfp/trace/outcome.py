@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import IO, Any, Self
 
 from rrfp.errors import RrfpError, StoppedError, first_line
+from rrfp.trace.json_text import parsed
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import read_description
 from rrfp.trace.spill import hold, is_being_written
@@ -150,7 +151,7 @@ def read_ending(run: RunDir) -> Ending | None:
     except FileNotFoundError:
         return None
     try:
-        told = json.loads(text)
+        told = parsed(text)
         # Earlier runs named no culprit.
         culprit = told.get("culprit")
         named = None if culprit is None else Culprit.decode(culprit)

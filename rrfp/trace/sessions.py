@@ -4,13 +4,13 @@ run.json describes the last session. Under `sessions` it keeps the descriptions 
 and every one of a resumed run has its `session`, counted from 1, and its `first_step`.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.json_text import parsed
 from rrfp.trace.records import (
     CostRecord,
     RankRecords,
@@ -60,7 +60,7 @@ def _has_begun(description: Mapping[str, Any]) -> bool:
 def read_description(path: Path) -> dict[str, Any]:
     """The content of run.json; empty if its launcher died before it wrote it."""
     try:
-        settings = json.loads(path.read_bytes())
+        settings = parsed(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

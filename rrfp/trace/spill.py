@@ -21,11 +21,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
+from operator import gt
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rrfp.errors import RrfpError
-from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record
+from rrfp.schedule.tasks import Kind
+from rrfp.trace.json_text import parsed
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
+from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record, num_times
 from rrfp.trace.segments import segment_of
 from rrfp.trace.whole_lines import WholeLines
 
@@ -42,6 +46,25 @@ _DEFAULTS = {
 }
 """Of the last fields of each type, which rows of earlier versions lack."""
 _new: Any = tuple.__new__
+_MOST_CLOCK_NS = 1 << 62
+"""Of a rank's own clock, which may have run since long before the run."""
+_MOST_TIME_NS = bounds_of("end_ns")[1]
+_BOUNDS = {
+    name: tuple(
+        (index, field, *bounds_of(field))
+        for index, field in enumerate(record_type._fields)
+        if record_type.__annotations__[field] is int and index >= num_times(record_type)
+    )
+    for name, record_type in RECORD_TYPES.items()
+}
+"""Of the numbers of each type that are not times."""
+_KIND_AT = {
+    name: record_type._fields.index("kind")
+    for name, record_type in RECORD_TYPES.items()
+    if "kind" in record_type._fields
+}
+_KINDS = {*Kind, ""}
+"""A stimulus may be of no task."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 NUM_SEGMENTS = 8
@@ -210,7 +233,7 @@ def iter_lines(path: Path) -> Iterator[Line]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield Line(number, json.loads(line))
+                yield Line(number, parsed(line))
             except ValueError as error:
                 if not line.endswith(b"\n"):
                     return
@@ -224,9 +247,24 @@ def header_of(path: Path, value: Any) -> RankInfo:
     if value.get("version") != VERSION:
         raise _corrupt(path, 1, f"has version {value.get('version')} and not {VERSION}")
     try:
-        return RankInfo(**{**value["rank"], "stages": tuple(value["rank"]["stages"])})
+        info = RankInfo(**{**value["rank"], "stages": tuple(value["rank"]["stages"])})
     except (KeyError, TypeError) as error:
         raise _corrupt(path, 1, "does not say which rank wrote it") from error
+    if not _is_possible(info):
+        raise _corrupt(path, 1, f"names a rank that cannot be: {str(value['rank'])[:60]}")
+    return info
+
+
+def _is_possible(info: RankInfo) -> bool:
+    """Whether all fields are of their types, and within what any run has."""
+    places = (info.rank, info.pp_rank, info.tp_rank, info.dp_rank, *info.stages)
+    clocks_ns = (info.clock_offset_ns, info.clock_error_ns)
+    return (
+        all(type(each) is int for each in (*places, *clocks_ns, info.pid))
+        and type(info.host) is str
+        and all(0 <= place < MOST_OF_A_KIND for place in places)
+        and all(abs(each) < _MOST_CLOCK_NS for each in (*clocks_ns, info.pid))
+    )
 
 
 def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) -> None:
@@ -234,6 +272,7 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
     (`RankRecords.by_name`). Raises RrfpError for what is no flush."""
     if not isinstance(value, list):
         raise _corrupt(path, number, "is not a list of records")
+    found: dict[str, list[Any]] = {}
     for row in value:
         try:
             name, fields = row[0], row[1:]
@@ -248,7 +287,34 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
         if tuple(map(type, fields)) != types:
             raise _corrupt(path, number, f"has a '{name}' with wrong fields: {str(row)[:60]}")
         # Their number is right, which is all that the type's own constructor would see to.
-        lists[name].append(_new(RECORD_TYPES[name], fields))
+        found.setdefault(name, []).append(_new(RECORD_TYPES[name], fields))
+    for name, records in found.items():
+        problem = _impossible(name, records)
+        if problem:
+            raise _corrupt(path, number, f"has a '{name}' {problem}")
+        lists[name] += records
+
+
+def _impossible(name: str, records: list[Any]) -> str:
+    """What no record of that type can hold and one of these does; empty if there is nothing. Looks
+    at a column at a time, for a record at a time would take as long as reading it."""
+    columns = tuple(zip(*records, strict=True))
+    for index, field, least, most in _BOUNDS[name]:
+        for value in (min(columns[index]), max(columns[index])):
+            if not least <= value <= most:
+                return f"whose {field} is {value}"
+    if name in _KIND_AT:
+        unknown = set(columns[_KIND_AT[name]]) - _KINDS
+        if unknown:
+            return f"of the kind {min(unknown)[:20]!r}"
+    first_ns, last_ns = min(columns[0]), max(columns[0])
+    if num_times(RECORD_TYPES[name]) == 2:
+        if any(map(gt, columns[0], columns[1])):
+            return "that ends before it begins"
+        last_ns = max(columns[1])
+    if max(-first_ns, last_ns) > _MOST_CLOCK_NS or last_ns - first_ns > _MOST_TIME_NS:
+        return f"at a time that no clock shows: {first_ns if -first_ns > last_ns else last_ns} ns"
+    return ""
 
 
 def _corrupt(path: Path, number: int, fact: str) -> RrfpError:

@@ -4,13 +4,13 @@ The file stays open. So the last records of a run are still read when its launch
 into a trace and removed them. Nothing is locked and nothing written: the run takes no notice.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from rrfp.errors import RrfpError
+from rrfp.trace.json_text import parsed
 from rrfp.trace.records import RankInfo, RankRecords
 from rrfp.trace.segments import number_of, segment_after
 from rrfp.trace.spill import add_flush, header_of
@@ -19,6 +19,7 @@ CHUNK = 4 * 2**20
 """Octets that are read at a time."""
 
 
+_MOST = 1e300
 _UNUSED = ("stimulus", "agreement", "cost", "loss")
 """Records that no figure is made of; with them, reading takes half as long again."""
 
@@ -129,7 +130,7 @@ class RecordsTail:
 
     def _decoded(self, line: bytes) -> object:
         try:
-            return json.loads(line)
+            return parsed(line)
         except ValueError as error:
             raise RrfpError(
                 f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
@@ -180,7 +181,14 @@ class LinesTail:
         found = []
         for line in whole.splitlines():
             with suppress(ValueError):
-                value = json.loads(line)
-                if isinstance(value, dict):
+                value = parsed(line)
+                if isinstance(value, dict) and _fits(value):
                     found.append(value)
         return found
+
+
+def _fits(line: dict[str, object]) -> bool:
+    """Whether each number in a line is one that a float holds; JSON has others."""
+    lists = (value if isinstance(value, list) else [value] for value in line.values())
+    numbers = (each for values in lists for each in values if isinstance(each, int | float))
+    return all(abs(each) < _MOST for each in numbers)

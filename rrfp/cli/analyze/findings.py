@@ -80,11 +80,11 @@ def findings(
         case Format.TABLE:
             parts = _parts(found, name, steps)
             lead, last = _lead(found), [*_rest(found, frames), f"Next: {following}"]
-            from rich.console import Console
+            from rrfp.cli.console import console
 
-            console = Console(highlight=False, markup=False, emoji=False)
-            for line in fitted(console, lead, parts, last):
-                console.print(line, soft_wrap=True)
+            terminal = console()
+            for line in fitted(terminal, lead, parts, last):
+                terminal.print(line, soft_wrap=True)
         case Format.MD:
             print(_markdown(found, _rest(found, frames), name, steps, following))
         case Format.JSON:
