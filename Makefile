@@ -19,7 +19,7 @@ LOCKS := requirements-3.11.lock requirements-3.12.lock
 LOCK_VENV := build/lock-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-all test-gpu lint format bench docs pictures screenshots lock clean
+.PHONY: help setup train test test-core test-all test-gpu fuzz lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -69,6 +69,19 @@ test-all: lint  ## The same with every test, and more examples a property
 
 test-gpu: setup  ## What is to hold on a GPU; without one it says so
 	$(VENV)/bin/pytest -q -rs tests/test_gpu.py $(ARGS)
+
+FUZZ_INPUTS := 100000
+# Of each reader, besides; atheris is slower and finds what chance does not.
+GUIDED_INPUTS := 1000
+ATHERIS := build/atheris
+
+fuzz: setup $(ATHERIS)  ## Damaged inputs for every reader: FUZZ_INPUTS, and GUIDED_INPUTS each
+	$(VENV)/bin/python -m tests.fuzz --inputs $(FUZZ_INPUTS) $(ARGS)
+	PYTHONPATH=$(ATHERIS) $(VENV)/bin/python -m tests.fuzz.guided $(GUIDED_INPUTS)
+
+$(ATHERIS): $(STAMP)
+	@rm -rf $@
+	@$(PIP) install --target $@ atheris==3.0.0
 
 lint: setup  ## ruff and mypy
 	$(VENV)/bin/ruff check --quiet .

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import polars as pl
 import pytest
 
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
 from rrfp.runtime.device.cuda_presence import cuda_problem
 from rrfp.trace.perfetto.writer import write_trace
+from rrfp.train.data.text_files import text_files
 from tests.recordings import make_recording
 
 ROOT = Path(__file__).parent.parent
@@ -192,6 +194,26 @@ def test_a_pipe_and_a_folder_of_images_are_no_text(
 def test_an_empty_folder(refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     assert "the data data holds no text" in refused("--data", "data")
+
+
+@pytest.mark.parametrize("where", ["../secret", "/etc/passwd", "/proc/self/environ", ".."])
+def test_a_link_out_of_the_folder(refused: Callable[..., str], tmp_path: Path, where: str) -> None:
+    (tmp_path / "secret").write_text("not to be trained on" * 100)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("text" * 100)
+    (tmp_path / "data" / "more").symlink_to(where)
+    assert "the folder data holds the link more to /" in refused("--data", "data")
+
+
+def test_links_within_a_folder_are_followed_to_files(tmp_path: Path) -> None:
+    (tmp_path / "there" / "data" / "more").mkdir(parents=True)
+    folder = tmp_path / "data"
+    folder.symlink_to("there/data")
+    (folder / "more" / "a.txt").write_text("text")
+    (folder / "b.txt").symlink_to("more/a.txt")
+    (folder / "less").symlink_to("more")
+    (folder / "round").symlink_to("../data")
+    assert text_files(folder) == [folder / "b.txt", folder / "more" / "a.txt"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -438,3 +460,10 @@ def test_an_order_that_deadlocks_as_a_fixed_one(rrfp: Rrfp, tmp_path: Path) -> N
     )
     assert code == 2
     assert "in the row hint=order.csv: order order.csv deadlocks as a fixed order" in sentence
+
+
+def test_a_parquet_of_more_rows_than_bytes(refused: Callable[..., str], tmp_path: Path) -> None:
+    pl.DataFrame({"text": ["a"]}).select(
+        pl.col("text").repeat_by(1_000_000).explode()
+    ).write_parquet(tmp_path / "a.parquet")
+    assert "a.parquet claims 1000000 rows in " in refused("--data", "a.parquet")

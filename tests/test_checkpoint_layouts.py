@@ -1,5 +1,7 @@
 """A checkpoint holds the same whichever layout wrote it, and every layout reads all of it."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ def save_again(settings: str, source: str, target: str) -> None:
         assert checkpoint is not None
         load(checkpoint, told, layout, tensors)
         run = RunDir(Path(source).parent / "run")
-        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors)
+        copy = partial(shutil.copyfile, run.metrics)
+        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors, copy)
         saver.save(checkpoint.step)
 
 

@@ -32,7 +32,7 @@ def test_a_stalls_grid_is_told_below_the_sentence(tmp_path: Path) -> None:
     grid = "rank  waits\n1     2.0 s"
     report = FailureReport("rank 1 waited", 1, False, False, detail=grid)
     failure, run = Failure(7, 1, 0.0, report), RunDir(tmp_path)
-    told = str(_first_failure({1: failure}, run, num_hosts=1))
+    told = str(_first_failure({1: failure}, run, str))
     assert told == f"rank 1 failed: rank 1 waited (see {run.rank_log(1)})\n{grid}"
 
 
@@ -46,23 +46,25 @@ ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
 
 
 @pytest.mark.parametrize(
-    ("failures", "num_hosts", "told"),
+    ("failures", "elsewhere", "told"),
     [
-        ({0: (1, LOST), 1: (-signal.SIGSEGV, None)}, 1, "rank 1 (pid 7) was killed by SIGSEGV"),
-        ({0: (1, LOST), 1: (1, OWN), 2: (ENDED, None)}, 1, "rank 1 failed: no memory"),
-        ({0: (1, LOST), 2: (-signal.SIGTERM, None)}, 1, "rank 2 (pid 7) was killed by SIGTERM"),
-        ({0: (1, OWN), 1: (1, REFUSED)}, 1, "rank 0 failed: no memory"),
-        ({1: (1, REFUSED)}, 1, "--lr is -1"),
-        ({0: (1, SILENT), 2: (KILLED, None)}, 1, "rank 2 (pid 7) did not answer and was"),
-        ({0: (1, LOST)}, 1, "rank 0 failed: rank 1 was lost (see "),
-        ({0: (1, LOST)}, 2, "rank 0 failed after a rank of another host: rank 1 was lost"),
-        ({3: (9, None)}, 1, "rank 3 ended with exit code 9; see "),
-        ({3: (-40, None)}, 1, "rank 3 (pid 7) was killed by signal 40; "),
+        ({0: (1, LOST), 1: (-signal.SIGSEGV, None)}, "", "rank 1 (pid 7) was killed by SIGSEGV"),
+        ({0: (1, LOST), 1: (1, OWN), 2: (ENDED, None)}, "", "rank 1 failed: no memory"),
+        ({0: (1, LOST), 2: (-signal.SIGTERM, None)}, "", "rank 2 (pid 7) was killed by SIGTERM"),
+        ({0: (1, OWN), 1: (1, REFUSED)}, "", "rank 0 failed: no memory"),
+        ({1: (1, REFUSED)}, "", "--lr is -1"),
+        ({0: (1, SILENT), 2: (KILLED, None)}, "", "rank 2 (pid 7) did not answer and was"),
+        ({0: (1, LOST)}, "", "rank 0 failed: rank 1 was lost (see "),
+        ({0: (1, LOST)}, "host 1 (b): rank 2 failed", "host 1 (b): rank 2 failed"),
+        ({0: (1, SILENT)}, "host 1 (b) was silent", "host 1 (b) was silent"),
+        ({0: (1, OWN)}, "host 1 (b) was silent", "rank 0 failed: no memory"),
+        ({3: (9, None)}, "", "rank 3 ended with exit code 9; see "),
+        ({3: (-40, None)}, "", "rank 3 (pid 7) was killed by signal 40; "),
     ],
 )
 def test_the_failure_that_the_others_follow_from_is_told(
     failures: dict[int, tuple[int, FailureReport | None]],
-    num_hosts: int,
+    elsewhere: str,
     told: str,
     tmp_path: Path,
 ) -> None:
@@ -72,7 +74,7 @@ def test_the_failure_that_the_others_follow_from_is_told(
         for rank, (code, report) in failures.items()
         for was_ended in [code < -100]
     }
-    error = _first_failure(ended, RunDir(tmp_path), num_hosts)
+    error = _first_failure(ended, RunDir(tmp_path), lambda: elsewhere)
     assert str(error).startswith(told)
     assert error.exit_code == (2 if told == "--lr is -1" else 1)
 
@@ -97,7 +99,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
         1: Failure(7, -signal.SIGKILL, 2.0, None, True, STOPPED, stacks),
         2: Failure(8, 1, 1.0, SILENT),
     }
-    assert str(_first_failure(failures, run, num_hosts=1)) == (
+    assert str(_first_failure(failures, run, str)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
         f"stopped it, while rank 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
     )
@@ -108,7 +110,7 @@ def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
     }
-    told = str(_first_failure(failures, RunDir(tmp_path), num_hosts=1))
+    told = str(_first_failure(failures, RunDir(tmp_path), str))
     assert told.startswith("rank 0 failed: no memory")
 
 

@@ -1,6 +1,8 @@
 """A run as tables: nothing is lost on the way, and the tables beside a trace are those of it."""
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import polars as pl
@@ -132,23 +134,54 @@ def test_a_path_is_a_name(tmp_path: Path, name: str) -> None:
     assert found.run.height == 2
 
 
-@pytest.mark.parametrize("damage", ["unlink", "truncate", "no ranks"])
-def test_damaged_tables_are_made_anew(trace: Path, damage: str) -> None:
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def lengthen_tasks(path: Path) -> None:
+    pl.read_parquet(path).with_columns(pl.col("end_ns") + 5).write_parquet(path)
+
+
+def lose_a_column(path: Path) -> None:
+    pl.read_parquet(path).drop("end_ns").write_parquet(path)
+
+
+def add_a_file(path: Path) -> None:
+    shutil.copy(path, path.with_name("task-00001.parquet"))
+
+
+def lose_the_ranks(path: Path) -> None:
+    path.with_name("run.parquet").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, truncate, lengthen_tasks, lose_a_column, add_a_file, lose_the_ranks]
+)
+def test_damaged_tables_are_made_anew(trace: Path, damage: Callable[[Path], None]) -> None:
     whole = load_frames(trace)
     (folder,) = trace.with_name("trace.pftrace.frames").iterdir()
-    path = folder / ("run.parquet" if damage == "no ranks" else "task-00000.parquet")
-    if damage == "truncate":
-        path.write_bytes(path.read_bytes()[:50])
-    else:
-        path.unlink()
+    damage(folder / "task-00000.parquet")
     _assert_same(load_frames(trace), whole)
     assert list(trace.with_name("trace.pftrace.frames").iterdir()) == [folder]
 
 
-def test_a_torn_note_of_replays_is_none(trace: Path) -> None:
+def test_tables_of_another_trace_are_not_taken(trace: Path) -> None:
+    whole = load_frames(trace)
+    (folder,) = trace.with_name("trace.pftrace.frames").iterdir()
+    other = trace.with_name("other.pftrace")
+    write_trace(other, make_recording(2, 3, 2))
+    load_frames(other)
+    (others,) = other.with_name("other.pftrace.frames").iterdir()
+    shutil.rmtree(folder)
+    others.rename(folder)
+    _assert_same(load_frames(trace), whole)
+
+
+@pytest.mark.parametrize("damage", [lambda note: b"[[0.", lambda note: note.replace(b"0.", b"1.")])
+def test_a_damaged_note_of_replays_is_none(trace: Path, damage: Callable[[bytes], bytes]) -> None:
     expected = CachedTrace(trace).structural()
     (path,) = trace.with_name("trace.pftrace.frames").glob("*/structural-*.json")
-    path.write_text("[[0.")
+    path.write_bytes(damage(path.read_bytes()))
     assert CachedTrace(trace).structural() == expected
 
 

@@ -509,3 +509,27 @@ def test_a_damaged_file_is_read_or_refused(kind: str, data: st.DataObject) -> No
 def check_recording(recording: Recording) -> None:
     for rank in bubbles(frames_of(recording)).ranks:
         assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns
+
+
+def test_a_database_gives_no_more_than_it_holds(ran: list[list[Timed]], tmp_path: Path) -> None:
+    """A column that is computed would make a text of half a gigabyte of every row."""
+    path = exports(ran, tmp_path)[0]
+    with sqlite3.connect(path) as database:
+        database.executescript(
+            "DROP TABLE StringIds; CREATE TABLE StringIds (id INTEGER PRIMARY KEY, "
+            "value TEXT AS (hex(zeroblob(250000000))));"
+            "INSERT INTO StringIds (id) SELECT textId FROM NVTX_EVENTS;"
+        )
+    with pytest.raises(RrfpError, match="cannot be read as SQLite"):
+        import_run([path])
+
+
+def test_a_database_without_an_end_is_refused(
+    ran: list[list[Timed]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = exports(ran, tmp_path)[0]
+    monkeypatch.setattr("rrfp.interchange.nsight.tables._LEAST_STEPS", 1000)
+    monkeypatch.setattr("rrfp.interchange.nsight.tables._STEPS_OF_A_BYTE", 0)
+    monkeypatch.setattr("rrfp.interchange.nsight.tables._STEPS_AT_ONCE", 100)
+    with pytest.raises(RrfpError, match=r"cannot be read as SQLite \(interrupted\)"):
+        import_run([path])

@@ -203,3 +203,12 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(RrfpError, match=sentence):
             import_run([tmp_path / name])
+
+
+def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    table = pl.DataFrame([row(0, 0, "optimizer", 0, 1)], COLUMNS, orient="row")
+    table.select(pl.all().repeat_by(1_000_000).explode()).write_parquet(path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(RrfpError, match="claims 1000000 rows, more than it has bytes"):
+        import_run([path])

@@ -1,6 +1,7 @@
 """Links whose connections break: they are made again, and nothing is lost or doubled. What cannot
 be made again is told, with both its ends."""
 
+import os
 import random
 import socket
 import threading
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,12 +20,17 @@ from rrfp.runtime.links.link import MOST_USELESS
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
+from rrfp.runtime.transport import factory
 from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.driver import Wrap
+from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.wire import Purpose
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
+from rrfp.train.settings import TrainSettings
 from tests.link_pairs import PATIENCE_S, Pair, Way, failure, nothing_left, pair, take, task, ways
+from tests.ranks import run_ranks
+from tests.training import SMALL, RankRun, train_variant
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -305,3 +312,60 @@ def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
         finally:
             for stranger in strangers:
                 stranger.close()
+
+
+# Training.
+
+
+def train_beside_cuts(
+    settings: dict[str, Any], variants: list[dict[str, Any]], allow_unix: bool
+) -> tuple[list[RankRun], list[RankRun], int]:
+    """Train on this rank as it is, and once more while its connections are cut; with how many were
+    made in all."""
+    from rrfp.megatron.cpu.patches import prepare_cpu
+
+    prepare_cpu()
+    from rrfp.train.ranks.parallel import parallel_groups
+
+    wires, is_over = Wires(), threading.Event()
+    draws = random.Random(int(os.environ["RANK"]))
+
+    def cut() -> None:
+        while not is_over.wait(0.05 + 0.1 * draws.random()):
+            wires.cut(lambda alive: [draws.choice(alive)] if alive else [])
+
+    cutting = threading.Thread(target=cut)
+    chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
+    with parallel_groups(chosen[0]) as layout:
+        calm = [train_variant(variant, layout) for variant in chosen]
+        make = partial(SocketTransport, wrap=wires.wrap, allow_unix=allow_unix)
+        factory.TRANSPORTS = {"cpu": make}
+        cutting.start()
+        try:
+            return calm, [train_variant(variant, layout) for variant in chosen], len(wires.made)
+        finally:
+            is_over.set()
+            cutting.join()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("pp", "allow_unix"),
+    [
+        (2, True),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_whose_connections_are_cut_is_the_same(pp: int, allow_unix: bool) -> None:
+    dispatches = (
+        [{}] if pp == 2 else [{}, {"dispatch": "fixed"}, {"hint": "1f1b", "patience": "auto"}]
+    )
+    settings = {**SMALL, "pp": pp, "steps": 6}
+    ranks = run_ranks(pp, train_beside_cuts, settings, dispatches, allow_unix, timeout_s=110)
+    for calm, cut, num_made in ranks:
+        assert num_made > 3 * len(dispatches) * 2, "too few connections were cut"
+        for before, after in zip(calm, cut, strict=True):
+            assert before.losses == after.losses
+            assert before.grad_norms == after.grad_norms
+            assert before.parameters_sha256 == after.parameters_sha256

@@ -1,8 +1,11 @@
 """A folder of images and captions: what is read, what is held out, and what is refused."""
 
 import json
+import math
 import os
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from PIL import Image
 
 from rrfp.errors import UsageError
+from rrfp.train.data import picture_folder
 from rrfp.train.data.documents import Part
 from rrfp.train.data.open import open_data
 from rrfp.train.data.picture_folder import PictureFolder
@@ -265,3 +269,56 @@ def test_a_cut_off_image_is_refused_when_its_turn_comes(tmp_path: Path) -> None:
     check_data(settings)
     with pytest.raises(UsageError, match=r"captions.jsonl, line 1: the image .*0.png is damaged"):
         PictureFolder(tmp_path, settings).picture(Part.TRAINING, 0)
+
+
+_READ = """
+import resource, sys
+from pathlib import Path
+from rrfp.train.data.documents import Part
+from rrfp.train.data.picture_folder import PictureFolder
+from rrfp.train.settings import TrainSettings
+
+folder = PictureFolder(Path(sys.argv[1]), TrainSettings(model="vlm"))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+folder.picture(Part.TRAINING, 0)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_small_file_of_a_large_image_takes_little_memory(tmp_path: Path) -> None:
+    """The largest there may be, of a palette with transparency, which is made several others."""
+    edge = math.isqrt(picture_folder._MAX_PIXELS)
+    lines = write_images(tmp_path, (16, 16), (16, 16))
+    image = Image.new("P", (edge, edge), 1)
+    image.putpalette(range(48))
+    image.save(tmp_path / "0.png", transparency=3)
+    assert (tmp_path / "0.png").stat().st_size < 100_000
+    write_lines(tmp_path, lines)
+    command = [sys.executable, "-c", _READ, str(tmp_path)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert int(told) << 10 < 450 << 20
+
+
+def test_an_image_larger_than_any_that_is_read_is_refused(tmp_path: Path) -> None:
+    lines = write_images(tmp_path, (16, 16), (16, 16))
+    (tmp_path / "0.png").write_bytes(png_of(10_000, 10_000))
+    write_lines(tmp_path, lines)
+    with pytest.raises(UsageError, match="claims 10000 x 10000 pixels; at most 33554432 are read"):
+        check_data(TrainSettings(model="vlm", data=tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
+def test_bands_of_an_image_have_its_colours(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    numbers = np.random.default_rng(0).integers(0, 256, (13, 7, 4), np.uint8)
+    image = Image.fromarray(numbers)
+    if mode == "I;16":
+        image = Image.fromarray(numbers[..., 0].astype(np.uint16) * 257)
+        image.info["transparency"] = 257 * int(numbers[3, 3, 0])
+    elif mode == "P":
+        image = image.convert("RGB").quantize(16)
+        image.info["transparency"] = 3
+    else:
+        image = image.convert(mode)
+    whole = np.asarray(picture_folder._in_colours(image))
+    monkeypatch.setattr(picture_folder, "_BAND_PIXELS", 20)
+    assert np.array_equal(np.asarray(picture_folder._in_colours(image)), whole)

@@ -103,3 +103,10 @@ def test_any_bytes_are_fields_or_no_message(octets: bytes) -> None:
     except DecodeError:
         return
     assert (fields.spans.ends <= len(octets)).all()
+
+
+def test_a_message_of_more_fields_than_any_has_is_refused() -> None:
+    """Each field takes a round, so that a message of a megabyte would take half a minute."""
+    data = b"\x08\x01" * 500_000
+    with pytest.raises(DecodeError):
+        read_fields(buffer_of(data), Spans(np.array([0]), np.array([len(data)])))

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,10 +47,8 @@ def test_a_flush_of_any_length_is_one_line(tmp_path: Path) -> None:
     writer.append(map(row_of, waits[:1]))
     writer.close()
     whole = path.read_bytes()
-    assert [line.endswith(b"\n") for line in whole.splitlines(keepends=True)] == [
-        *(True, True),
-        False,
-    ]
+    # What no flush has ended is taken back.
+    assert [line.endswith(b"\n") for line in whole.splitlines(keepends=True)] == [True, True]
     assert read_spill(path) == RankRecords(INFO, waits=waits)
 
 
@@ -82,6 +81,14 @@ def test_a_rank_that_died_at_once_left_nothing(tmp_path: Path, left: bytes) -> N
         ('[["nap",0,1,2,"drain"]]', "has a row that is not a record"),
         ('[["wait",0,1,2]]', "has a 'wait' with wrong fields"),
         ('[["wait",0,1,"2","drain"]]', "has a 'wait' with wrong fields"),
+        ("[" * 100_000, "is not JSON"),
+        ('[["wait",9,8,2,"drain"]]', "has a 'wait' that ends before it begins"),
+        (f'[["wait",0,{2**70},2,"drain"]]', "has a 'wait' at a time that no clock shows"),
+        (f'[["wait",{-(2**63)},0,2,"drain"]]', "has a 'wait' at a time that no clock shows"),
+        (f'[["wait",0,1,{2**64 - 1},"drain"]]', "has a 'wait' whose step is 18446744073709551615"),
+        (f'[["loss",0,1,{-(2**63)}]]', "has a 'loss' whose num_lost is -9223372036854775808"),
+        ('[["agreement",0,1,2,"Q",0,0,0]]', "has a 'agreement' of the kind 'Q'"),
+        ('[["agreement",0,1,2,"F",9999999,0,0]]', "has a 'agreement' whose stage is 9999999"),
     ],
 )
 def test_anything_else_corrupt_is_told_with_its_line(tmp_path: Path, line: str, fact: str) -> None:
@@ -93,9 +100,23 @@ def test_anything_else_corrupt_is_told_with_its_line(tmp_path: Path, line: str, 
         read_spill(path)
 
 
+def rank_header(**fields: object) -> dict[str, object]:
+    return {"format": "rrfp records", "version": 1, "rank": {**asdict(INFO), **fields}}
+
+
 @pytest.mark.parametrize(
     "header",
-    [[], {"format": "other"}, {"format": "rrfp records", "version": 1, "rank": {"rank": 0}}],
+    [
+        [],
+        {"format": "other"},
+        {"format": "rrfp records", "version": 1, "rank": {"rank": 0}},
+        rank_header(rank=2**70),
+        rank_header(rank="3"),
+        rank_header(stages=[1, -6]),
+        rank_header(stages=["1"]),
+        rank_header(host=None),
+        rank_header(clock_offset_ns=-(2**63)),
+    ],
 )
 def test_a_foreign_header_is_told(tmp_path: Path, header: object) -> None:
     path = tmp_path / "rank-0.jsonl"

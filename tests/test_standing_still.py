@@ -18,56 +18,69 @@ WITHIN_S = 30.0
 class Stage:
     """Where rank 1 stops."""
 
-    file: str
-    function: str
+    module: str
+    name: str = ""
+    """The function, or that the module is imported."""
     nth: int = 1
     flags: str = "--pp 2 --steps 6"
-    told: str = ""
+    told: str = "in start-up"
     """What the sentence says about it."""
 
 
+SAVING = "--pp 2 --save saved --save-every 2"
 STAGES = {
-    "before-its-first-beat": Stage("train/settings.py", "<module>", told="in start-up"),
-    "import-of-torch": Stage("torch/__init__.py", "<module>", told="in start-up"),
-    "import-of-megatron": Stage("megatron/core/__init__.py", "<module>", told="in start-up"),
-    "joining-the-world": Stage("torch/distributed/distributed_c10d.py", "init_process_group"),
-    "making-groups": Stage("torch/distributed/distributed_c10d.py", "new_group", 4),
-    "introducing-itself": Stage("runtime/introduction.py", "introduce"),
-    "opening-data": Stage("train/data/open.py", "open_data", told="in start-up"),
-    "building-the-model": Stage("train/models/model.py", "build_model", told="in start-up"),
-    "connecting": Stage("transport/socket_transport.py", "open"),
-    "a-step": Stage("train/training.py", "train_step", 3, told="in step 2"),
-    "a-task": Stage("runtime/worker.py", "_run", 25, told="in step"),
-    "the-optimizer": Stage(
-        "core/optimizer/optimizer.py", "step", 3, "--pp 2 --dp 2 --steps 6", told="the optimizer of"
+    "before-its-first-beat": Stage("rrfp.train.settings"),
+    "import-of-torch": Stage("torch"),
+    "import-of-megatron": Stage("megatron.core"),
+    "joining-the-world": Stage("torch.distributed.distributed_c10d", "init_process_group"),
+    "making-groups": Stage("torch.distributed.distributed_c10d", "new_group", 4),
+    "introducing-itself": Stage("rrfp.runtime.introduction", "introduce"),
+    "opening-data": Stage("rrfp.train.data.open", "open_data"),
+    "building-the-model": Stage("rrfp.train.models.model", "build_model"),
+    "connecting": Stage(
+        "rrfp.runtime.transport.socket_transport", "SocketTransport.open", told="in step 0"
     ),
-    "a-collective-after-it": Stage("train/training.py", "_shared", 3, told="the optimizer of"),
-    "a-task-under-megatrons-schedule": Stage(
-        "pipeline_parallel/schedules.py", "forward_step", 9, "--pp 2 --steps 6 --dispatch megatron"
+    "a-step": Stage("rrfp.train.training", "Trainer.train_step", 3, told="in step 2"),
+    "a-task": Stage("rrfp.runtime.worker", "Worker._run", 20, told="in step 2"),
+    "a-task-of-megatrons": Stage(
+        *("megatron.core.pipeline_parallel.schedules", "forward_step", 10),
+        "--pp 2 --steps 6 --dispatch megatron",
+        told="in step 2",
+    ),
+    "the-optimizer": Stage(
+        *("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", 3),
+        "--pp 2 --dp 2 --steps 6",
+        told="in the optimizer of step 2",
+    ),
+    "a-collective-after-it": Stage(
+        "rrfp.train.training", "Trainer._shared", 3, told="in the optimizer of step 2"
     ),
     "an-evaluation": Stage(
-        *("train/evaluation.py", "loss", 2),
+        *("rrfp.train.evaluation", "Evaluation.loss", 2),
         "--pp 2 --model vlm --steps 6 --heldout-every 2",
         told="in the evaluation after step 3",
     ),
     "a-checkpoint": Stage(
-        *("checkpoints/saving.py", "_request", 2),
-        "--pp 2 --steps 6 --save saved --save-every 2",
+        *("rrfp.train.checkpoints.saving", "Saver._request", 2),
+        f"{SAVING} --steps 6",
         told="in the checkpoint after step 3",
     ),
     "a-checkpoint-beside-training": Stage(
-        *("checkpoints/saving.py", "_told", 1),
-        "--pp 2 --steps 40 --save saved --save-every 2 --save-async",
-        told="in the checkpoint after step",
+        *("rrfp.train.checkpoints.saving", "Saver._told", 1),
+        f"{SAVING} --save-async --steps 40",
+        told="in the checkpoint after step ",
     ),
-    "closing-links": Stage("megatron/dropin.py", "close", told="after the last step"),
+    "closing-links": Stage(
+        "rrfp.megatron.dropin", "ForwardBackward.close", told="after the last step"
+    ),
     "leaving-groups": Stage(
-        "distributed_c10d.py", "destroy_process_group", told="as it left its groups"
+        *("torch.distributed.distributed_c10d", "destroy_process_group"),
+        told="as it left its groups",
     ),
-    "ending": Stage("lib/python3.11/threading.py", "_shutdown", told="as it ended"),
+    "ending": Stage("threading", "_shutdown", told="as it ended"),
 }
-"""Quick ones are two that gloo's, or nobody's, time-out would end."""
 QUICK = {"a-collective-after-it"}
+"""Others would wait there for gloo's 300 s."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +90,7 @@ def test_a_rank_stopped_at_any_stage_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stage = STAGES[name]
-    where = f"1:{stage.file}:{stage.function}:{stage.nth}"
+    where = f"1:{stage.module}:{stage.name}:{stage.nth}"
     monkeypatch.setenv("RRFP_STOP", where)
     monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
     flags = stage.flags.replace("saved", str(tmp_path / "saved")).split()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
@@ -213,7 +214,6 @@ def test_a_large_vocabulary_takes_larger_tokens(tmp_path: Path) -> None:
         "uint16",
         "int32",
     ]
-    import numpy as np
 
     from rrfp.train.data.indexed import IndexedCorpus
 
@@ -404,3 +404,16 @@ def test_a_run_on_tokens_says_whose_they_are(tmp_path: Path, tokenizer: Path) ->
     size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     assert told["tokenizer"]["vocabulary"] == size
     assert told["tokenizer"]["end_of_document"] == END
+
+
+def test_tokens_too_large_for_any_vocabulary_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    """The model would have a vector for each."""
+    lengths, bounds = np.array([3], np.int32), np.array([0, 1])
+    write_index(tmp_path / "pair", np.int32, lengths, bounds)
+    (tmp_path / "pair.bin").write_bytes(np.array([1, 2**31 - 1, 2], np.int32).tobytes())
+    with pytest.raises(UsageError, match=r"pair\.bin holds the token 2147483647"):
+        open_corpus(DataSettings(path=tmp_path / "pair"))
+    told = json.loads(tokenizer.read_text())
+    change(tokenizer, added_tokens=[{**told["added_tokens"][0], "id": 2**31}])
+    with pytest.raises(UsageError, match=r"has the token|is no tokenizer"):
+        open_corpus(DataSettings(path=write_jsonl(tmp_path / "a.jsonl"), tokenizer=tokenizer))

@@ -450,11 +450,51 @@ def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> 
         os.killpg(second.process.pid, signal.SIGKILL)
         code, _, err = first.ended(timeout_s=60)
         assert code == 1
-        assert "host 1 sent nothing for 15 s" in err
+        assert "host 1 is not heard any more; the trace lacks the rest of ranks 2, 3" in err
+        assert re.match(r"rrfp: host 1 \(.*\) was silent for \d+ s towards", err.splitlines()[-1])
         assert "c10d" not in err
         await_no_process(other, timeout_s=10)
     shown = rrfp_here(tmp_path, "analyze", "bubbles", str(run), "--format", "json")
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) -> None:
+    """Its ranks would go on."""
+    run, port = tmp_path / "run", free_port()
+    with (
+        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
+        Training(run, *ENDLESS, *hosts_flags(1, port)) as second,
+    ):
+        first.await_steps(2)
+        stopped, other = (first, second) if lost == 0 else (second, first)
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        code, _, err = other.ended(timeout_s=60)
+        assert code == 1
+        words = rf"rrfp: host {lost} \(.*\) was silent for \d+ s towards host {1 - lost} \(.*\)"
+        assert re.match(words, err.splitlines()[-1]), err
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        assert stopped.ended(timeout_s=60)[0] == 1
+        await_no_process(run, timeout_s=10)
+        assert_opens(run)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_host_is_told_on_the_other(tmp_path: Path) -> None:
+    run, port = tmp_path / "run", free_port()
+    with (
+        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
+        Training(run, *ENDLESS, *hosts_flags(1, port)) as second,
+    ):
+        first.await_steps(2)
+        second.process.send_signal(signal.SIGINT)
+        assert second.ended(timeout_s=30)[0] == 130
+        code, _, err = first.ended(timeout_s=30)
+        assert code == 1
+        assert re.match(r"rrfp: host 1 \(.*\): it was told to stop$", err.splitlines()[-1])
+        await_no_process(run, timeout_s=10)
+        assert_opens(run)
 
 
 @pytest.mark.slow
@@ -471,7 +511,7 @@ def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
         assert "rrfp: rank 3 (pid " in err
         code, _, err = first.ended(timeout_s=30)
         assert code == 1
-        assert "failed after a rank of another host" in err.splitlines()[-1]
+        assert re.match(r"rrfp: host 1 \(.*\): rank 3 \(pid \d+\) was ki", err.splitlines()[-1])
         await_no_process(run, timeout_s=10)
         assert_opens(run)
 

@@ -1,8 +1,9 @@
 """The tables of a trace, kept beside it, so that the second command on it is instant.
 
 They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with notes of what was found
-in replays. A trace that has changed has another digest, and its new tables replace the old ones.
-If nothing can be written beside a trace, the tables are made anew each time.
+in replays. A trace that has changed has another digest, and its new tables replace the old ones;
+tables and notes that were damaged no longer fit their seals, and are made anew. If nothing can be
+written beside a trace, the tables are made anew each time.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from polars.exceptions import PolarsError
 import rrfp
 from rrfp.analyze.chosen import choose
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.parquet import check_tables, read_tables, write_tables
+from rrfp.analyze.parquet import TABLES, read_tables, write_tables
+from rrfp.analyze.seal import is_sealed, seal, sealed, unsealed
 from rrfp.errors import RrfpError
 from rrfp.trace.whole_file import open_whole
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAYOUT = 6
+_LAYOUT = 7
 """Part of the folder's name; a new number makes every table anew."""
 _NOTES = 6
 """Part of the notes' names; to be raised when the same trace would get other notes."""
@@ -112,11 +114,12 @@ class CachedTrace:
         """What was found before, from its note beside the tables, or what is found and noted now.
         A note that cannot be read is made anew."""
         path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            return read(json.loads(path.read_bytes()))
+        place = f"{self._folder.name}/{path.name}"
+        with suppress(OSError, ValueError):
+            return read(json.loads(unsealed(place, path.read_bytes())))
         found = find()
         with suppress(OSError), open_whole(path) as file:
-            file.write(json.dumps(write(found)).encode())
+            file.write(sealed(place, json.dumps(write(found)).encode()))
         return found
 
 
@@ -156,6 +159,7 @@ def _make_beside(trace: Path, folder: Path) -> Path:
     partial.mkdir()
     try:
         _make(trace, partial)
+        seal(partial, folder.name)
         for old in folder.parent.iterdir():
             if _FOLDER.fullmatch(old.name) and (old != folder or not _is_whole(folder)):
                 shutil.rmtree(old, ignore_errors=True)
@@ -178,9 +182,5 @@ def _make(trace: Path, folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether all tables are there and can be read."""
-    try:
-        check_tables(folder)
-    except (OSError, PolarsError):
-        return False
-    return True
+    """Whether all tables are there, as they were made."""
+    return is_sealed(folder, folder.name, TABLES)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _NUM_ROWS_OF_A_FILE = 500_000
 _RUN = "run.parquet"
+TABLES = "*.parquet"
+"""All files of the tables in their folder."""
 
 
 def read_tables(folder: Path) -> Frames:
@@ -34,13 +36,6 @@ def read_tables(folder: Path) -> Frames:
             for name, schema in SCHEMAS.items()
         },
     )
-
-
-def check_tables(folder: Path) -> None:
-    """Raise OSError or PolarsError when a table is missing or cannot be read."""
-    files = [_file(folder, name, 0) for name in SCHEMAS]
-    for file in {folder / _RUN, *files, *folder.glob("*.parquet")}:
-        pl.scan_parquet(file, glob=False).collect_schema()
 
 
 def write_tables(reader: "TraceReader", folder: Path) -> None:

@@ -40,9 +40,9 @@ def doctor(
     if output_format is PlainFormat.JSON:
         print(json.dumps({"checks": [check.as_json() for check in checks]}))
     else:
-        from rich.console import Console
+        from rrfp.cli.console import console
 
-        Console(highlight=False).print(_table(checks))
+        console().print(_table(checks))
     for check in checks:
         if check.ends_runs_on(device):
             raise RrfpError(check.advice)

@@ -12,12 +12,13 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rrfp.cli.console import console
 from rrfp.train.settings import TrainSettings
 
 _POLL_S = 0.2
@@ -38,7 +39,7 @@ class TrainDisplay:
         self._last: dict[str, Any] | None = None
         self._heldout: float | None = None
         self._start_s = time.monotonic()
-        self._console = Console(stderr=True)
+        self._console = console(stderr=True)
         self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=5)
         self._ended = Event()
         self._thread = Thread(target=self._follow, daemon=True)
@@ -68,6 +69,12 @@ class TrainDisplay:
         if self._live.is_started:
             self._live.stop()
 
+    def warn(self, sentence: str) -> None:
+        """Show a warning, above what is redrawn."""
+        self._console.print(
+            f"Warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
+
     def _follow(self) -> None:
         while not self._ended.wait(_POLL_S):
             self._read()
@@ -75,9 +82,11 @@ class TrainDisplay:
 
     def _read(self) -> None:
         """Take in the lines that were finished since the last look."""
-        if not self._path.exists():
+        try:
+            file = self._path.open("rb")
+        except OSError:
             return
-        with self._path.open("rb") as file:
+        with file:
             if os.fstat(file.fileno()).st_ino == self._stale:
                 return
             file.seek(self._offset)

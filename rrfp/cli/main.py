@@ -4,6 +4,7 @@ A verb's file is imported at every start, so it imports what is heavy (torch, po
 inside its commands only.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from rrfp.cli.train import train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
+from rrfp.train.ranks.answers import is_asking
 
 app = typer.Typer(
     name="rrfp",
@@ -74,6 +76,12 @@ def main() -> int:
     take_interrupts()
     done = errors.run(app, sys.argv[1:])
     if isinstance(done, int):
-        return done
-    give_interrupts_back()
-    return done()
+        code = done
+    else:
+        give_interrupts_back()
+        code = done()
+    if is_asking():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

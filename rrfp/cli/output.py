@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rrfp.cli.csv_cells import csv_of
 from rrfp.cli.options import Format
 from rrfp.errors import GateError, UsageError
 from rrfp.trace.steps import EVALUATION, counted, step_names
@@ -41,7 +42,7 @@ def print_frame(
         case Format.JSON:
             print(json.dumps(as_json))
         case Format.CSV:
-            sys.stdout.write(report.write_csv())
+            sys.stdout.write(csv_of(report))
         case Format.PARQUET:
             if sys.stdout.isatty():
                 raise UsageError(
@@ -59,12 +60,11 @@ def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
     if markdown:
         print("\n".join(sheet.markdown() for sheet in sheets), end="")
         return
-    from rich.console import Console
+    from rrfp.cli.console import console
 
-    # What is told may look like rich's own markup, and figures in it are no finds.
-    console = Console(highlight=False, markup=False, emoji=False)
+    terminal = console()
     for sheet in sheets:
-        sheet.print(console)
+        sheet.print(terminal)
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:

@@ -22,7 +22,6 @@ def progress(
     if total == 1 or not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -31,13 +30,15 @@ def progress(
         TimeRemainingColumn,
     )
 
+    from rrfp.cli.console import console
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=total, completed=num_done() if num_done else 0)
         ended = Event()
 
@@ -63,11 +64,12 @@ def working(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from rrfp.cli.console import console
+
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=console(stderr=True), transient=True)
     bar.add_task(what, total=None)
     timer = Timer(_PATIENCE_S, bar.start)
     timer.daemon = True

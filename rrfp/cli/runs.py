@@ -1,9 +1,7 @@
 """`rrfp runs`: the runs of a directory, what each was and how it ended."""
 
-import csv
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.options import RowFormat
 from rrfp.errors import UsageError
+from rrfp.trace.json_text import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending
 from rrfp.trace.rundir import RUNS, RunDir, began_ns, runs_in
 from rrfp.trace.sessions import read_description
@@ -80,11 +80,8 @@ def runs(
         case RowFormat.JSON:
             print(json.dumps({"runs": [asdict(each) for each in found]}))
         case RowFormat.CSV:
-            writer = csv.DictWriter(
-                sys.stdout, list(_Run.__dataclass_fields__), lineterminator="\n"
-            )
-            writer.writeheader()
-            writer.writerows(map(asdict, found))
+            rows = (asdict(each).values() for each in found)
+            print_csv(_Run.__dataclass_fields__, rows)
         case _ if not found:
             print(f"There are no runs in {directory}; 'rrfp train' makes one.")
         case RowFormat.TABLE | RowFormat.MD:
@@ -147,10 +144,10 @@ def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | Non
         with run.metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE))
             whole, *_ = file.read().rpartition(b"\n")  # the last line may be under way
-        return int(json.loads(whole.splitlines()[-1])["step"]) + 1 if whole else 0
+        return int(parsed(whole.splitlines()[-1])["step"]) + 1 if whole else 0
     except FileNotFoundError:
         return 0
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

@@ -253,7 +253,7 @@ def simulate(
     given = locals()
 
     from rrfp.cli.sweep import SETTINGS, asked_rows, field_of, settings_of
-    from rrfp.cli.tables.simulated import as_json, labels, print_csv, title
+    from rrfp.cli.tables.simulated import as_json, labels, print_rows, title
 
     texts = {name: given[field_of(name)] for name in SETTINGS}
     flags = {name: text for name, text in texts.items() if text is not None}
@@ -280,7 +280,7 @@ def simulate(
         case RowFormat.JSON:
             print(json.dumps({"rows": as_json(asked, rows)}))
         case RowFormat.CSV:
-            print_csv(asked, rows)
+            print_rows(asked, rows)
 
 
 def _tell_left_out(settings: "Sequence[Setting]") -> None:

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from rrfp.cli.terminal import guarded
+
 
 @contextmanager
 def unheard_if_closed() -> Iterator[None]:
     """Within the block, stdout and stderr swallow what is written after their reader has gone."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_forgiving, before)
+    sys.stdout, sys.stderr = (guarded(_forgiving(stream)) for stream in before)
     try:
         yield
     finally:

@@ -138,9 +138,9 @@ def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
     if output_format is PlainFormat.JSON:
         print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
-        from rich.console import Console
+        from rrfp.cli.console import console
 
-        Console().print(_table(verdicts))
+        console().print(_table(verdicts))
 
 
 def _as_json(verdict: "Verdict") -> dict[str, object]:

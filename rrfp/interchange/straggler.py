@@ -91,9 +91,16 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
 def _read(path: Path) -> pl.DataFrame:
     try:
         if path.suffix == ".parquet":
-            return pl.read_parquet(path)
+            num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
+            # A file of a few bytes can claim billions of rows that are alike, and times are not.
+            if num_rows > path.stat().st_size:
+                raise RrfpError(
+                    f"{path} claims {num_rows} rows, more than it has bytes, so it is damaged; "
+                    "write it again"
+                )
+            return pl.read_parquet(path, glob=False)
         return pl.read_csv(b"".join(open_bytes(path)), infer_schema_length=None)
-    except (pl.exceptions.PolarsError, OSError) as error:
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise RrfpError(
             f"{path} is no table ({reason}); import the CSV or the Parquet file as it was written"

@@ -14,7 +14,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 from rrfp.trace.whole_file import open_whole
 from rrfp.train.settings import TrainSettings
@@ -122,7 +122,7 @@ class RaceFiles:
             kind(**values)
             for values in read_objects(self.turns)
             for kind in (Turn, Failure)
-            if values.keys() == {field.name for field in fields(kind)}
+            if _are_fields(values, kind)
         ]
 
     def ended(self) -> set[tuple[str, int]]:
@@ -145,6 +145,15 @@ class RaceFiles:
             return None
         name, number = json.loads(self.under_way.read_text(encoding="utf-8"))
         return name, number
+
+
+def _are_fields(values: dict[str, Any], kind: type[Turn | Failure]) -> bool:
+    """Whether these are the fields of a turn or a failure, all of their types."""
+    types = get_type_hints(kind)
+    return values.keys() == types.keys() and all(
+        isinstance(value, types[name] if types[name] is not float else float | int)
+        for name, value in values.items()
+    )
 
 
 def append_object(path: Path, values: dict[str, Any]) -> None:

@@ -3,20 +3,13 @@
 Nothing that is read is ever executed, so whoever can write to the store can at most end the run.
 """
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
+from rrfp.trace.json_text import parsed as parsed
+
 T = TypeVar("T")
-
-
-def parsed(data: bytes | str) -> object:
-    """Parse JSON. Raises ValueError for anything else."""
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
 
 
 def integer(value: object) -> int:
@@ -47,6 +40,13 @@ def items(value: object, num_items: int | None = None) -> list[object]:
     """A list, of `num_items` items if given."""
     if not isinstance(value, list) or num_items not in (None, len(value)):
         raise ValueError(f"{_short(value)} is not a list of {num_items or 'items'}")
+    return value
+
+
+def mapping(value: object) -> dict[str, object]:
+    """An object with any members."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{_short(value)} is not an object")
     return value
 
 

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import IO, Any, Self
 
-from rrfp.errors import RrfpError, StoppedError
+from rrfp.errors import RrfpError, StoppedError, first_line
+from rrfp.trace.json_text import parsed
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import read_description
 from rrfp.trace.spill import hold, is_being_written
 
 
@@ -149,10 +151,38 @@ def read_ending(run: RunDir) -> Ending | None:
     except FileNotFoundError:
         return None
     try:
-        told = json.loads(text)
+        told = parsed(text)
         # Earlier runs named no culprit.
         culprit = told.get("culprit")
         named = None if culprit is None else Culprit.decode(culprit)
         return Ending(Outcome(told["outcome"]), told["error"], named)
     except (ValueError, TypeError, KeyError):
         return Ending(Outcome.KILLED)
+
+
+def why_without_records(run: RunDir) -> str:
+    """A sentence: why nothing was recorded in a run's directory. May raise OSError, and RrfpError
+    if its run.json cannot be read."""
+    description = read_description(run.run_json)
+    if not description:
+        if run.logs.is_dir():
+            return (
+                f"{run.path} has the logs of one host's ranks alone; the trace is where host 0 of "
+                "that run has its --out"
+            )
+        return f"{run.path} has no {run.trace.name}, and no run in it; 'rrfp runs' lists the runs"
+    settings = description.get("settings")
+    if isinstance(settings, dict) and settings.get("no_trace") is True:
+        return (
+            f"the run in {run.path} was trained with --no-trace; train it without to have a trace, "
+            f"or read its {run.metrics.name}"
+        )
+    if is_going(run):
+        return f"the run in {run.path} has recorded nothing yet; wait for its first step"
+    ending = read_ending(run)
+    reason = "" if ending is None or ending.error is None else f" ({first_line(ending.error)})"
+    when = "before its first step" if not run.metrics.exists() else "and its records are gone"
+    return (
+        f"no rank of the run in {run.path} has recorded anything: it ended {when}{reason}; see "
+        f"{run.logs}"
+    )

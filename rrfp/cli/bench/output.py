@@ -1,14 +1,13 @@
 """The rows of a race: printed, warned about, and drawn."""
 
-import csv
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import print_sheets
 from rrfp.cli.progress import working
@@ -39,8 +38,8 @@ def print_rows(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: Row
 
 def _print_csv(rows: "Sequence[ResultRow]") -> None:
     """A line a row: the keys of the JSON, estimates in three columns each."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    for number, row in enumerate(rows):
+    table: list[dict[str, object]] = []
+    for row in rows:
         flat: dict[str, object] = {}
         found = row.as_json()
         intervals = found.pop("intervals")
@@ -54,9 +53,8 @@ def _print_csv(rows: "Sequence[ResultRow]") -> None:
             flat[name] = value
             if name in row.ratios:
                 flat[f"{name}_low"], flat[f"{name}_high"] = intervals.get(name, (None, None))
-        if number == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
+        table.append(flat)
+    print_csv(table[0] if table else (), (flat.values() for flat in table))
 
 
 def tell_over_pace(rows: "Sequence[ResultRow]") -> None:

@@ -41,8 +41,9 @@ def check(
 
 def _print_peaks(order: Order) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
+
+    from rrfp.cli.console import console
 
     print("The most at once, in activations of one chunk and microbatch:")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -51,4 +52,4 @@ def _print_peaks(order: Order) -> None:
     for rank in range(order.shape.num_ranks):
         stages = " ".join(map(str, order.shape.stages_of(rank)))
         table.add_row(str(rank), stages, str(order.peak_depth(rank)), str(order.peak_held(rank)))
-    Console().print(table)
+    console().print(table)

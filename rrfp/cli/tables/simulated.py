@@ -1,10 +1,9 @@
 """How `rrfp simulate` tells of its rows: their title, and as JSON and CSV."""
 
-import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.sweep import Asked, field_of
 from rrfp.schedule.hints.auto import AUTO
 from rrfp.simulate.choice.candidates import in_words
@@ -45,20 +44,18 @@ def labels(asked: Sequence[Asked], rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def print_csv(asked: Sequence[Asked], rows: Sequence[Row]) -> None:
+def print_rows(asked: Sequence[Asked], rows: Sequence[Row]) -> None:
     """A line a row: the keys of the JSON, the times in a column each, ranks by spaces."""
-    writer = csv.writer(sys.stdout, lineterminator="\n")
-    for number, found in enumerate(as_json(asked, rows)):
-        row = rows[number]
+    table: list[dict[str, object]] = []
+    for row, found in zip(rows, as_json(asked, rows), strict=True):
         times = {"mean_s": row.mean_s, "min_s": row.min_s, "max_s": row.max_s}
         found["peak_held"] = " ".join(map(str, row.peak_held))
         found["peak_held_bytes"] = " ".join(map(str, row.peak_held_bytes or ()))
         flat: dict[str, object] = {}
         for name, value in found.items():
             flat |= times if name == "makespan_s" else {name: value}
-        if number == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
+        table.append(flat)
+    print_csv(table[0], (flat.values() for flat in table))
 
 
 _ALWAYS_TOLD = ("hint", "dispatch", "links", "costs", "jitter")

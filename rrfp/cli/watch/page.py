@@ -179,6 +179,8 @@ def _stages_of_metrics(follower: Follower) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     busy = follower.metrics.get("busy_fraction")
     for stage, share in enumerate(busy[:_MOST_STAGES] if isinstance(busy, list) else []):
+        if not isinstance(share, int | float):
+            continue
         bar = ProgressBar(total=1.0, completed=share, width=_BAR_WIDTH)
         table.add_row(f"stage {stage}", bar, f"{share:4.0%} busy")
     return table

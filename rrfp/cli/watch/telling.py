@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 
+from rrfp.cli.console import console
 from rrfp.cli.watch.page import duration, page
 from rrfp.watch.alarms import Alarm, Alert, facts
 from rrfp.watch.figures import StepFigures
@@ -40,16 +41,12 @@ def has_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def _console() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
-
-
 class LivePage:
     """A page that redraws itself. Alerts stay above it when it has gone."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._console = _console()
+        self._console = console()
         self._live = Live(console=self._console, auto_refresh=False)
         self._notes: list[str] = []
 
@@ -91,7 +88,7 @@ class OncePage:
         self._notes.append(f"note: {sentence}")
 
     def end(self, stand: Stand, told: str) -> None:
-        _console().print(page(self._follower, stand, told, self._notes))
+        console().print(page(self._follower, stand, told, self._notes))
 
     def close(self) -> None:
         pass

@@ -19,6 +19,10 @@ from rrfp.errors import RrfpError
 from rrfp.interchange.unnamed.gpu import Kernel, is_nccl_transfer
 
 MAGIC = b"SQLite format 3\0"
+_MOST_BYTES = 1 << 20
+"""Of a row."""
+_STEPS_OF_A_BYTE, _LEAST_STEPS, _STEPS_AT_ONCE = 1000, 10**8, 10**6
+"""How much SQLite's machine may work for each byte of a file; reading takes it a few steps."""
 _MOST_NS = 1 << 61
 """Of times; ids of threads are smaller too."""
 _RANGES = """
@@ -81,6 +85,7 @@ def read_processes(path: Path) -> list[Process]:
         # A file in use by nsys itself must not be touched: no journal, no lock.
         location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with closing(sqlite3.connect(location, uri=True)) as database:
+            _bound(database, path.stat().st_size)
             tables = _tables(path, database)
             for start_ns, end_ns, name, thread in _rows(path, database, _RANGES, text_at=2):
                 if isinstance(name, str):
@@ -102,6 +107,15 @@ def read_processes(path: Path) -> list[Process]:
     if not found:
         raise RrfpError(f"{path} {_WITHOUT_RANGES}")
     return found
+
+
+def _bound(database: sqlite3.Connection, num_bytes: int) -> None:
+    """Let a file of that size ask for no more than it holds: its columns may be computed, and its
+    pages may name each other without an end."""
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
+    num_left = (num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE
+    left = iter(range(num_left))
+    database.set_progress_handler(lambda: next(left, None) is None, _STEPS_AT_ONCE)
 
 
 _WITHOUT_RANGES = (

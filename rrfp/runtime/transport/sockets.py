@@ -2,6 +2,7 @@
 
 import socket
 
+from rrfp.runtime.transport.doorman import let_in, named_sources
 from rrfp.runtime.transport.private_socket import bind_private
 
 _BACKLOG = 1024
@@ -16,9 +17,12 @@ def listen_unix(directory: str) -> tuple[socket.socket, bytes]:
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """Listens at a port of this address or name that the system chooses. Raises OSError."""
+    """Listens at a port of this address or name that the system chooses, to the run's hosts alone
+    where these are known. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    let_in(listening, named_sources())
+    return listening
 
 
 def prepare(connection: socket.socket) -> None:

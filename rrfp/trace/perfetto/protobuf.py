@@ -20,6 +20,8 @@ Words = NDArray[np.uint64]
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MOST_BYTES_OF_A_VARINT = 10
+_MOST_FIELDS = 4096
+"""Of one message; each takes a round of its own, and one of a trace has a few dozen."""
 
 _WORD = 8
 """Bytes of a word; texts are compared word by word."""
@@ -82,12 +84,12 @@ def buffer_of(data: bytes) -> Bytes:
 def read_fields(data: Bytes, messages: Spans) -> Fields:
     """All fields of these messages in a buffer from `buffer_of`.
 
-    Raises DecodeError if a field extends beyond its message, or has a wire type that proto3 does
-    not use.
+    Raises DecodeError if a field extends beyond its message or has a wire type that proto3 does not
+    use, and for a message of more fields than any has.
     """
     owners, (at, ends) = np.arange(len(messages.starts)), messages
-    rounds = []
-    while True:
+    rounds: list[Fields] = []
+    while len(rounds) <= _MOST_FIELDS:
         unread = np.flatnonzero(at < ends)
         if unread.size < at.size:
             owners, at, ends = owners[unread], at[unread], ends[unread]
@@ -99,6 +101,7 @@ def read_fields(data: Bytes, messages: Spans) -> Fields:
         if not at.size:
             return _joined(rounds)
         at = spans.ends
+    raise DecodeError
 
 
 def find(data: Bytes, texts: Spans, names: tuple[str, ...]) -> Rows:

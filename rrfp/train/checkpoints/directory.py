@@ -30,6 +30,7 @@ _LOCK_S = 30.0
 """How long a run waits for another that saves to the same directory. One whose launcher was killed
 ends within a second."""
 _LOOK_S = 0.1
+_PROBE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,17 @@ class CheckpointDir:
                 tell(f"the checkpoint {path} is not whole ({lacking}) and is passed over")
 
     def begin(self, step: int) -> Path:
-        """A new directory to write the checkpoint of `step` into. May raise OSError."""
+        """A new directory to write the checkpoint of `step` into. Raises OSError if there is not
+        even room for the files that describe one."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
         path.mkdir()
+        probe = path / f"{_SAVING}probe"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        except OSError:
+            self.discard(path)
+            raise
         return path
 
     def is_saving(self, step: int) -> bool:

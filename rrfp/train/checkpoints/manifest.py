@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from rrfp.trace.json_text import parsed
+
 FILE = "checkpoint.json"
 METRICS = "metrics.jsonl"
 """The run's metrics up to the checkpoint's step, so that a run that goes on has every line once."""
@@ -43,7 +45,7 @@ class Manifest:
     def read(cls, directory: Path) -> Self:
         """Read a checkpoint's manifest. Raises OSError, or ValueError saying what is wrong."""
         try:
-            told = json.loads((directory / FILE).read_bytes())
+            told = parsed((directory / FILE).read_bytes())
         except ValueError as error:
             raise ValueError(f"{FILE} is not JSON") from error
         if not isinstance(told, dict) or told.get("format") != _FORMAT:

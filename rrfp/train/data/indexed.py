@@ -21,6 +21,10 @@ _INDEX_HEAD = struct.Struct("<9sQBQQ")
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 """The size of a token, by Megatron's number of its type; 6 and 7 are floating point."""
 
+MOST_TOKENS = 1 << 24
+"""More than any vocabulary has. A model has a vector for each, so one token that is too large would
+ask for all memory."""
+
 _SCAN_TOKENS = 1 << 24
 
 _WRITTEN_TYPES: tuple[tuple[int, type[np.integer[Any]]], ...] = ((8, np.uint16), (4, np.int32))
@@ -47,8 +51,11 @@ class IndexedCorpus:
     def _counted_vocabulary(self, prefix: Path) -> int:
         data = with_suffix(prefix, ".bin")
         lowest, highest = _token_range(data, self._dataset.index.dtype)
-        if lowest < 0:
-            raise UsageError(f"{data} holds the token {lowest}; tokens are 0 or more")
+        if lowest < 0 or highest >= MOST_TOKENS:
+            raise UsageError(
+                f"{data} holds the token {highest if lowest >= 0 else lowest}; tokens are numbered "
+                f"from 0 to at most {MOST_TOKENS - 1}"
+            )
         return highest + 1
 
     def tokens(self, document: int, start: int, stop: int) -> Tokens:

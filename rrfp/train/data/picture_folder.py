@@ -19,12 +19,14 @@ from PIL import Image, ImageOps
 from rrfp.errors import UsageError
 from rrfp.train.data.documents import Document, Part, Pixels
 from rrfp.train.data.sampling import sample_at
-from rrfp.train.data.text_files import check_no_pipe, files_under, json_line
+from rrfp.train.data.text_files import check_no_pipe, files_in, json_line
 from rrfp.train.settings import TrainSettings
 
 _ONE_HELD_OUT_IN = 20
-_MAX_PIXELS = 100_000_000
-"""The largest image, in pixels; a small file can claim to need far more than all memory."""
+_MAX_PIXELS = 1 << 25
+"""The largest image, in pixels; it takes 400 MB to read. A small file can claim to be larger."""
+_BAND_PIXELS = 1 << 22
+"""How many pixels change their colours at once."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """The formats that are opened. Pillow reads others too, some by starting other programs."""
 _GROUND = (128, 128, 128)
@@ -103,7 +105,8 @@ class PictureFolder:
         patches."""
         with _opened(line) as opened:
             try:
-                image = _in_colours(ImageOps.exif_transpose(opened))
+                ImageOps.exif_transpose(opened, in_place=True)
+                image = _in_colours(opened)
             except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
                     f"{line.place}: the image {line.image} is damaged ({error}); replace or remove "
@@ -118,7 +121,17 @@ class PictureFolder:
 
 
 def _in_colours(image: Image.Image) -> Image.Image:
-    """The image in red, green and blue of 8 bits each, with nothing transparent."""
+    """The image in red, green and blue of 8 bits each, with nothing transparent; a band of it at a
+    time, so that what lies between takes little memory."""
+    whole = Image.new("RGB", image.size)
+    height = max(_BAND_PIXELS // image.width, 1)
+    for top in range(0, image.height, height):
+        band = image.crop((0, top, image.width, min(top + height, image.height)))
+        whole.paste(_band_in_colours(band), (0, top))
+    return whole
+
+
+def _band_in_colours(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         greys, clear = np.asarray(image), image.info.get("transparency")
         image = Image.fromarray(np.rint(greys / 257).astype(np.uint8))
@@ -170,7 +183,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
             ".jsonl of captions"
         )
-    files = [file for file in files_under(folder) if file.suffix == ".jsonl"]
+    files = [file for file in files_in(folder) if file.suffix == ".jsonl"]
     if not files:
         raise UsageError(
             f"the folder {folder} holds no .jsonl; give it one, with lines like "

@@ -51,7 +51,7 @@ def text_files(path: Path | None) -> list[Path]:
     if not path.is_dir():
         check_no_pipe(path)
         return [path]
-    files = list(files_under(path))
+    files = list(files_in(path))
     for file in files:
         if file.suffix in (".bin", ".idx"):
             raise UsageError(
@@ -92,13 +92,29 @@ def check_no_pipe(path: Path) -> None:
         raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
 
-def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files that are not hidden, in the same order on every machine."""
+def files_in(folder: Path) -> Iterator[Path]:
+    """All files of a folder that a user names, as `_walk` gives them. Raises UsageError for a link
+    that leads out of the folder: it would make data of what nobody meant to be."""
+    root = os.path.realpath(folder)
+    for path in _walk(folder):
+        if path.is_symlink() and not Path(target := os.path.realpath(path)).is_relative_to(root):
+            raise UsageError(
+                f"the folder {folder} holds the link {path.relative_to(folder)} to {target}, which "
+                "lies outside; copy it into the folder, or remove the link"
+            )
+        if not path.is_dir():
+            yield path
+
+
+def _walk(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """All files and links that are not hidden, in the same order on every machine. Links to folders
+    are not followed."""
     for where, folders, files in os.walk(folder):
+        links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
             name for name in folders if name not in skips and not name.startswith(".")
         )
-        for name in sorted(files):
+        for name in sorted({*files, *links}):
             if not name.startswith("."):
                 yield Path(where, name)
 
@@ -145,6 +161,12 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
                 f"the column '{text_key}' of {path} holds {columns[text_key]} and not text; name "
                 "another with --text-key"
             )
+        num_rows, num_bytes = table.select(pl.len()).collect().item(), path.stat().st_size
+        # A small file can claim billions of rows that are alike.
+        if num_rows > num_bytes:
+            raise UsageError(
+                f"{path} claims {num_rows} rows in {num_bytes} bytes; give --data texts that differ"
+            )
         batches = table.select(text_key).collect_batches(chunk_size=_ROWS)
         rows = chain.from_iterable(batch[text_key] for batch in batches)
         for number, text in enumerate(rows, start=1):
@@ -160,7 +182,7 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 def _library_files() -> Iterator[Path]:
     num_bytes = 0
-    for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
+    for file in _walk(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
             continue
         num_bytes += file.stat().st_size

@@ -20,6 +20,7 @@ import numpy as np
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs.text_files import sha256_of
+from rrfp.trace.json_text import parsed
 from rrfp.train.data.indexed import indexed_documents, token_type, with_suffix, write_index
 from rrfp.train.data.text_files import text_files, texts
 from rrfp.train.data.tokenizer import Tokenizer, named_end, tokenizer_file
@@ -91,7 +92,7 @@ def encoded(data: DataSettings, tell: Callable[[str], None] | None = None) -> En
 def _found(prefix: Path, tokenizer: Path) -> Encoded | None:
     """The tokens of this key, unless they are missing or damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError, UsageError):
-        told = json.loads(with_suffix(prefix, ".json").read_bytes())
+        told = parsed(with_suffix(prefix, ".json").read_bytes())
         indexed_documents(prefix)
         return Encoded(prefix, int(told["vocabulary"]), {"path": str(tokenizer), **told})
     return None

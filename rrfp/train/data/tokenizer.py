@@ -11,6 +11,7 @@ from typing import Any
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs.text_files import read_text
+from rrfp.train.data.indexed import MOST_TOKENS
 
 _FILE = "tokenizer.json"
 
@@ -36,6 +37,11 @@ class Tokenizer:
             raise UsageError(f"the tokenizer {self.file} has no tokens; name another one")
         self.vocab_size = max(vocabulary.values()) + 1
         """One more than the highest token."""
+        if self.vocab_size > MOST_TOKENS:
+            raise UsageError(
+                f"the tokenizer {self.file} has the token {self.vocab_size - 1}; "
+                f"{MOST_TOKENS - 1} is the largest that is taken"
+            )
         self.end_of_document = _end_of(self.file, vocabulary, end_of_document)
         first, last = self._frame(vocabulary)
         end = vocabulary[self.end_of_document]

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +32,8 @@ class FailureReport:
     """Whether another rank did not answer for too long; it may still be alive."""
     detail: str = ""
     """Further lines below the sentence: the grid of a stall."""
+    at_s: float = field(default=0.0, compare=False)
+    """When it was written, on the host's monotonic clock: the time of day may jump."""
     culprit: Culprit | None = None
     """Whose fault it was, and who found that."""
 
@@ -48,7 +50,7 @@ class FailureReport:
         message = {
             "message": self.sentence,
             "extraInfo": {"timestamp": int(time.time())},
-            "report": asdict(self),
+            "report": asdict(replace(self, at_s=time.monotonic())),
         }
         # Atomically, because the launcher ends this process if another one has failed too.
         with open_whole(Path(path)) as file:

@@ -4,57 +4,69 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.runtime import variables
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
+from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.open_files import allow_open_files
 from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.stores import file_store, store_at
+from rrfp.train.ranks.private_network import network_of
+from rrfp.train.ranks.stopping import failing_for_good
+from rrfp.train.ranks.stores import file_store
+from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 TRAINING = "rrfp.train.rank"
 """The module with the work of `rrfp train`'s ranks."""
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
-_ANSWER_S = 30.0
 
 _TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
 """The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
-def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` names the module with their work.
+def launch(
+    settings: TrainSettings,
+    run: RunDir,
+    work: str = TRAINING,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run this host's ranks to their end; `work` names the module with their work, and `tell` gets
+    what they warn of.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
     that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
     signal ignored. Must run on the main thread.
     """
+    allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     with own_directory() as directory:
         own = {variables.DIRECTORY: str(directory)}
-        with _store(settings, run, directory) as (environment, lost):
-            environments = _environments(settings, {**environment, **own})
+        with (
+            network_of(settings.run) as network,
+            _store(settings, run, directory, work) as (environment, elsewhere),
+            hearing(directory, tell) as heard,
+        ):
+            environments = _environments(settings, {**environment, **own, **network, **heard})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),
                     environments,
                     directory,
                     end_on_request=settings.run.save is not None,
-                    lost=lost,
+                    lost=elsewhere.lost,
                     silence_s=settings.run.silence,
                     is_whole=settings.run.nnodes == 1,
                 )
@@ -66,32 +78,52 @@ def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
                 _log_stacks(failures, run)
-                raise _first_failure(failures, run, settings.run.nnodes)
+                raise _first_failure(failures, run, elsewhere.reason)
+
+
+class _Elsewhere(Protocol):
+    """What is known of the other hosts."""
+
+    def lost(self) -> str:
+        """A sentence once another host is lost or has failed; until then empty."""
+        ...
+
+    def reason(self) -> str:
+        """Why ranks of this host have lost those of another; empty if nobody says."""
+        ...
+
+
+class _NoOtherHost:
+    def lost(self) -> str:
+        return ""
+
+    def reason(self) -> str:
+        return ""
 
 
 @contextmanager
 def _store(
-    settings: TrainSettings, run: RunDir, directory: Path
-) -> Iterator[tuple[Mapping[str, str], Callable[[], str]]]:
+    settings: TrainSettings, run: RunDir, directory: Path, work: str
+) -> Iterator[tuple[Mapping[str, str], _Elsewhere]]:
     """Keep the ranks' store open, and give the variables that tell them where it is, and what says
-    whether another host is lost. What ranks of other hosts record comes to host 0."""
+    how other hosts are. What ranks of other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory), str
+        yield file_store(directory), _NoOtherHost()
         return
     # Imported late: only a launcher of several hosts needs torch.
     with _quiet():
         from rrfp.train.ranks.gathering import gathering
         from rrfp.train.ranks.meeting import meeting
-        from rrfp.train.ranks.pulse import beating
 
-    def within(store: "Store") -> AbstractContextManager[None]:
-        return gathering(store, settings, run)
-
-    with meeting(settings, _MEETING_S, within) as environment:
-        # A connection of its own: on the meeting's a call may wait for another to be answered.
-        store = store_at(environment[variables.STORE], _ANSWER_S)
-        with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
-            yield environment, pulse.lost
+    # Ranks with other work read other data.
+    data = data_contents(settings)["data"] if work == TRAINING else ""
+    with (
+        meeting(settings, _MEETING_S, data) as met,
+        gathering(met, settings, run),
+        failing_for_good(),
+        met.pulse.telling(),
+    ):
+        yield met.environment, met.pulse
 
 
 @contextmanager
@@ -133,7 +165,9 @@ def _environments(
     }
 
 
-def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int) -> RrfpError:
+def _first_failure(
+    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], str]
+) -> RrfpError:
     """The failure that caused the others, as an error."""
 
     def precedence(rank: int) -> tuple[int, float]:
@@ -167,6 +201,8 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
         )
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
+    if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
+        return RrfpError(reason)
     if report.is_silence:
         for other, ended in failures.items():
             if ended.exit_code == -signal.SIGKILL:
@@ -178,12 +214,6 @@ def _first_failure(failures: Mapping[int, Failure], run: RunDir, num_hosts: int)
                 )
     # torch does not say whom a collective has lost.
     culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
-    if report.is_consequence and num_hosts > 1:
-        return RunFailedError(
-            f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
-            "rrfp train names the first)",
-            culprit,
-        )
     detail = f"\n{report.detail}" if report.detail else ""
     return RunFailedError(f"rank {rank} failed: {report.sentence} (see {log}){detail}", culprit)
 

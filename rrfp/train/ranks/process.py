@@ -17,7 +17,10 @@ from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+from rrfp.train.ranks.open_files import is_of_too_many, told_of_too_many
+from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
+from rrfp.train.ranks.warnings import warn_launcher
 
 
 def main() -> None:
@@ -29,11 +32,19 @@ def main() -> None:
 
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
-    _write_output_to(run.rank_log(int(os.environ["RANK"])))
+    rank = int(os.environ["RANK"])
+    _write_output_to(run.rank_log(rank))
+    logging.basicConfig(format="%(message)s")
+    warn_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
         take_sigterm_as_request()
+    try:
+        enter_network()  # while there is one thread
+    except RrfpError as error:
+        _fail(error)
+    end_with_launcher()  # a process that enters a namespace of users has to ask again
     show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
     try:
         from rrfp.train.ranks.devices import take_device
@@ -66,6 +77,8 @@ def _fail(error: Exception) -> NoReturn:
     if isinstance(error, RrfpError):
         sentence, exit_code = text, error.exit_code
         detail = str(error).partition("\n")[2]
+    elif is_of_too_many(error):
+        sentence, exit_code = told_of_too_many(), RrfpError.exit_code
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)

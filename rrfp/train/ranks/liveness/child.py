@@ -31,7 +31,7 @@ class Failure:
     exit_code: int
     """If negative, the signal that killed it."""
     ended_s: float
-    """When it reported the failure, or was found to have ended (seconds since the epoch)."""
+    """When it reported the failure, or was found to have ended, on this host's monotonic clock."""
     report: FailureReport | None
     """The contents of its error file."""
     was_ended: bool = False
@@ -127,9 +127,9 @@ class Child:
         assert exit_code is not None
         try:
             report = FailureReport.read(json.loads(self._error_file.read_bytes()))
-            ended_s = self._error_file.stat().st_mtime
         except (OSError, ValueError):
-            report, ended_s = None, time.time()
+            report = None
+        ended_s = time.monotonic() if report is None else report.at_s
         was_ended = -exit_code in self._ended_by
         return Failure(
             self.pid, exit_code, ended_s, report, was_ended, self._standstill, self._told

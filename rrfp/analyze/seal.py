@@ -1,0 +1,51 @@
+"""Seals on files that keep what can be made anew: a damaged one is as good as none.
+
+A seal holds digests, not secrets. It shows that a disk, a copy or an editor has changed a file, and
+that a file was moved to another place. It does not show who wrote the file.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+_SEAL = "seal.json"
+
+
+def seal(folder: Path, place: str) -> None:
+    """Seal the files that are in a folder now; `place` says what they belong to. May raise
+    OSError."""
+    digests = {file.name: _digest(file) for file in folder.iterdir()}
+    (folder / _SEAL).write_bytes(sealed(place, json.dumps(digests).encode()))
+
+
+def is_sealed(folder: Path, place: str, pattern: str) -> bool:
+    """Whether the files that match the pattern are those that were sealed for this place, and as
+    they were then."""
+    try:
+        digests = json.loads(unsealed(place, (folder / _SEAL).read_bytes()))
+        found = {file.name: _digest(file) for file in folder.glob(pattern)}
+    except (OSError, ValueError):
+        return False
+    return bool(found == digests)
+
+
+def sealed(place: str, content: bytes) -> bytes:
+    """Content under its seal."""
+    return f"{_digest_of(place, content)}\n".encode() + content
+
+
+def unsealed(place: str, data: bytes) -> bytes:
+    """Content without its seal. Raises ValueError if either has changed, or the place has."""
+    digest, _, content = data.partition(b"\n")
+    if digest != _digest_of(place, content).encode():
+        raise ValueError("the seal does not fit")
+    return content
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of(place: str, content: bytes) -> str:
+    return hashlib.sha256(f"{place}\n".encode() + content).hexdigest()

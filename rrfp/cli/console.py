@@ -1,0 +1,22 @@
+"""What tables and live pages are drawn with; `rrfp.cli.terminal` says why not with rich alone."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from rrfp.cli.terminal import shown
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that shows text as it is: what is told may look like rich's own markup, figures in
+    it are no finds, and nothing in it steers the terminal."""
+    return _GuardedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+class _GuardedConsole(Console):
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
