@@ -29,6 +29,8 @@ class Pace:
     """For another step."""
     close_s: float
     """For the end of its ranks, after the last step."""
+    end_s: float
+    """For the end of the launcher, too."""
 
 
 @dataclass(frozen=True, slots=True)
