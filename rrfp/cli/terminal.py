@@ -26,7 +26,7 @@ def shown(text: str) -> str:
 
 def guarded(stream: TextIO) -> TextIO:
     """The same stream, to which only what is shown is written."""
-    return cast(TextIO, stream if isinstance(stream, _Guarded) else _Guarded(stream))
+    return cast(TextIO, _Guarded(stream))
 
 
 class _Guarded:
