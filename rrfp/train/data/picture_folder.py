@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from rrfp.errors import UsageError
 from rrfp.train.data.documents import Document, Part, Pixels
 from rrfp.train.data.sampling import sample_at
-from rrfp.train.data.text_files import check_no_pipe, files_in, json_line
+from rrfp.train.data.text_files import check_no_pipe, check_within, files_under, json_line
 from rrfp.train.settings import TrainSettings
 
 _ONE_HELD_OUT_IN = 20
@@ -183,7 +183,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
             ".jsonl of captions"
         )
-    files = [file for file in files_in(folder) if file.suffix == ".jsonl"]
+    files = [file for file in files_under(folder) if file.suffix == ".jsonl"]
     if not files:
         raise UsageError(
             f"the folder {folder} holds no .jsonl; give it one, with lines like "
@@ -191,6 +191,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
         )
     root = folder.resolve()
     for file in files:
+        check_within(file, folder)
         check_no_pipe(file)
         try:
             with file.open("rb") as lines:
