@@ -10,9 +10,9 @@ import polars as pl
 import pytest
 from rich.text import Text
 
-from rrfp.cli.console import console
-from rrfp.cli.csv_cells import csv_of, harmless
-from rrfp.cli.terminal import guarded, shown
+from rrfp.cli.tables.csv_cells import csv_of, harmless
+from rrfp.cli.terminal.console import console
+from rrfp.cli.terminal.guard import guarded, shown
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
 from rrfp.trace.rundir import RunDir

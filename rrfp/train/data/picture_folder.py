@@ -9,6 +9,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -105,8 +106,9 @@ class PictureFolder:
         patches."""
         with _opened(line) as opened:
             try:
-                ImageOps.exif_transpose(opened, in_place=True)
-                image = _in_colours(opened)
+                with _own_words():
+                    ImageOps.exif_transpose(opened, in_place=True)
+                    image = _in_colours(opened)
             except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
                     f"{line.place}: the image {line.image} is damaged ({error}); replace or remove "
@@ -149,12 +151,18 @@ def _whole_patches(edge: int, patch_size: int) -> slice:
     return slice(spare // 2, spare // 2 + edge - spare)
 
 
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Pillow warns about large and damaged images, of which we tell by errors of our own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _opened(line: _Line) -> Image.Image:
     assert line.image is not None
     try:
-        with warnings.catch_warnings():
-            # Pillow warns about large images; our own bound below says it in our own words.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with _own_words():
             image = Image.open(line.image, formats=_FORMATS)
     except Exception as error:  # headers can be as damaged as image data
         raise UsageError(
