@@ -31,6 +31,13 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
 
 
+def reason_of(error: BaseException) -> str:
+    """Why something failed, as the operating system says it where it did."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return first_line(str(error))
+
+
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """`; did you mean 'bfw'?`: the known name that is nearest to what somebody wrote, to be put
     behind the fact. Empty if none is near."""

@@ -83,18 +83,3 @@ def newest(directory: Path) -> Checkpoint:
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """What a checkpoint holds."""
     return read_tensors(checkpoint.path)
-
-
-def differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
-    """The names of the tensors that are not the same to the last bit."""
-    return sorted(
-        name
-        for name in first.keys() | second.keys()
-        if name not in first or name not in second or not same_bits(first[name], second[name])
-    )
-
-
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))

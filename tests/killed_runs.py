@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.train.checkpoints.directory import CheckpointDir
-from tests.checkpointed import differences, newest, tensors_of, train, train_cut_short
+from rrfp.train.checkpoints.reading import differences
+from tests.checkpointed import newest, tensors_of, train, train_cut_short
 from tests.ranks import RankFailedError
 from tests.trained import TINY, processes_of, read_metrics
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Event, Failed, Inbox
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport import tls
-from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.connecting import Listener
+from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.tls import Tunnels
-from rrfp.runtime.transport.whereabouts import Where
+from rrfp.runtime.transport.whereabouts import Port, Where
 from rrfp.runtime.transport.wire import Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
@@ -145,10 +146,13 @@ def pair(**options: Any) -> Iterator[Pair]:
 def lone_rank(
     rank: int, *, sends_to: list[int], receives_from: list[int], address: str | None = None
 ) -> None:
-    """A rank whose peers say that they are on another host, and nothing else."""
+    """A rank whose peers say that they are on another host, and where, but do not come."""
     store = HashStore()
+    where = Where(None, Port("127.0.0.1", 1, bytes(32))).to_json()
     for peer in {*sends_to, *receives_from} - {rank}:
         store.set(f"{PREFIX}/place/{peer}", "elsewhere")
+        if peer in receives_from:
+            store.set(f"{PREFIX}/address/{peer}", where)
     opened(
         SocketTransport(
             rank,
@@ -190,26 +194,26 @@ def bare_peer(
         )
 
     connected: list[socket.socket] = []
+    listener = Listener(
+        *(1, sends_to and [0], lambda _, connection, attempt: connected.append(connection)),
+        unix=unix,
+        tcp=not unix,
+        address="127.0.0.1",
+        tunnels=tunnels,
+    )
+    listener.open()
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
+        rendezvous.publish("address/1", listener.where.to_json())
         if role == "destination":
-            listener = Listener(
-                1,
-                [0],
-                lambda _, connection: connected.append(connection),
-                unix=unix,
-                tcp=not unix,
-                address="127.0.0.1",
-                tunnels=tunnels,
-            )
-            listener.open()
-            rendezvous.publish("address/1", listener.where.to_json())
+            listener.accept()
             listener.wait(rendezvous, PATIENCE_S)
-            listener.close()
         else:
             where = rendezvous.wait_json("address/0", 0, Where.decode)
-            connected.append(dial(1, 0, where, unix=unix, timeout_s=PATIENCE_S, tunnels=tunnels))
+            connected.append(dial(1, 0, where, unix=unix, tunnels=tunnels))
         transport = making.result(PATIENCE_S)
+    # It will be found gone when its connection breaks.
+    listener.close()
     try:
         yield transport, inbox, connected[0]
     finally:
@@ -217,6 +221,14 @@ def bare_peer(
         if tunnels is not None:
             tunnels.close(PATIENCE_S)
         transport.close()
+
+
+def dial(
+    rank: int, peer: int, where: Where, *, unix: bool, tunnels: Tunnels | None = None
+) -> socket.socket:
+    """A connection to a rank that has proved itself, and this one, too."""
+    with closing(Door(rank, peer, where, unix=unix, tunnels=tunnels)) as door:
+        return door.dial(PATIENCE_S)
 
 
 def message_bytes(sequence: int) -> bytes:

@@ -21,6 +21,7 @@ import torch
 from torch.distributed import HashStore
 
 from rrfp.runtime.device.simulated import POISON, SimulatedDevice
+from rrfp.runtime.links.destination_link import DestinationLink
 from rrfp.runtime.planes import rank_planes, shared_memory_plane
 from rrfp.runtime.planes.mapped import MappedPuller
 from rrfp.runtime.planes.names import TransportName
@@ -30,8 +31,7 @@ from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Arrived, Inbox, Message
 from rrfp.runtime.transport import socket_transport
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.driver import DestinationDriver
+from rrfp.runtime.transport.destination_driver import DestinationDriver
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 

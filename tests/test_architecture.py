@@ -51,6 +51,7 @@ ROOMS = {
         "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
+    "rrfp.chaos": room("runtime trace train", "torch"),
     "rrfp.doctor": room("schedule runtime simulate train", "torch cuda nixl"),
     "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
@@ -60,7 +61,7 @@ ROOMS = {
     ),
     "rrfp.cli": room(
         "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
-        "race tune watch doctor",
+        "race tune watch doctor chaos",
         "typer rich polars torch",
     ),
 }

@@ -48,14 +48,13 @@ from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
 from rrfp.train.checkpoints.matching import check_continues
 from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
-from rrfp.train.checkpoints.reading import read_tensors
+from rrfp.train.checkpoints.reading import differences, read_tensors
 from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks import children, meeting
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
-    differences,
     newest,
     settings_in,
     tensors_of,
@@ -433,7 +432,7 @@ def small_disk_later(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "reason"), [(100, "torch says: .*|File too large"), (100_000, "File too large")]
+    ("num_bytes", "reason"), [(100, "File too large"), (300_000, "File too large")]
 )
 def test_a_full_disk_names_the_directory_and_loses_nothing(
     tmp_path: Path, flags: dict[str, Any], num_bytes: int, reason: str
@@ -441,12 +440,16 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
     with pytest.raises(RankFailedError) as raised:
         train_cut_short(tmp_path, STEPS, partial(small_disk_later, num_bytes), **flags)
     assert re.search(
-        rf"the checkpoint of step 4 could not be written to {tmp_path / 'ck'} "
+        rf"the checkpoint of step {STEPS} could not be written to {tmp_path / 'ck'} "
         rf"\((?:{reason})\); see whether it has room and is writable, then go on from the last one "
         "with --resume",
         str(raised.value),
     )
     assert newest(tmp_path).step == 2
+    # The other files of that disk are whole as far as they go.
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(len(lines))]
+    assert len(lines) == (STEPS if num_bytes > 1000 else 4)
     # The other rank may make the directory again before it is ended; the next session removes it.
     with CheckpointDir(tmp_path / "ck").locked():
         assert [*(tmp_path / "ck").glob(".saving-*")] == []
@@ -466,10 +469,9 @@ def full_disk() -> None:
     setattr(directory.CheckpointDir, "finish", finish)  # noqa: B010
 
 
-def test_a_disk_without_room_is_to_get_some(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"\(No space left on device\); make room there"):
-        train_cut_short(tmp_path, STEPS, full_disk)
-    assert newest(tmp_path).step == 2
+def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path: Path) -> None:
+    train_cut_short(tmp_path, STEPS, full_disk)
+    assert newest(tmp_path).step == STEPS
 
 
 def elsewhere_on_rank_1(directory: Path) -> None:

@@ -1,5 +1,7 @@
 """A checkpoint holds the same whichever layout wrote it, and every layout reads all of it."""
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,9 @@ import pytest
 from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
+from rrfp.train.checkpoints.reading import differences
 from rrfp.train.settings import TrainSettings
-from tests.checkpointed import (
-    differences,
-    newest,
-    settings_in,
-    tensors_of,
-    train,
-)
+from tests.checkpointed import newest, settings_in, tensors_of, train
 from tests.ranks import run_ranks
 from tests.trained import read_metrics
 
@@ -44,7 +41,8 @@ def save_again(settings: str, source: str, target: str) -> None:
         assert checkpoint is not None
         load(checkpoint, told, layout, tensors)
         run = RunDir(Path(source).parent / "run")
-        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors)
+        copy = partial(shutil.copyfile, run.metrics)
+        saver = Saver(CheckpointDir(Path(target)), Session(run), told, layout, tensors, copy)
         saver.save(checkpoint.step)
 
 

@@ -23,15 +23,16 @@ from rrfp.runtime.protocols import (
     PeerLostError,
 )
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
-from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.handshake import HandshakeError, accept_handshake, dial_handshake
-from rrfp.runtime.transport.private_socket import connect_private
+from rrfp.runtime.transport.private_socket import connect_opened, open_private
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.whereabouts import Where
 from rrfp.runtime.transport.wire import MAGIC, VERSION
 from tests.link_pairs import (
     PATIENCE_S,
     PREFIX,
+    dial,
     lone_rank,
     message_bytes,
     nothing_left,
@@ -111,16 +112,17 @@ def test_each_way_in_has_a_secret_of_its_own() -> None:
 def test_a_source_that_settles_slowly_holds_no_other_up() -> None:
     both = threading.Barrier(3)
 
-    def settle(_: int, connection: socket.socket) -> None:
+    def settle(_: int, connection: socket.socket, attempt: int) -> None:
         with connection:
             both.wait(PATIENCE_S)
 
     listener = Listener(0, [1, 2], settle, unix=True, tcp=False, address=None)
     listener.open()
+    listener.accept()
     try:
         with (
-            dial(1, 0, listener.where, unix=True, timeout_s=PATIENCE_S),
-            dial(2, 0, listener.where, unix=True, timeout_s=PATIENCE_S),
+            dial(1, 0, listener.where, unix=True),
+            dial(2, 0, listener.where, unix=True),
         ):
             assert not listener._is_complete(0.05)  # neither is handed over yet
             both.wait(PATIENCE_S)
@@ -180,7 +182,7 @@ def test_a_directory_that_is_not_this_users_alone_is_not_dialled(how: str, tmp_p
         listening.settimeout(0)
         where = Where(str(strange_directory(how, made)), None)
         with pytest.raises(PeerLostError, match="rank 1 cannot connect to rank 0 at /") as refused:
-            dial(1, 0, where, unix=True, timeout_s=5)
+            dial(1, 0, where, unix=True)
         assert "\n" not in str(refused.value)
         with pytest.raises(BlockingIOError):
             listening.accept()
@@ -284,6 +286,11 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
     store, inbox = HashStore(), Inbox()
     place = files_identity() if allow_unix else "elsewhere"
     store.set(f"{PREFIX}/place/1", place)
+    own = Listener(
+        *(1, [], lambda *_: None), unix=allow_unix, tcp=not allow_unix, address="127.0.0.1"
+    )
+    own.open()
+    store.set(f"{PREFIX}/address/1", own.where.to_json())
 
     def make() -> SocketTransport:
         return opened(
@@ -295,14 +302,16 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
     def connect() -> socket.socket:
         if allow_unix:
             assert where.directory is not None
-            stranger, _ = connect_private(where.directory)
-            stranger.settimeout(PATIENCE_S)
-            return stranger
+            file, _ = open_private(where.directory)
+            try:
+                return connect_opened(file, PATIENCE_S)
+            finally:
+                os.close(file)
         assert where.tcp is not None
         return socket.create_connection((where.tcp.host, where.tcp.port), timeout=PATIENCE_S)
 
     def dial_as(rank: int) -> socket.socket:
-        return dial(rank, 0, where, unix=allow_unix, timeout_s=PATIENCE_S)
+        return dial(rank, 0, where, unix=allow_unix)
 
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(make)
@@ -320,13 +329,18 @@ def test_strangers_are_dropped_and_disturb_nothing(allow_unix: bool) -> None:
                 dial_as(2)
             with dial_as(1) as raw:
                 transport = making.result(PATIENCE_S)
-                with suppress(ConnectionResetError):
-                    silent.recv(100)
-                    assert not silent.recv(1)
-                assert raw.recv(48, socket.MSG_WAITALL)
+                if allow_unix:
+                    # Rank 1 has found it, and nobody else will.
+                    assert where.directory is not None
+                    assert not Path(where.directory).exists()
+                assert raw.recv(60, socket.MSG_WAITALL)
                 raw.sendall(message_bytes(0))
                 assert take(inbox, 1) == [Arrived(1, Message(0, task(0), ()))]
                 transport.close(farewell=False)
+                with suppress(ConnectionResetError):
+                    silent.recv(100)
+                    assert not silent.recv(1)
+    own.close()
     assert not inbox.take()
 
 

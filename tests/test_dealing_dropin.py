@@ -19,6 +19,7 @@ from rrfp.megatron.step.microbatch_data import DataHabits, StepData
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross, parse_dealings
+from rrfp.train.checkpoints.reading import differences
 from rrfp.train.data.batches import Batch
 from tests import checkpointed
 from tests.loops import NUM, run_on_items
@@ -225,12 +226,12 @@ def test_a_dealt_run_goes_on_and_is_repeated_from_its_file(tmp_path: Path) -> No
 
     checkpointed.train(tmp_path / "given", 4, **lengths)
     given = checkpointed.tensors_of(checkpointed.newest(tmp_path / "given"))
-    assert checkpointed.differences(given, expected)
+    assert differences(given, expected)
 
 
 def assert_same(directory: Path, expected: dict[str, torch.Tensor]) -> None:
     found = checkpointed.tensors_of(checkpointed.newest(directory))
-    assert checkpointed.differences(found, expected) == []
+    assert differences(found, expected) == []
 
 
 def test_a_recorded_job_writes_down_what_it_deals_and_repeats_it(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ from tests.trained import rrfp, rrfp_here
 NAMES = [
     *("gpu", "gpu-clock", "peer-access", "cuda-ipc", "pid-namespace", "nixl", "fabric", "clock"),
     *("cores", "open-files", "shm-room", "shm-speed", "torch", "megatron-core", "core", "gloo"),
+    "private-network",
 ]
 NO_GPU = CudaPresence((), "there is none")
 TWO_GPUS = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),) * 2, None)

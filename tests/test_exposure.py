@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rrfp.trace.rundir import own_files
 from tests.link_pairs import needs_nixl
 from tests.ranks import run_ranks
 from tests.trained import TINY, Training, free_port
@@ -30,6 +31,7 @@ from tests.watch import (
 pytestmark = pytest.mark.timeout(400)
 
 TRAIN = ("train", *TINY, "--steps=2")
+SAVING = ("--save=runs/ck", "--save-every=1")
 BENCH = ("bench", "rq1", "--scale=tiny", "--profile=multimodal", "--steps=1", "--out=o")
 
 
@@ -40,6 +42,8 @@ class Watched:
     """What the processes unpickled, in words."""
     binds: list[str]
     """The addresses that Python's own sockets were bound to, in words."""
+    open_files: list[str]
+    """The files of the run that somebody else may read or write."""
 
 
 def run_watched(directory: Path, *arguments: str) -> Watched:
@@ -60,18 +64,41 @@ def run_watched(directory: Path, *arguments: str) -> Watched:
     assert {int(path.name) for path in told} & watch.pids
     lines = [line for path in told for line in path.read_text().splitlines()]
     binds = [line for line in lines if line.startswith("bind ")]
-    return Watched(watch, [line for line in lines if line not in binds], binds)
+    open_files = [
+        str(path.relative_to(directory))
+        for path in directory.glob("runs/**/*")
+        if not path.is_symlink() and path.stat().st_mode & 0o077
+    ]
+    return Watched(watch, [line for line in lines if line not in binds], binds, open_files)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    return run_watched(tmp_path_factory.mktemp("trained"), *TRAIN, "--pp=2")
+    return run_watched(tmp_path_factory.mktemp("trained"), *TRAIN, "--pp=2", *SAVING)
 
 
 def test_a_run_listens_at_loopback_only(trained: Watched) -> None:
     assert trained.watch.doors
     assert trained.watch.open_to_others == []
     assert trained.binds == []
+
+
+def test_a_runs_files_are_its_users_alone(trained: Watched) -> None:
+    assert trained.open_files == []
+
+
+def test_files_are_shared_when_that_is_asked(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with own_files():
+            (tmp_path / "own").mkdir()
+        with own_files(shared=True):
+            (tmp_path / "shared").mkdir()
+        assert os.umask(0o027) == 0o027
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("own", "shared")]
+    assert modes == [0o700, 0o750]
 
 
 def test_no_process_of_a_run_unpickles_anything(trained: Watched) -> None:
@@ -109,6 +136,7 @@ def test_the_store_of_one_host_holds_no_secret(trained: Watched) -> None:
 )
 def test_nothing_of_any_kind_of_run_is_open(arguments: tuple[str, ...], tmp_path: Path) -> None:
     watched = run_watched(tmp_path, *arguments)
+    assert watched.open_files == []
     assert watched.watch.doors
     assert watched.watch.open_to_others == []
     assert watched.binds == []
@@ -156,7 +184,8 @@ def network() -> Iterator[OtherNetwork]:
 
 def test_no_port_answers_from_another_network(network: OtherNetwork, tmp_path: Path) -> None:
     """Over a wire that works: a port that is open to all is reached."""
-    command = network.command(sys.executable, "-m", "rrfp", *TRAIN, "--pp=2", "--steps=1000000")
+    flags = ("--pp=2", "--steps=1000000", "--network=host")
+    command = network.command(sys.executable, "-m", "rrfp", *TRAIN, *flags)
     listen = "import socket, time; s = socket.create_server(('', 4711)); time.sleep(600)"
     everywhere = subprocess.Popen(network.command(sys.executable, "-c", listen))
     run = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)

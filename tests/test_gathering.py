@@ -2,8 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,9 @@ from torch.distributed import HashStore
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.train.ranks import gathering
+from rrfp.train.ranks.answers import AnsweringStore
+from rrfp.train.ranks.meeting import Met
+from rrfp.train.ranks.pulse import Pulse
 from rrfp.train.settings import TrainSettings
 
 PREFIX = "rrfp/gathered"
@@ -22,6 +27,7 @@ class Hosts:
 
     def __init__(self, directory: Path) -> None:
         self.store = HashStore()
+        self.silence_s = 20.0
         self.runs = RunDir(directory / "0"), RunDir(directory / "1")
         for run in self.runs:
             run.path.mkdir()
@@ -30,8 +36,23 @@ class Hosts:
         settings = TrainSettings(
             pp=4, nnodes=2, node_rank=host, rdzv_endpoint="127.0.0.1:1", out=self.runs[host].path
         )
-        with gathering.gathering(self.store, settings, self.runs[host]):
-            work()
+
+        with self.beating(host) as pulse:
+            met = Met({}, pulse, self.connect)
+            with gathering.gathering(met, settings, self.runs[host]):
+                work()
+
+    def connect(self, within_s: float = 20.0) -> AnsweringStore:
+        return AnsweringStore(self.store, "here", within_s)
+
+    @contextmanager
+    def beating(self, host: int) -> Iterator[Pulse]:
+        pulse = Pulse(self.connect, host, 2, self.silence_s)
+        pulse.start()
+        try:
+            yield pulse
+        finally:
+            pulse.close()
 
     def both(self, work_of_1: Callable[[], object], work_of_0: Callable[[], object]) -> None:
         with ThreadPoolExecutor() as pool:
@@ -50,25 +71,22 @@ def hosts(tmp_path: Path) -> Hosts:
     return Hosts(tmp_path)
 
 
-@pytest.fixture
-def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_SILENCE_S", 0.5)
-
-
 def nothing() -> None:
     pass
 
 
 def test_files_grow_on_host_0_while_they_are_written(hosts: Hosts) -> None:
-    records, log = "records/rank-2.jsonl", "logs/rank-3.log"
+    records, ring, log = "records/rank-2.jsonl", "records/rank-2.ring", "logs/rank-3.log"
     big = bytes(range(256)) * 8000
     was_seen, is_written = threading.Event(), threading.Event()
 
     def write() -> None:
         hosts.put(1, records, b"head\n")
+        hosts.put(1, ring, b"what it did first, ")
         is_written.set()
         assert was_seen.wait(20)
         hosts.put(1, records, big)
+        (hosts.runs[1].path / ring).write_bytes(b"what it did last")
         hosts.put(1, log, b"last words")
         hosts.put(1, "logs/rank-2.log", b"")
 
@@ -85,6 +103,7 @@ def test_files_grow_on_host_0_while_they_are_written(hosts: Hosts) -> None:
     path = hosts.runs[0].path
     assert (path / records).read_bytes() == b"head\n" + big
     assert not is_being_written(path / records)
+    assert (path / ring).read_bytes() == b"what it did last"
     assert (path / log).read_bytes() == b"last words"
     assert (path / "logs/rank-2.log").read_bytes() == b""
     # Records are on host 0 now; logs stay where users look for them.
@@ -129,22 +148,44 @@ def test_a_file_that_is_none_of_a_hosts_own_is_not_written(
     assert [*hosts.runs[0].path.iterdir()] == []
     assert [*hosts.runs[0].path.parent.iterdir()] == [run.path for run in hosts.runs]
     assert "host 1 sent a file" in caplog.text
-    assert "the trace lacks the rest" in caplog.text
+    assert "the trace lacks the rest of ranks 2, 3" in caplog.text
 
 
-@pytest.mark.usefixtures("short_silence")
-def test_a_host_that_is_silent_is_named(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_that_sends_nothing_is_named(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    hosts.silence_s = 0.5
     hosts.store.set(f"{PREFIX}/answer/1", "false")
     hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
     hosts.be(0, nothing)
-    assert "(host 1 sent nothing for 0.5 s)" in caplog.text
+    assert "host 1 sent no records for 0.5 s; the trace lacks the rest of ranks 2, 3" in caplog.text
     assert (hosts.runs[0].path / "records/rank-2.jsonl").read_bytes() == b"what came"
 
 
-@pytest.mark.usefixtures("short_silence")
+def test_a_silent_host_is_not_waited_for_again(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does a call that never returns keep the records from whoever opens the run."""
+    hosts.silence_s = 1.0
+    hosts.store.set(f"{PREFIX}/answer/1", "false")
+    hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
+    hosts.store.set("rrfp/pulse/1", '[1, "here", "node1", ""]')
+    spill = hosts.runs[0].path / "records/rank-2.jsonl"
+
+    def work() -> None:
+        while not spill.exists():
+            time.sleep(0.01)
+        assert is_being_written(spill)
+        time.sleep(1.5)  # as long as ranks take to notice
+
+    hosts.be(0, work)
+    assert "host 1 is not heard any more; the trace lacks the rest" in caplog.text
+    assert not is_being_written(spill)
+
+
 def test_what_host_0_does_not_take_stays(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    hosts.silence_s = 3.0
     hosts.store.set(f"{PREFIX}/token", "unknown here")
-    hosts.be(1, lambda: hosts.put(1, "records/rank-2.jsonl", b"mine"))
+    with hosts.beating(0):
+        hosts.be(1, lambda: hosts.put(1, "records/rank-2.jsonl", b"mine"))
     (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert told.startswith("host 0 takes no more records (it took nothing for")
+    assert told.startswith("host 0 took no records for 3 s; what ranks 2, 3 recorded stays in ")
     assert (hosts.runs[1].path / "records/rank-2.jsonl").read_bytes() == b"mine"

@@ -15,7 +15,8 @@ from rrfp.analyze.initial_view import find_initial_view
 from rrfp.errors import RrfpError
 from rrfp.schedule.hold import Bytes
 from rrfp.trace.initial_view import InitialView, Preset, typical_step, widened, worst_step
-from rrfp.trace.perfetto.tracks import PATH_OF_CATEGORY, counters_of, stage_path
+from rrfp.trace.perfetto.counters import counters_of
+from rrfp.trace.perfetto.tracks import PATH_OF_CATEGORY, stage_path
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import PhaseRecord, RankInfo, RankRecords, Recording
 from tests.recordings import make_recording

@@ -1,7 +1,8 @@
 """The link protocol without a socket: both ends, a wire of bytes, and every interleaving of them.
 
 A program of random bytes says what happens next: who sends, reads, writes, waits, closes, is
-stopped, and how much of it. Each step is one call of the protocol, so that a write of one thread
+stopped, and how much of it; where the connection is cut, when it is made again, and in which order
+the destination hears of that. Each step is one call of the protocol, so that a write of one thread
 may have begun and not ended while another one reads, closes or sends.
 
 `pytest --hypothesis-profile thorough tests/test_link_protocol.py` runs 100,000 programs.
@@ -15,11 +16,13 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import MOST_USELESS, Link
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import NEXT_STATES, LinkOptions, Output, State
 from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import NEXT_STATES, Link, LinkOptions, Output, State
-from rrfp.runtime.transport.source_link import SourceLink
-from rrfp.runtime.transport.wire import FrameReader, Purpose
+from rrfp.runtime.transport.wire import FrameReader, Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 
@@ -54,9 +57,12 @@ class End:
         self.outgoing = outgoing
         self.buffers: list[memoryview] = []
         """Of the write that has begun."""
+        self.num_carried: int | None = None
+        """How much of it has left, where its link does not know that yet."""
         self.outputs: list[Output] = []
         self.written: list[Purpose] = []
         """Of the frames that were written whole."""
+        self.tasks_written: set[tuple[Purpose, Task]] = set()
         self._reader = FrameReader(2**20)
         self.is_stopped = False
         self.is_closed = False
@@ -85,20 +91,29 @@ class End:
         return bool(self.buffers)
 
     def end_write(self, most_bytes: int, now_ns: int) -> int:
-        """Carry up to so many bytes of the write that has begun."""
+        """Carry up to so many bytes of the write that has begun, and tell."""
         if not self.buffers:
             return 0
-        buffers, self.buffers = self.buffers, []
-        way = self.outgoing
-        if way.is_unread:
+        num_carried, way = self.num_carried, self.outgoing
+        if num_carried is None:
+            num_carried = self.carry(most_bytes)
+        self.buffers, self.num_carried = [], None
+        if num_carried < 0:
             self.outputs += self.link.write_failed()
             return 0
-        room = min(most_bytes, PIPE_BYTES - len(way.data))
-        data = b"".join(buffers)[: max(0, room)]
-        self._put(data)
-        self.outputs += self.link.wrote(len(data), now_ns)
-        if self.link.state is State.LINGERING:
+        self.outputs += self.link.wrote(num_carried, now_ns)
+        if self.link.has_said_all:
             way.is_shut = True
+        return num_carried
+
+    def carry(self, most_bytes: int) -> int:
+        """Carry up to so many bytes; -1: nobody takes them any more."""
+        way = self.outgoing
+        if way.is_unread:
+            return -1
+        room = min(most_bytes, PIPE_BYTES - len(way.data))
+        data = b"".join(self.buffers)[: max(0, room)]
+        self._put(data)
         return len(data)
 
     def _put(self, data: bytes) -> None:
@@ -109,6 +124,8 @@ class End:
             buffer[: len(part)] = part
             if frame := self._reader.fill(len(part), 0):
                 self.written.append(frame.header.purpose)
+                if frame.header.task is not None:
+                    self.tasks_written.add((frame.header.purpose, frame.header.task))
 
     @property
     def can_read(self) -> bool:
@@ -116,7 +133,7 @@ class End:
 
     def read(self, most_bytes: int, now_ns: int) -> int:
         """Read up to so many bytes; the number of those that were read."""
-        if self.is_closed or not self.can_read:
+        if self.is_closed or not self.can_read or self.link.is_broken:
             return 0
         data = self.incoming.data
         if not data:
@@ -124,7 +141,7 @@ class End:
             return 0
         num_read = 0
         self.heard_ns, self.stopped_ns, self.num_stops = now_ns, 0, 0
-        while data and num_read < most_bytes and self.link.state is not State.OVER:
+        while data and num_read < most_bytes and self.reads:
             buffer = self.link.next_read()
             num_bytes = min(len(buffer), len(data), most_bytes - num_read)
             buffer[:num_bytes] = data[:num_bytes]
@@ -133,12 +150,32 @@ class End:
             self.outputs += self.link.received(num_bytes, now_ns) or []
         return num_read
 
+    @property
+    def reads(self) -> bool:
+        return self.link.state is not State.OVER and not self.link.is_broken
+
+    def use(self, incoming: Way, outgoing: Way) -> None:
+        """Go on over another connection."""
+        assert not self.buffers
+        self.leave()
+        self.incoming, self.outgoing = incoming, outgoing
+        self._reader = FrameReader(2**20)
+        self.outputs += self.link.attach()
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self.outgoing.is_shut = True
+        self.incoming.is_unread = True
+
     def look(self, now_ns: int) -> None:
         """End a wait and begin the next one."""
         if self.is_closed:
             return
-        if not self.can_read:
-            outputs = self.link.waited(now_ns)
+        if not self.can_read or self.link.is_broken:
+            if self.link.is_broken:
+                outputs = self.link.could_not_attach("no way", now_ns)
+            else:
+                outputs = self.link.waited(now_ns)
             self.outputs += outputs
             if outputs:
                 # Of a stop, no more than one wait counts as the peer's silence.
@@ -147,7 +184,9 @@ class End:
         self.link.patience_ns(now_ns)
 
     def close_if_over(self) -> None:
-        """What a driver does once its link is over and no write is under way."""
+        """What a driver does once its link is over, or broken, and no write is under way."""
+        if self.link.is_broken and not self.buffers:
+            self.leave()
         if self.is_closed or self.link.state is not State.OVER or self.buffers:
             return
         self.is_closed = True
@@ -156,18 +195,18 @@ class End:
         if self.incoming.data and not self.outgoing.is_shut:
             # As TCP does: what a socket has not read when it is closed takes the rest along.
             self.outgoing.data.clear()
-        self.outgoing.is_shut = True
-        self.incoming.is_unread = True
+        self.leave()
 
 
 class World:
     """A link, its two ends and what became of all that was sent on it."""
 
-    def __init__(self, num_credits: int) -> None:
+    def __init__(self, num_credits: int, *, is_far: bool = False) -> None:
         self.now_ns = 0
         there, back = Way(), Way()
-        self.source_link = SourceLink(0, 1, OPTIONS, 0)
-        self.destination_link = DestinationLink(1, 0, OPTIONS, 0, num_credits)
+        far, raf = (Far("a", "b"), Far("b", "a")) if is_far else (None, None)
+        self.source_link = SourceLink(0, 1, OPTIONS, 0, far=far)
+        self.destination_link = DestinationLink(1, 0, OPTIONS, 0, num_credits, far=raf)
         self.source = End(self.source_link, back, there)
         self.destination = End(self.destination_link, there, back)
         self.ends = (self.source, self.destination)
@@ -180,7 +219,12 @@ class World:
         self.num_told = 0
         """Announcements that arrived."""
         self.num_consumed = 0
-        self.is_cut = False
+        self.is_parted = False
+        """Neither end is there for the other one any more."""
+        self.num_cuts = 0
+        self.offers: list[tuple[int, Way, Way]] = []
+        """What the source has dialled and the destination has not heard of, by attempt."""
+        self.num_attempts = self.last_attempt = 0
         self.story: list[str] = []
 
     # What a program may do. `number` is from 0 to 255.
@@ -225,6 +269,12 @@ class World:
         if not end.is_stopped:
             end.begin_write(self.now_ns)
             end.end_write(number, self.now_ns)
+
+    def carry(self, number: int) -> None:
+        """Write, and be slow to say so."""
+        end = self.ends[number % 2]
+        if not end.is_stopped and end.begin_write(self.now_ns) and end.num_carried is None:
+            end.num_carried = end.carry(number)
 
     def read(self, number: int) -> None:
         end = self.ends[number % 2]
@@ -280,17 +330,63 @@ class World:
         end.link.begin_close(self.now_ns + CLOSE_NS, farewell=farewell)
 
     def cut(self, number: int) -> None:
+        """Break the connection, after some of what is under way."""
+        if number < 64:
+            return
+        self.num_cuts += 1
+        for end in self.ends:
+            way = end.outgoing
+            del way.data[number % 64 * len(way.data) // 63 :]
+            way.is_shut = way.is_unread = True
+
+    def part(self, number: int) -> None:
         if number < 250:
             return
-        self.is_cut = True
+        self.is_parted = True
         for end in self.ends:
             end.outgoing.data.clear()
-            end.outgoing.is_shut = end.outgoing.is_unread = True
+            end.leave()
+
+    def dial(self, number: int) -> None:
+        """What the source's driver does when its link is broken."""
+        source, answered = self.source, self.destination.link
+        if not source.link.is_broken or source.is_stopped or source.buffers:
+            return
+        if self.is_parted or (self.destination.is_closed and not answered.has_peer_left):
+            source.outputs += source.link.lose_gone()
+            return
+        self.num_attempts += 1
+        there, back = Way(), Way()
+        source.use(back, there)
+        if self.destination.is_closed:
+            back.data += answered.parting_words()
+            back.is_shut = there.is_unread = True
+        else:
+            self.offers.append((self.num_attempts, there, back))
+
+    def be_dialled(self, number: int) -> None:
+        """What the destination's driver does, with whatever attempt it hears of first."""
+        end = self.destination
+        if end.is_stopped or end.is_closed:
+            return
+        if self.offers and not end.buffers:
+            attempt, there, back = self.offers.pop(number % len(self.offers))
+            if attempt < self.last_attempt:
+                there.is_unread = back.is_shut = True
+                return
+            self.last_attempt = attempt
+            end.outputs += end.link.break_off("has connected again")
+            if end.link.is_broken:
+                end.use(there, back)
+            return
+        if end.link.is_broken and (self.is_parted or self.source.is_closed):
+            end.outputs += end.link.lose_gone()
 
     ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (
         *(send, send, send, send, announce, consume, consume, grant),
-        *(begin_write, begin_write, write, write, write, read, read, read, look, look),
-        *(pass_time, serve, serve, serve, stop_or_resume, close, cut),
+        *(begin_write, carry, write, write, write, read, read, read, look, look),
+        *(pass_time, serve, serve, serve, stop_or_resume, close, part),
+        *(cut, cut, dial, dial, be_dialled, be_dialled),
     )
 
     def run(self, program: bytes) -> None:
@@ -357,24 +453,25 @@ class World:
         """A loss that was told has a cause."""
         told = end.failure
         peer = self.ends[1 - self.ends.index(end)]
-        if "closed its connection" in told:
-            assert self.is_cut or peer.was_aborted or peer.failure
+        if "closed its connection" in told or "connected again" in told:
+            assert self.is_parted or peer.was_aborted or peer.failure
         elif "while" in told or "has left or was lost" in told:
             assert end is self.source
-            assert self.num_unsent() > 0
+            assert self.num_unsent() or self.num_cuts
+        elif "times in a row" in told:
+            assert self.num_cuts >= MOST_USELESS
         else:
-            assert "was silent" in told
+            assert "was silent" in told or "has been down for" in told
 
     def num_unsent(self) -> int:
         """How many messages and announcements were not written whole."""
-        num_sent = sum(purpose in TASK_PURPOSES for purpose in self.source.written)
-        return len(self.messages) + len(self.announcements) - num_sent
+        return len(self.messages) + len(self.announcements) - len(self.source.tasks_written)
 
     def settle(self, *, consumes: bool = True) -> None:
         """Let both ends do all that they can, without more time than what messages wait for."""
         is_moving = True
         while is_moving:
-            is_moving = False
+            is_moving, was = False, self.connections
             for end in self.ends:
                 if end.is_stopped:
                     continue
@@ -384,6 +481,9 @@ class World:
                 if end.incoming.is_shut:
                     end.read(1000, self.now_ns)
                 end.close_if_over()
+            self.dial(0)
+            self.be_dialled(0)
+            is_moving |= self.connections != was
             self.check()
             consumes &= not self.destination.is_stopped
             while consumes and self.num_consumed < self.num_arrived:
@@ -398,6 +498,12 @@ class World:
             if not end.is_stopped:
                 end.look(self.now_ns)
         self.check()
+
+    @property
+    def connections(self) -> tuple[object, ...]:
+        """What dialling changes."""
+        states = [(end.link.state, end.link.connection) for end in self.ends]
+        return (*states, self.num_attempts, len(self.offers))
 
     def idle(self) -> None:
         """Let time pass; heartbeats keep both ends from taking the other one for lost."""
@@ -420,7 +526,7 @@ class World:
         """Settle, close in one way or another, and see that everything has come to its end."""
         for end in self.ends:
             end.is_stopped = False
-        is_fair = not self.is_cut and all(end.link.state is State.OPEN for end in self.ends)
+        is_fair = not self.is_parted and all(end.link.state is State.OPEN for end in self.ends)
         if number & 4:
             self.settle()
             if is_fair and number & 8:
@@ -496,15 +602,25 @@ class World:
 
 
 @settings(max_examples=NUM_EXAMPLES)
-@given(num_credits=st.integers(1, 9), program=st.binary(min_size=40, max_size=160))
+@given(
+    num_credits=st.integers(1, 9),
+    program=st.binary(min_size=40, max_size=160),
+    is_far=st.booleans(),
+)
 @pytest.mark.timeout(1200)
-def test_every_interleaving_keeps_what_a_link_promises(num_credits: int, program: bytes) -> None:
-    world = World(num_credits)
+def test_every_interleaving_keeps_what_a_link_promises(
+    num_credits: int, program: bytes, is_far: bool
+) -> None:
+    world = World(num_credits, is_far=is_far)
     try:
         world.run(program[:-1])
         world.end(program[-1])
     except BaseException:
-        note("\n".join([f"num_credits {num_credits}", *world.story, f"end({program[-1]})"]))
+        note(
+            "\n".join(
+                [f"num_credits {num_credits}, is_far {is_far}", *world.story, f"end({program[-1]})"]
+            )
+        )
         raise
 
 
@@ -625,7 +741,7 @@ def test_a_delay_holds_messages_back_one_after_the_other_and_reports_overtake_it
 
 def test_what_is_no_frame_is_told_and_ends_the_link() -> None:
     world = open_ends()
-    world.destination.incoming.data += b"x" * 48
+    world.destination.incoming.data += encode_header(Header(Purpose.CREDIT, number=1))
     world.destination.read(1000, 0)
     (failed,) = world.destination.outputs
     assert isinstance(failed, Failed)

@@ -413,7 +413,7 @@ def test_a_trace_of_a_later_version_is_refused(tmp_path: Path) -> None:
     )
     version.int_value = 7
     path.write_bytes(trace.SerializeToString())
-    with pytest.raises(RrfpError, match="is of version 7, and this rrfp reads up to 2; update"):
+    with pytest.raises(RrfpError, match="is of version 7, and this rrfp reads up to 3; update"):
         read_trace(path)
 
 

@@ -1,70 +1,227 @@
-"""A host that is silent is told; one that has ended is not, nor is one that beats."""
+"""What hosts hear of each other: that they are there, silent, failed, and at their end."""
 
+import json
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from torch.distributed import HashStore, Store
 
+from rrfp.errors import RrfpError
 from rrfp.train.ranks import pulse
-from rrfp.train.ranks.pulse import Pulse, beating
+from rrfp.train.ranks.answers import AnsweringStore
+from rrfp.train.ranks.pulse import Pulse
+
+SILENCE_S = 1.0
+NAME = socket.gethostname()
 
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_BEAT_S", 0.01)
-    monkeypatch.setattr(pulse, "_SILENT_S", 0.5)
+    for name in ("_BEAT_S", "_QUICK_BEAT_S", "_LOOK_S"):
+        monkeypatch.setattr(pulse, name, 0.01)
+    monkeypatch.setattr(pulse, "_OVERDUE_S", 0.3)
+    monkeypatch.setattr(pulse, "_WORD_S", 0.6)
 
 
-def await_loss(heard: Pulse) -> str:
+class Wire:
+    """Connections to a store that can be cut; a new one may be open where an old one is deaf."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.is_open = threading.Event()
+        self.is_open.set()
+        self.num_connections = 0
+
+    def connect(self) -> AnsweringStore:
+        self.num_connections += 1
+        return AnsweringStore(_Connection(self), "the wire", 0.1)  # type: ignore[arg-type]
+
+
+class _Connection:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._is_deaf = not wire.is_open.is_set()
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            self._is_deaf = self._is_deaf or not self._wire.is_open.is_set()
+            if self._is_deaf:
+                time.sleep(2)
+                raise RuntimeError("Connection reset by peer")
+            return getattr(self._wire.store, name)(*arguments)
+
+        return call
+
+
+@contextmanager
+def beating(wire: Wire, node_rank: int, num_hosts: int = 2) -> Iterator[Pulse]:
+    heard = Pulse(wire.connect, node_rank, num_hosts, SILENCE_S)
+    heard.start()
+    try:
+        yield heard
+    finally:
+        heard.close()
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire(HashStore())
+
+
+def await_that(holds: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + 20
-    while not heard.lost():
+    while not holds():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    return heard.lost()
 
 
-def test_hosts_that_beat_are_heard_and_a_silent_one_is_named() -> None:
-    store = HashStore()
-    with beating(store, 0, 3) as here, beating(store, 1, 3), beating(store, 2, 3) as there:
-        until_s = time.monotonic() + 1
-        while time.monotonic() < until_s:
-            assert not here.lost()
-            assert not there.lost()
-            time.sleep(0.01)
-        there._ended.set()
-        there._thread.join(20)
-        store.set("rrfp/pulse/2", "7")  # as if it had not said that it leaves
-        assert await_loss(here).startswith("host 2 was silent for 0.5 s; see whether it still runs")
+def watch(*pulses: Pulse, for_s: float = 2 * SILENCE_S) -> None:
+    """As launchers do; nobody is lost."""
+    until_s = time.monotonic() + for_s
+    while time.monotonic() < until_s:
+        assert [each.lost() for each in pulses] == [""] * len(pulses)
+        time.sleep(0.01)
 
 
-def test_a_host_that_has_ended_is_not_lost() -> None:
-    store = HashStore()
-    with beating(store, 0, 2) as here:
-        with beating(store, 1, 2):
-            pass
-        time.sleep(1)
-        assert not here.lost()
-
-
-class SilentStore:
-    """A store at the other end of a dead link."""
-
-    def __init__(self) -> None:
-        self.end = threading.Event()
-
-    def add(self, *_: object) -> int:
-        self.end.wait(60)
-        raise RuntimeError("Connection reset by peer")
-
-
-def test_a_store_that_does_not_answer_is_a_silent_host_0() -> None:
-    silent = SilentStore()
-    store: Store = silent  # type: ignore[assignment]
-    with beating(store, 1, 2) as there:
-        assert await_loss(there).startswith(
-            "host 0 was silent for 0.5 s; see whether it still runs"
+def test_hosts_that_beat_are_heard_and_a_silent_one_is_named(wire: Wire) -> None:
+    with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there:
+        with beating(wire, 2, 3) as third:
+            await_that(lambda: here.has_come(1) and here.has_come(2))
+            watch(here, there, third)
+        await_that(here.lost)
+        assert here.is_silent(2)
+        assert not here.is_silent(1)
+        assert here.lost() == (
+            f"host 2 ({NAME}) was silent for 1 s towards host 0 ({NAME}); see whether it still "
+            "runs, and the network between them"
         )
-    silent.end.set()
-    there._thread.join(20)
-    assert not there._thread.is_alive()
+
+
+def test_a_host_that_has_not_come_yet_is_not_lost(wire: Wire) -> None:
+    with beating(wire, 0) as here:
+        watch(here)
+
+
+def test_a_wire_that_is_cut_is_told_on_both_ends(wire: Wire) -> None:
+    own = Wire(wire.store)
+    with beating(own, 0) as here, beating(wire, 1) as there:
+        await_that(lambda: here.has_come(1) and there.has_come(0))
+        wire.is_open.clear()
+        await_that(lambda: here.lost() and there.lost())
+        assert here.lost().startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 ({NAME})")
+        assert there.lost().startswith(f"host 0 ({NAME}) was silent for 1 s towards host 1 (")
+
+
+def test_a_wire_that_comes_back_is_heard_over_another_connection(wire: Wire) -> None:
+    own = Wire(wire.store)
+    with beating(own, 0) as here, beating(wire, 1) as there:
+        await_that(lambda: here.has_come(1) and there.has_come(0))
+        wire.is_open.clear()
+        watch(here, there, for_s=SILENCE_S / 2)
+        wire.is_open.set()
+        watch(here, there)
+        assert wire.num_connections > 1
+
+
+def test_who_was_stopped_itself_takes_nobody_for_lost(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_PAUSE_S", 0.5)
+    own = Wire(wire.store)
+    with beating(own, 0) as here, beating(wire, 1):
+        await_that(lambda: here.has_come(1))
+        watch(here, for_s=0.1)
+        own.is_open.clear()
+        time.sleep(2 * SILENCE_S)  # nobody looks, and nothing is heard
+        assert here.lost() == ""
+
+
+def test_a_failure_is_heard_in_its_own_words(wire: Wire) -> None:
+    with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
+        await_that(lambda: here.has_come(1) and here.has_come(2))
+        there.fail(RrfpError("rank 2 failed: no \x1b[31mluck\nand its stack"))
+        await_that(here.lost)
+        assert here.lost() == f"host 1 ({NAME}): rank 2 failed: no ?[31mluck"
+        assert here.reason() == here.lost()
+        here.fail(RrfpError(here.lost()))
+        await_that(third.lost)
+        assert third.lost() == here.lost()
+
+
+def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
+    with beating(wire, 0) as here, beating(wire, 1) as there:
+        with pytest.raises(KeyboardInterrupt), there.telling():
+            raise KeyboardInterrupt
+        await_that(here.lost)
+        assert here.lost() == f"host 1 ({NAME}): it was told to stop"
+
+
+def test_a_host_that_is_killed_is_the_reason_before_its_silence_is_over(wire: Wire) -> None:
+    with beating(wire, 0) as here:
+        with beating(wire, 1):
+            await_that(lambda: here.has_come(1))
+            assert here.reason() == ""
+        assert here.reason().startswith(f"host 1 ({NAME}) was silent for ")
+        assert not here.is_silent(1)
+
+
+def test_hosts_part_when_all_have_ended(wire: Wire) -> None:
+    with beating(wire, 0) as here, beating(wire, 1) as there:
+        await_that(lambda: here.has_come(1))
+        parts = [threading.Thread(target=each.part) for each in (here, there)]
+        parts[0].start()
+        time.sleep(0.3)
+        assert parts[0].is_alive()
+        parts[1].start()
+        for part in parts:
+            part.join(20)
+            assert not part.is_alive()
+        for each in (there, here):
+            each.await_heard()
+
+
+def test_a_host_that_fails_at_the_end_is_no_success_elsewhere(wire: Wire) -> None:
+    with beating(wire, 0) as here, beating(wire, 1) as there:
+        await_that(lambda: here.has_come(1))
+        there.fail(RrfpError("rank 3 was killed"))
+        with pytest.raises(RrfpError, match=r"^host 1 \(.*\): rank 3 was killed$"):
+            here.part()
+
+
+def test_a_host_that_does_not_end_is_named(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_PARTING_S", 0.3)
+    with beating(wire, 0) as here, beating(wire, 1):
+        await_that(lambda: here.has_come(1))
+        with pytest.raises(RrfpError, match=r"^host 1 \(.*\) still runs 0.3 s after this host's"):
+            here.part()
+
+
+def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
+    with beating(wire, 0) as here:
+        with beating(wire, 1):
+            await_that(lambda: here.has_come(1))
+        with pytest.raises(RrfpError, match=r"^host 1 \(.*\) was silent for 1 s"):
+            here.part()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [b"\x80\x04}.", b"[]", b'"', b'[1,"here","x"]', b'[1,"gone","x",""]', b'["1","here","x",""]'],
+)
+def test_what_is_no_word_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) -> None:
+    with beating(wire, 0) as here:
+        wire.store.set("rrfp/pulse/1", planted)  # type: ignore[arg-type]
+        await_that(here.lost)
+        assert here.lost().startswith("the value of 'rrfp/pulse/1' in the run's store is not what")
+
+
+def test_a_name_is_shown_without_control_characters(wire: Wire) -> None:
+    with beating(wire, 0) as here:
+        word = [1, "failed", "x", "\x1b]0;owned\x07"]
+        wire.store.set("rrfp/pulse/1", json.dumps(word))
+        await_that(here.lost)
+        assert here.lost() == "?]0;owned?"

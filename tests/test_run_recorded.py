@@ -222,11 +222,12 @@ def record_some(
     restarted: int | None = None,
     broken: int | None = None,
     full: bool = False,
+    fails: bool = False,
 ) -> tuple[list[int | None], list[str]]:
     """On this rank of a job: the steps of its calls that were recorded, and what was said. Each
     pipeline in turn is called twice by its ranks, and by no others. The launcher of rank
     `restarted` says that it has started the job again, and rank `broken` cannot describe it. With
-    `full`, the disk has no room for the run's description."""
+    `full`, the disk has no room for the run's description. With `fails`, the second call raises."""
     import torch.distributed as dist
 
     from rrfp.megatron.job import recording as module
@@ -249,7 +250,7 @@ def record_some(
             if rank not in ranks:
                 continue
             groups = SimpleNamespace(tp=alone, cp=alone, dp_cp=alone)
-            for _ in range(2):
+            for number in range(2):
                 arguments = {
                     "model": model(),
                     "num_microbatches": 1,
@@ -263,6 +264,8 @@ def record_some(
                     times = now_ns, now_ns + 1
                     task = TaskRecord(*times, step, "F", stage, 0, 0, 0, 1, 0, 1, 1, 1, 0)
                     recording.record(task)
+                    if fails and number == 1:
+                        break
                     recording.record(PhaseRecord(*times, step, Phase.SCHEDULE))
                 recording.end(step)
         dist.barrier()
@@ -287,6 +290,20 @@ def test_ranks_that_are_in_no_pipeline_are_no_part_of_the_run(tmp_path: Path) ->
     assert [rank.info.rank for rank in recording.ranks] == [1, 2]
     frames = choose(frames_of(recording))
     assert bubbles(frames).steps == (0, 1)
+
+
+def test_of_a_job_that_fails_amid_a_step_the_trace_has_that_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(2, record_some, run, [[0, 1]], None, None, False, True, timeout_s=100)
+    contents = read_contents(resolve_trace(run))
+    for rank in contents.recording.ranks:
+        assert [task.step for task in rank.tasks] == [0, 1]
+        assert [(each.doing, each.step) for each in rank.begun] == [("schedule", 1)]
+    *_, told = check_contents(contents)
+    assert told == (
+        "unfinished: 2 ranks ended amid something (rank 0: schedule in step 1; rank 1: schedule "
+        "in step 1)"
+    )
 
 
 def test_a_second_model_is_no_part_of_the_run(tmp_path: Path) -> None:

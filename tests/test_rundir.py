@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.locate import find_run, resolve_trace
 from rrfp.trace.merge import encode_run
+from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
 from rrfp.trace.run_files import write_run_files
@@ -195,8 +198,37 @@ def test_a_run_without_a_trace_is_a_sentence() -> None:
     run = create_run_dir(Path("out"), False, "bf")
     with pytest.raises(RrfpError, match=r"has no trace\.pftrace"):
         resolve_trace(run.path)
+
+
+def test_a_run_that_died_before_its_first_step_says_so() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    run.run_json.write_text(json.dumps({"settings": {"no_trace": False}}))
+    with suppress(RrfpError), noting_outcome(run):
+        with pytest.raises(RrfpError, match="the run in out has recorded nothing yet; wait"):
+            resolve_trace(run.path)
+        raise RrfpError("rank 1 failed: no memory\nand its stack")
+    words = (
+        "no rank of the run in out has recorded anything: it ended before its first step (rank 1 "
+        "failed: no memory); see out/logs"
+    )
+    with pytest.raises(RrfpError, match=re.escape(words)):
+        resolve_trace(run.path)
     run.records.mkdir()
-    with pytest.raises(RrfpError, match="no rank of the run in out has recorded anything"):
+    with pytest.raises(RrfpError, match=re.escape(words)):
+        resolve_trace(run.path)
+
+
+def test_a_run_without_recording_says_so() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    run.run_json.write_text(json.dumps({"settings": {"no_trace": True}}))
+    with pytest.raises(RrfpError, match="the run in out was trained with --no-trace; train it"):
+        resolve_trace(run.path)
+
+
+def test_the_directory_of_another_host_than_0_says_so() -> None:
+    run = create_run_dir(Path("out"), False, "bf")
+    run.logs.mkdir()
+    with pytest.raises(RrfpError, match="out has the logs of one host's ranks alone; the trace is"):
         resolve_trace(run.path)
 
 

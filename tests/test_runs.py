@@ -15,11 +15,21 @@ import pytest
 
 from rrfp.cli import main
 from rrfp.errors import RrfpError, StoppedError
-from rrfp.trace.outcome import Ending, Outcome, is_going, noting_outcome, read_ending
+from rrfp.trace.outcome import (
+    Culprit,
+    Ending,
+    FoundBy,
+    Outcome,
+    RunFailedError,
+    is_going,
+    noting_outcome,
+    read_ending,
+)
 from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir, create_run_dir
 from rrfp.trace.spill import SpillWriter
 
+CULPRIT = Culprit(FoundBy.LINK, link=(0, 1))
 SETTINGS = {"hint": "bfw", "dispatch": "ready", "pp": 4, "tp": 2, "dp": 1, "chunks": 1, "steps": 3}
 
 
@@ -58,6 +68,7 @@ def _as_json(
     [
         (None, Ending(Outcome.FINISHED)),
         (RrfpError("rank 2 is gone"), Ending(Outcome.FAILED, "rank 2 is gone")),
+        (RunFailedError("a link", CULPRIT), Ending(Outcome.FAILED, "a link", CULPRIT)),
         (StoppedError("by SIGTERM"), Ending(Outcome.STOPPED, "by SIGTERM")),
         (KeyboardInterrupt(), Ending(Outcome.INTERRUPTED)),
         (ValueError("a bug"), Ending(Outcome.FAILED, "ValueError: a bug")),

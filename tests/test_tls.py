@@ -23,11 +23,11 @@ from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Failed, Inbox, PeerLostError
-from rrfp.runtime.transport.connecting import Listener, dial
+from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.tls import TlsError, Tunnels
 from rrfp.runtime.transport.wire import MAGIC
-from tests.link_pairs import PATIENCE_S, Way, needs_tls, nothing_left, opened, pair, take
+from tests.link_pairs import PATIENCE_S, Way, dial, needs_tls, nothing_left, opened, pair, take
 
 pytestmark = [pytest.mark.timeout(60), needs_tls]
 
@@ -204,19 +204,20 @@ def proved(
     connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = [Tunnels() if way is Way.TLS else None for _ in range(2)]
     listener = Listener(
-        *(1, [0], lambda _, made: connected.put(made)),
+        *(1, [0], lambda _, made, attempt: connected.put(made)),
         unix=False,
         tcp=True,
         address="127.0.0.1",
         tunnels=owns[1],
     )
     listener.open()
+    listener.accept()
     port = listener.where.tcp
     assert port is not None
     proxy = Proxy(port.port, change)
     where = replace(listener.where, tcp=replace(port, port=proxy.port))
     try:
-        dialled = dial(0, 1, where, unix=False, timeout_s=PATIENCE_S, tunnels=owns[0])
+        dialled = dial(0, 1, where, unix=False, tunnels=owns[0])
         with dialled, connected.get(timeout=PATIENCE_S) as accepted:
             for each in (dialled, accepted):
                 each.settimeout(PATIENCE_S)
@@ -273,13 +274,14 @@ def test_another_certificate_is_not_trusted() -> None:
         1, [0], lambda *_: None, unix=False, tcp=True, address="127.0.0.1", tunnels=Tunnels()
     )
     listener.open()
+    listener.accept()
     try:
         port = listener.where.tcp
         assert port is not None
         where = replace(listener.where, tcp=replace(port, fingerprint=bytes(32)))
         told = rf"rank 0 has no TLS with rank 1 at {port.shown}: its certificate is not the one"
         with pytest.raises(PeerLostError, match=told):
-            dial(0, 1, where, unix=False, timeout_s=PATIENCE_S, tunnels=Tunnels())
+            dial(0, 1, where, unix=False, tunnels=Tunnels())
     finally:
         listener.close()
 
@@ -304,13 +306,14 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
     connected: SimpleQueue[socket.socket] = SimpleQueue()
     owns = Tunnels(), Tunnels()
     listener = Listener(
-        *(1, [0], lambda _, made: connected.put(made)),
+        *(1, [0], lambda _, made, attempt: connected.put(made)),
         unix=False,
         tcp=True,
         address="127.0.0.1",
         tunnels=owns[1],
     )
     listener.open()
+    listener.accept()
     where = listener.where
     assert where.tcp is not None
     address = where.tcp.host, where.tcp.port
@@ -323,7 +326,7 @@ def test_strangers_disturb_no_rank_under_tls() -> None:
         stranger = owns[0].dial(under_tls, where.tcp.fingerprint or b"", PATIENCE_S)
         with stranger:
             stranger.sendall(bytes(500))
-            dial(0, 1, where, unix=False, timeout_s=PATIENCE_S, tunnels=owns[0]).close()
+            dial(0, 1, where, unix=False, tunnels=owns[0]).close()
             connected.get(timeout=PATIENCE_S).close()
             listener.close()
     for each in owns:

@@ -214,7 +214,6 @@ def test_a_large_vocabulary_takes_larger_tokens(tmp_path: Path) -> None:
         "uint16",
         "int32",
     ]
-    import numpy as np
 
     from rrfp.train.data.indexed import IndexedCorpus
 

@@ -41,6 +41,7 @@ from rrfp.trace.description import describe_run
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.records import (
+    BegunRecord,
     Phase,
     RankInfo,
     Record,
@@ -266,6 +267,7 @@ class Handle:
 
 def test_waits_for_overlapping_transfers_are_recorded() -> None:
     times = iter(range(100))
+    told: list[Record] = []
     tally = _Tally(
         0,
         [],
@@ -274,17 +276,23 @@ def test_waits_for_overlapping_transfers_are_recorded() -> None:
         HostTimer(lambda: next(times)),
         nullcontext,
         None,
+        told.append,
     )
     handle = Handle()
     received, gradient, handles = tally.communicate(
-        lambda **_: ("received", None, {"recv_prev": handle})
-    )(recv_prev=True)
+        lambda *_, **__: ("received", None, {"recv_prev": handle})
+    )(SimpleNamespace(prev_rank=7), recv_prev=True)
     assert (received, gradient) == ("received", None)
     (taken,) = handles.values()
     taken.wait()
     assert taken.is_completed()
     records = tally.records(wait=True)
     assert records == [WaitRecord(0, 1, 0, Cause.WARMUP), WaitRecord(2, 3, 0, Cause.WARMUP)]
+    # What the host did is told at once, and before that, that it begins.
+    assert told[1::2] == records
+    begun = [each for each in told if isinstance(each, BegunRecord)]
+    assert told[::2] == begun
+    assert [(each.doing, each.peer) for each in begun] == [(Cause.WARMUP, 7), (Cause.WARMUP, 7)]
     blocking = tally.communicate(lambda: ("received", None, None))
     assert blocking() == ("received", None, None)
 

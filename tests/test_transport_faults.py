@@ -139,12 +139,10 @@ def test_close_wakes_a_sender_with_a_full_socket(way: Way) -> None:
 @pytest.mark.parametrize(
     ("role", "data", "complaint"),
     [
-        ("source", b"x" * 48, "begins with b'xxxx'"),
         ("source", message_bytes(1), "message 1 came where 0 was due"),
         ("source", message_bytes(0) + message_bytes(1), "beyond 1 credits"),
         ("source", encode_header(Header(Purpose.CREDIT, number=1)), "a source sent a credit"),
         ("destination", message_bytes(0), "a destination sent a message"),
-        ("destination", b"\0" * 48, "begins with"),
     ],
 )
 def test_what_breaks_the_protocol_is_told_with_its_rank(
@@ -153,13 +151,23 @@ def test_what_breaks_the_protocol_is_told_with_its_rank(
     with bare_peer(role) as (_, inbox, raw):
         if role == "source":
             # Its one credit: from now on the message is within the bound.
-            assert raw.recv(48, socket.MSG_WAITALL)
+            assert raw.recv(60, socket.MSG_WAITALL)
         raw.sendall(data)
         (error,) = [event.error for event in take(inbox, 1) if isinstance(event, Failed)] or [
             failure(take(inbox, 1))
         ]
         assert "what rank 1 sent to rank 0 cannot be read" in str(error)
         assert complaint in str(error)
+
+
+@pytest.mark.parametrize("role", ["source", "destination"])
+def test_what_is_garbled_breaks_the_connection(role: str) -> None:
+    with bare_peer(role) as (_, inbox, raw):
+        raw.sendall(b"x" * 60)
+        error = failure(take(inbox, 1))
+        # It could not be made again.
+        assert isinstance(error, PeerLostError)
+        assert "rank 1 sent what came garbled (the header of a frame has checksum" in str(error)
 
 
 @pytest.mark.parametrize("role", ["source", "destination"])

@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +20,10 @@ from rrfp.runtime.transport.wire import (
     Frame,
     FrameError,
     FrameReader,
+    GarbledError,
     Header,
     Purpose,
+    checksum_of,
     decode_descriptors,
     decode_prefix,
     encode_header,
@@ -33,7 +36,7 @@ from rrfp.trace.steps import evaluation_step
 
 MAX_BYTES = 1 << 20
 TASK = Task(2, Kind.B, 5)
-PREFIX_BYTES = 48
+PREFIX_BYTES = 60
 
 
 @st.composite
@@ -147,7 +150,7 @@ def test_frames_follow_each_other_and_an_end_is_told() -> None:
         (12, "<i", -1, "negative"),
         (24, "<q", -1, "negative"),
         (32, "<q", -1, "negative"),
-        (40, "<Q", 1, "gap"),
+        (40, "<q", -1, "acknowledged -1"),
     ],
 )
 def test_a_malformed_prefix_is_refused(
@@ -156,14 +159,43 @@ def test_a_malformed_prefix_is_refused(
     data = bytearray(encode_header(Header(Purpose.MESSAGE, 1, TASK)))
     struct.pack_into(layout, data, offset, value)
     with pytest.raises(FrameError, match=complaint):
-        decode_prefix(data)
+        decode_prefix(sealed(data))
+
+
+def sealed(data: bytes | bytearray) -> bytes:
+    """With the checksum that it should have."""
+    fields = bytes(data[: PREFIX_BYTES - 4])
+    return fields + struct.pack("<I", zlib.crc32(fields)) + bytes(data[PREFIX_BYTES:])
+
+
+def stream_of(checks_tensors: bool) -> tuple[bytes, int]:
+    """A message with a tensor, and how many of its bytes a checksum covers."""
+    tensor = torch.arange(8, dtype=torch.uint8)
+    payload = tensor_bytes(tensor)
+    checksum = checksum_of([payload]) if checks_tensors else 0
+    header = encode_header(Header(Purpose.MESSAGE, 1, TASK), [tensor], 3, checksum)
+    return header + bytes(payload), len(header) + checks_tensors * len(payload)
+
+
+@pytest.mark.parametrize("checks_tensors", [False, True])
+@given(st.data())
+def test_a_flipped_bit_is_found(checks_tensors: bool, data: st.DataObject) -> None:
+    stream, num_covered = stream_of(checks_tensors)
+    bit = data.draw(st.integers(0, 8 * num_covered - 1))
+    changed = bytearray(stream)
+    changed[bit // 8] ^= 1 << bit % 8
+    reader = FrameReader(MAX_BYTES, checks_tensors=checks_tensors)
+    with pair() as (left, right):
+        left.sendall(changed)
+        with pytest.raises(GarbledError):
+            read(reader, right)
 
 
 def test_a_report_with_tensors_and_an_empty_credit_are_refused() -> None:
     data = bytearray(encode_header(Header(Purpose.REPORT, 1, TASK)))
     data[7] = 1
     with pytest.raises(FrameError, match="REPORT has 1 tensors"):
-        decode_prefix(data)
+        decode_prefix(sealed(data))
     with pytest.raises(FrameError, match="gives no credit"):
         decode_prefix(encode_header(Header(Purpose.CREDIT)))
 
@@ -204,9 +236,9 @@ def test_the_largest_message_is_accepted() -> None:
 
 @given(st.binary(min_size=PREFIX_BYTES, max_size=PREFIX_BYTES), st.booleans())
 def test_random_bytes_are_refused_or_read(data: bytes, begins_well: bool) -> None:
-    data = b"RRFP\x01" + data[5:] if begins_well else data
+    data = sealed(b"RRFP\x05" + data[5:]) if begins_well else data
     try:
-        header = decode_prefix(data)
+        header, *_ = decode_prefix(data)
     except FrameError:
         return
     assert encode_header(header)[:7] == data[:7]

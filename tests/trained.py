@@ -26,7 +26,9 @@ START_S = 90.0
 """How long a run may take to its first steps, on a machine that does other things too."""
 
 
-def rrfp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def rrfp(
+    directory: Path, *arguments: str, timeout_s: float = START_S + 60
+) -> subprocess.CompletedProcess[str]:
     """A command line run to its end in that directory, in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "rrfp", *arguments],
@@ -34,7 +36,7 @@ def rrfp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=_environment(),
         capture_output=True,
         text=True,
-        timeout=START_S + 60,
+        timeout=timeout_s,
     )
 
 

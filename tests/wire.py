@@ -77,6 +77,12 @@ class Wire:
     def mend(self) -> None:
         self._tell("mend")
 
+    def add_address(self, number: int, last: int) -> str:
+        """Another address at one end, as if another host were there."""
+        address = f"10.213.78.{last}"
+        _ip(f"-n {self._names[number]} addr add {address}/24 dev wire")
+        return address
+
     def within(self, number: int, own: Path | None = None) -> list[str]:
         """What goes before a command that is to run at one end, with mounts of its own, among them
         an empty disk at `own`."""

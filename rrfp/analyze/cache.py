@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LAYOUT = 6
+_LAYOUT = 7
 """Part of the folder's name; a new number makes every table anew."""
 _NOTES = 6
 """Part of the notes' names; to be raised when the same trace would get other notes."""

@@ -26,7 +26,7 @@ def is_sealed(folder: Path, place: str, pattern: str) -> bool:
         found = {file.name: _digest(file) for file in folder.glob(pattern)}
     except (OSError, ValueError):
         return False
-    return found == digests
+    return bool(found == digests)
 
 
 def sealed(place: str, content: bytes) -> bytes:

@@ -26,9 +26,9 @@ _OF_GROUPS = {
 _OF_SETTINGS = {
     **dict.fromkeys(("limit", "hold", "hold_features", "measure_memory", "recompute"), MEMORY),
     **dict.fromkeys(("pace", "jitter"), PACE),
-    **dict.fromkeys(("out", "force", "no_trace"), OUTPUT),
+    **dict.fromkeys(("out", "force", "shared_files", "no_trace", "trace_mb"), OUTPUT),
     **dict.fromkeys(("save", "save_every", "save_async", "keep", "resume"), CHECKPOINTS),
-    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), HOSTS),
+    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint", "network"), HOSTS),
 }
 """The panels of settings that do not stand in their group's."""
 

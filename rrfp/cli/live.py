@@ -69,6 +69,12 @@ class TrainDisplay:
         if self._live.is_started:
             self._live.stop()
 
+    def warn(self, sentence: str) -> None:
+        """Show a warning, above what is redrawn."""
+        self._console.print(
+            f"Warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
+
     def _follow(self) -> None:
         while not self._ended.wait(_POLL_S):
             self._read()
@@ -76,9 +82,11 @@ class TrainDisplay:
 
     def _read(self) -> None:
         """Take in the lines that were finished since the last look."""
-        if not self._path.exists():
+        try:
+            file = self._path.open("rb")
+        except OSError:
             return
-        with self._path.open("rb") as file:
+        with file:
             if os.fstat(file.fileno()).st_ino == self._stale:
                 return
             file.seek(self._offset)

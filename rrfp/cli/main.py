@@ -4,6 +4,7 @@ A verb's file is imported at every start, so it imports what is heavy (torch, po
 inside its commands only.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -12,7 +13,9 @@ import typer
 from rrfp import __version__, compiled
 from rrfp.cli import analyze, completion, errors, hint, trace
 from rrfp.cli.bench.command import bench
+from rrfp.cli.chaos.command import chaos
 from rrfp.cli.doctor import doctor
+from rrfp.cli.interrupts import give_interrupts_back, take_interrupts
 from rrfp.cli.run import run
 from rrfp.cli.runs import runs
 from rrfp.cli.simulate import simulate
@@ -20,6 +23,7 @@ from rrfp.cli.train import train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
+from rrfp.train.ranks.answers import is_asking
 
 app = typer.Typer(
     name="rrfp",
@@ -39,6 +43,7 @@ app.command()(simulate)
 app.command()(tune)
 app.command()(bench)
 app.command()(doctor)
+app.command()(chaos)
 app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
 app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)
 app.add_typer(trace.app, name="trace")
@@ -68,5 +73,15 @@ def main() -> int:
     """Run the command line on `sys.argv` and give its exit code."""
     if completion.is_asked():
         return completion.answer(app)
+    take_interrupts()
     done = errors.run(app, sys.argv[1:])
-    return done if isinstance(done, int) else done()
+    if isinstance(done, int):
+        code = done
+    else:
+        give_interrupts_back()
+        code = done()
+    if is_asking():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

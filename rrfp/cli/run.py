@@ -35,7 +35,7 @@ _STEERING = (
 )
 """Settings of a training run that a job takes as they are."""
 
-_RECORDING = ("out", "force", "no_trace")
+_RECORDING = ("out", "force", "no_trace", "trace_mb")
 
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Where launchers say which rank a process is."""
@@ -174,9 +174,11 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
     """The recording asked for; None for --no-trace. Raises UsageError for a directory that is
     there already."""
     if "no_trace" in given:
-        for name in ("out", "steps", "force"):
+        for name in ("out", "steps", "force", "trace_mb"):
             if name in given:
-                raise UsageError(f"--no-trace records nothing; leave out --{name}")
+                raise UsageError(
+                    f"--no-trace records nothing; leave out --{name.replace('_', '-')}"
+                )
         return None
     window = StepWindow.of(given.get("steps"))
     out = Path(given["out"]) if "out" in given else None
@@ -187,7 +189,7 @@ def _request(given: dict[str, Any]) -> RecordingRequest | None:
             f"{out} exists; choose another directory with --out, or replace the run in it with "
             "--force"
         )
-    return RecordingRequest(_ASKER, out, window, force)
+    return RecordingRequest(_ASKER, out, window, force, trace_mb=given.get("trace_mb"))
 
 
 def _run(program: Program, stand_in: StandIn | None) -> int:

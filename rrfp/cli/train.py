@@ -4,7 +4,7 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
-from rrfp.cli.output import print_sheets
+from rrfp.cli.interrupts import interruptible
+from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
+from rrfp.trace.rundir import own_files
 from rrfp.train.checks import check_settings
 from rrfp.train.ranks.place import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings
@@ -42,10 +44,15 @@ _CONFIG = inspect.Parameter(
 )
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every setting of a training run, as each was declared."""
-    options = (option_of(declared) for declared in DECLARED.values())
-    parameters = [*options, _CONFIG]
+def with_settings(
+    command: Callable[..., None], without: Collection[str] = ()
+) -> Callable[..., None]:
+    """Give a command, beside its own options, one for every setting of a training run, as each was
+    declared; `without` these flags."""
+    named = inspect.signature(command).parameters.values()
+    own = (each for each in named if each.name not in (_CONFIG.name, "flags"))
+    options = (option_of(each) for flag, each in DECLARED.items() if flag not in without)
+    parameters = [*own, *options, _CONFIG]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
@@ -66,6 +73,12 @@ def train(config: Path | None = None, **flags: Any) -> None:
         TrainSettings(**given) if config is None else TrainSettings.from_toml(config, **given)
     )
     settings = among_started(settings)
+    with own_files(shared=settings.run.shared_files):
+        _train_until_stopped(settings)
+
+
+def _train_until_stopped(settings: TrainSettings) -> None:
+    """Train to the end, or to the step in which SIGTERM comes if this run saves checkpoints."""
     if settings.run.save is None:
         _check_and_run(settings)
         return
@@ -154,7 +167,7 @@ def _run(settings: TrainSettings) -> None:
                 f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "
                 f"{settings.run.rdzv_endpoint}, which shows how the run goes"
             )
-        launch(settings, RunDir(settings.run.out))
+        launch(settings, RunDir(settings.run.out), tell=lambda each: _tell(f"Warning: {each}"))
         return
     if settings.run.nnodes == 1 and settings.run.pace is not None:
         # It may name the newest run, which this one is about to become.
@@ -175,23 +188,44 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.train.ranks.launch import launch
 
     run = beginning.run
+    warnings: list[str] = []
     try:
         with (
             noting_outcome(run) as note,
-            TrainDisplay(run.metrics, settings, beginning.first_step),
+            TrainDisplay(run.metrics, settings, beginning.first_step) as display,
         ):
-            launch(settings, run)
-            if run.metrics.exists() and _num_finished(run) < settings.num_steps:
+
+            def warn(sentence: str) -> None:
+                warnings.append(sentence)
+                display.warn(sentence)
+
+            launch(settings, run, tell=warn)
+            if _num_finished(run, settings) < settings.num_steps:
                 note.outcome = Outcome.STOPPED
-    except (RrfpError, KeyboardInterrupt):
+    except RrfpError:
         _encode_what_is_there(run)
+        _tell_again(warnings)
         raise
-    _report(run, settings, beginning.first_step)
+    except KeyboardInterrupt:
+        # Records stay where they are until they are in a trace.
+        with interruptible():
+            _encode_what_is_there(run)
+        _tell_again(warnings)
+        raise
+    _report(run, settings, beginning.first_step, warnings)
 
 
-def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
-    """What a run that came to its end has to show, and where to look next."""
-    num_finished = _num_finished(run)
+def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: list[str]) -> None:
+    """What a run that came to its end has to show, and where to look next. Raises RrfpError if its
+    directory is gone."""
+    num_finished = _num_finished(run, settings)
+    _tell_again(warnings)
+    if not run.path.is_dir():
+        raise RrfpError(
+            f"{num_finished} steps are trained and saved in {settings.run.save}, but the run's "
+            f"directory {run.path} was removed or moved away meanwhile: its trace is lost, and its "
+            "metrics are those of the checkpoint"
+        )
     tell_pace(run, first_step)
     _tell_heldout(run)
     if num_finished < settings.num_steps:
@@ -211,6 +245,7 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
         trace = resolve_session(run.path)
     # Of all that was trained, as the metrics; reports leave out the warm-up.
     frames = load_frames(trace, with_warm_up=True)
+    tell_missing_records(frames)
     print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
@@ -225,10 +260,9 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int) -> None:
 def tell_pace(run: "RunDir", first_step: int) -> None:
     """Say how many tasks of a paced session, which began with this step, took longer than their
     model. An earlier session may have had another model."""
-    lines = map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())
     steps = [
         line["over_pace"]
-        for line in lines
+        for line in _metrics(run)
         if line["step"] >= first_step and line["over_pace"] is not None
     ]
     if not steps:
@@ -251,16 +285,17 @@ def tell_pace(run: "RunDir", first_step: int) -> None:
 
 def _tell_heldout(run: "RunDir") -> None:
     """Say how well the trained model does on what it has not seen."""
-    last_line = run.metrics.read_text(encoding="utf-8").splitlines()[-1]
-    loss = json.loads(last_line)["heldout_loss"]
-    if loss is not None:
-        typer.echo(f"Held-out loss {loss:.4f}", err=True)
+    *_, last = [{"heldout_loss": None}, *_metrics(run)]
+    if last["heldout_loss"] is not None:
+        typer.echo(f"Held-out loss {last['heldout_loss']:.4f}", err=True)
 
 
 def _encode_what_is_there(run: "RunDir") -> None:
     """Merge what a run that failed has recorded, and say where it is."""
     from rrfp.trace.locate import resolve_session
 
+    if not run.path.is_dir():
+        return
     *_, session = run.sessions() or [run]
     if not session.records.is_dir():
         return
@@ -268,15 +303,38 @@ def _encode_what_is_there(run: "RunDir") -> None:
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
     except RrfpError as error:
-        typer.echo(f"No trace could be made: {error}", err=True)
+        typer.echo(f"No trace was made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
+        typer.echo(
+            f"How it ended, rank by rank: {_program()} analyze {quote(str(trace))}", err=True
+        )
 
 
-def _num_finished(run: "RunDir") -> int:
-    """How many steps of a run are finished."""
-    *_, last_line = run.metrics.read_text(encoding="utf-8").splitlines()
-    return int(json.loads(last_line)["step"]) + 1
+def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
+    """How many steps of a run that has come to its end are finished. Only one that saves may end
+    before its last step."""
+    from rrfp.train.checkpoints.directory import CheckpointDir
+
+    if settings.run.save is None:
+        return settings.num_steps
+    # Lines that a full disk did not take may be missing.
+    found = CheckpointDir(settings.run.save).newest()
+    saved = 0 if found is None else found.step
+    return max([saved, *(line["step"] + 1 for line in _metrics(run))])
+
+
+def _metrics(run: "RunDir") -> list[dict[str, Any]]:
+    """The lines of a run's metrics, as far as they could be written."""
+    if not run.metrics.exists():
+        return []
+    return [*map(json.loads, run.metrics.read_text(encoding="utf-8").splitlines())]
+
+
+def _tell_again(warnings: list[str]) -> None:
+    """Repeat what was warned of while the run went on: it may have scrolled away."""
+    for sentence in dict.fromkeys(warnings):
+        _tell(f"Warning: {sentence}")
 
 
 def _tell(sentence: str) -> None:

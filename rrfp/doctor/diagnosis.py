@@ -11,6 +11,7 @@ from rrfp.doctor.imports import imports
 from rrfp.doctor.nixl import fabric, nixl
 from rrfp.doctor.open_files import open_files
 from rrfp.doctor.pid_namespace import pid_namespace
+from rrfp.doctor.private_network import private_network
 from rrfp.doctor.shared_memory import shared_memory
 from rrfp.runtime.device.cuda_presence import cuda_presence
 
@@ -31,4 +32,5 @@ def diagnose() -> list[Check]:
         *imports(),
         compiled_core(),
         gloo(),
+        private_network(),
     ]

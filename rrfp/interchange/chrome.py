@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.perfetto.counters import counters_of
 from rrfp.trace.perfetto.flows import key_of, received_by, sent_by
-from rrfp.trace.perfetto.tracks import assign_lanes, counters_of, stage_name, stage_path
+from rrfp.trace.perfetto.tracks import assign_lanes, stage_name, stage_path
 from rrfp.trace.records import RankRecords, Recording
 from rrfp.trace.steps import STEP, told_step
 from rrfp.trace.whole_file import open_whole

@@ -71,6 +71,7 @@ class Pipeline:
             prefix=prefix,
             record=record,
             connect_s=settings.connect_s,
+            silence_s=settings.silence_s,
             delays=delays,
             planes=self._planes,
             tls=settings.tls,

@@ -84,6 +84,8 @@ class DispatchSettings:
     """Which stages a rank's model chunks are."""
     connect_s: float = 60.0
     """How long ranks may take to connect at their first step."""
+    silence_s: float = 20.0
+    """How long nothing may be heard of a neighbour, not even a heartbeat, before it is given up."""
     stall_s: float = 600.0
     """How long a rank may wait with nothing arriving before it gives up."""
     policy: Policy = field(init=False, repr=False, compare=False)
@@ -109,7 +111,7 @@ class DispatchSettings:
             patience=patience,
         )
         object.__setattr__(self, "policy", policy)
-        for name in ("connect_s", "stall_s"):
+        for name in ("connect_s", "silence_s", "stall_s"):
             value = getattr(self, name)
             if not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")

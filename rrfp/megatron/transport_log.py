@@ -1,14 +1,18 @@
 """What carries the tensors of each link, told in `run.json`."""
 
 import json
+import logging
 from collections.abc import Sequence
 
 from torch.distributed import Store
 
+from rrfp.errors import reason_of
 from rrfp.runtime.decoding import integer, member, parsed
 from rrfp.runtime.planes.settling import Settled, Taken
 from rrfp.trace.description import describe_transport
 from rrfp.trace.rundir import RunDir
+
+_log = logging.getLogger(__name__)
 
 
 class TransportLog:
@@ -34,7 +38,14 @@ class TransportLog:
             told = {"links": links, "outbox_bytes": taken.outbox_bytes}
             self._store.set(self._key(self._rank), json.dumps(told))
         if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
-            self._write(taken)
+            try:
+                self._write(taken)
+            except OSError as error:
+                _log.warning(
+                    "%s does not say what carries the tensors of each link (%s)",
+                    self._run.run_json,
+                    reason_of(error),
+                )
             self._ranks = ()
 
     def _write(self, own: Taken) -> None:

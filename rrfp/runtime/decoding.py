@@ -43,6 +43,13 @@ def items(value: object, num_items: int | None = None) -> list[object]:
     return value
 
 
+def mapping(value: object) -> dict[str, object]:
+    """An object with any members."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{_short(value)} is not an object")
+    return value
+
+
 def member(value: object, name: str) -> object:
     """An object's member of this name."""
     if not isinstance(value, dict) or name not in value:

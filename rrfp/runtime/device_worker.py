@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from rrfp.runtime.begun import begun_task
 from rrfp.runtime.device import device as seam
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import Compute, Ended, StallError, StepSummary
@@ -132,7 +133,8 @@ class DeviceWorker(Worker):
                     case RunTask():
                         self._agreement.dispatched(step, instruction.task)
                         self._launch(compute, instruction)
-                    case Wait(_, int() as deadline_ns):
+                    case Wait(cause, int() as deadline_ns):
+                        self._tell_wait(cause)
                         self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
@@ -193,6 +195,7 @@ class DeviceWorker(Worker):
     def _runs(self, launched: _Launched, since_ns: int) -> None:
         """The device runs a task since then: find out when to decide on the next one."""
         run = launched.run
+        self._record(begun_task(since_ns, self._step, run.task))
         self._due_ns = self._in_time.due_ns(run.task.kind, run.chunk, since_ns, launched.known_ns)
 
     def _retire(self) -> None:

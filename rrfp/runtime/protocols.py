@@ -18,6 +18,7 @@ from rrfp.errors import RrfpError
 from rrfp.schedule.dispatcher import Group
 from rrfp.schedule.stimuli import InputArrived
 from rrfp.schedule.tasks import Task
+from rrfp.trace.outcome import Culprit
 
 Clock = Callable[[], int]
 """Nanoseconds of a monotonic clock that all ranks of a host share."""
@@ -103,6 +104,10 @@ Event = Arrived | Forecast | Reported | Decided | Ended | Left | Failed
 
 class PeerLostError(RrfpError):
     """A peer's process died, fell silent, or left while this rank still needed it."""
+
+    def __init__(self, sentence: str, culprit: Culprit | None = None) -> None:
+        super().__init__(sentence)
+        self.culprit = culprit
 
 
 class PeerSilentError(PeerLostError):

@@ -4,22 +4,41 @@ Recording never alters training. Taking a record is one append, by any thread; e
 wait for the flush between steps. Records beyond the recorder's capacity are counted and dropped;
 the next step is recorded again. If the disk fails, recording switches itself off with one warning
 and training goes on.
+
+Each record also goes at once into the rank's flight record (`rrfp.trace.ending.flight`), so that
+those of the step that was running are there however the rank ends.
 """
 
 import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
+from types import TracebackType
+from typing import Self
 
+from rrfp.errors import reason_of
 from rrfp.runtime.protocols import Clock, monotonic
-from rrfp.trace.records import CostRecord, LossRecord, RankInfo, Record, TaskRecord
-from rrfp.trace.spill import Row, SpillWriter, row_of
+from rrfp.trace.ending.flight import FlightRing, ring_of
+from rrfp.trace.records import (
+    BegunRecord,
+    CostRecord,
+    Doing,
+    LossRecord,
+    RankInfo,
+    Record,
+    TaskRecord,
+)
+from rrfp.trace.spill import Row, SpillWriter, row_of, step_of
 from rrfp.trace.steps import step_name
 
 CAPACITY = 6_000_000
 """Records of one step: a minute's worth at 100,000 per second, 1.2 GB at 0.2 kB each."""
+
+_MOST_AT_FAILURE = 200_000
+"""Records that a rank which fails still writes, the last ones: two seconds' work."""
 
 _NUM_BATCHES, _NUM_RECORDS_OF_A_BATCH = 25, 20
 
@@ -27,7 +46,8 @@ _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Records one rank into its spill file, or nothing at all if `path` is None."""
+    """Records one rank into its spill file, or nothing at all if `path` is None. As a context it is
+    closed at the end, or abandoned if that is an exception."""
 
     def __init__(
         self,
@@ -35,12 +55,15 @@ class Recorder:
         info: RankInfo,
         clock: Clock = monotonic,
         capacity: int = CAPACITY,
+        most_bytes: int | None = None,
     ) -> None:
-        """`capacity` is the number of records that fit between two flushes."""
+        """`capacity` is the number of records that fit between two flushes. Of what is written, at
+        most about `most_bytes` are kept: the last steps."""
         self._clock = clock
         self._capacity = capacity
         self._rows: deque[Row] = deque()
         self._writer: SpillWriter | None = None
+        self._ring: FlightRing | None = None
         self._step = 0
         self._num_records = 0
         self._num_lost = 0
@@ -48,13 +71,29 @@ class Recorder:
         self._loss_lock = threading.Lock()
         self._writing_ns = 0
         self._taking_ns = 0.0
+        self._path = path
         if path is not None:
             try:
-                self._writer = SpillWriter(path, info)
+                self._writer = SpillWriter(path, info, most_bytes)
             except OSError as error:
                 self._switch_off(error)
             else:
+                self._ring = _ring_at(ring_of(path))
                 self._taking_ns = self._measure_taking_ns()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.abandon()
 
     @property
     def is_on(self) -> bool:
@@ -68,13 +107,20 @@ class Recorder:
 
     def record(self, record: Record) -> None:
         """Take a record, to be written at the next flush. Any thread may call this."""
-        if self._writer is None:
+        if self._ring is not None:
+            self._ring.put(record)
+        if self._writer is None or type(record) is BegunRecord:
             return
         if len(self._rows) < self._capacity:
             self._rows.append(row_of(record))
         else:
             with self._loss_lock:
                 self._num_lost += 1
+
+    def begin(self, step: int, doing: Doing) -> None:
+        """Tell the flight record what this rank does from now on."""
+        now_ns = self._clock()
+        self.record(BegunRecord(now_ns, now_ns, step, doing))
 
     def flush(self, step: int) -> None:
         """Write the records taken since the last flush, and what recording has cost so far.
@@ -104,6 +150,25 @@ class Recorder:
     def close(self) -> None:
         """Write the records taken since the last flush and close the file; a second call does
         nothing."""
+        self._end()
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    def abandon(self) -> None:
+        """Close the file of a rank that fails, within bounded time. Its flight record stays, which
+        tells what the rank was in."""
+        num_over = max(0, len(self._rows) - _MOST_AT_FAILURE)
+        for _ in range(num_over):
+            self._rows.popleft()
+        with self._loss_lock:
+            self._num_lost += num_over
+        if self._rows:
+            self._step = step_of(self._rows[-1])
+        self._end()
+        self._ring = None
+
+    def _end(self) -> None:
         if self._rows:
             self.flush(self._step)
         if self._writer is not None:
@@ -126,6 +191,8 @@ class Recorder:
             batches_ns.append(clock() - begin_ns)
         self._rows.clear()
         self._num_lost = 0
+        if self._ring is not None:
+            self._ring.clear()
         return median(batches_ns) / _NUM_RECORDS_OF_A_BATCH
 
     def _taken(self) -> Iterator[Row]:
@@ -148,11 +215,29 @@ class Recorder:
     def _switch_off(self, error: Exception) -> None:
         writer, self._writer = self._writer, None
         self._rows.clear()
-        _log.warning("recording is switched off, the training goes on: %s", error)
+        reason = f"{self._path}: {reason_of(error)}"
+        if self._ring is not None:
+            self._ring.note_off(self._step, reason)
+        _log.warning(
+            "recording is switched off in %s, as its records cannot be written (%s); the training "
+            "goes on, and the trace lacks what comes from there on",
+            step_name(self._step),
+            reason,
+        )
         if writer is not None:
-            try:
+            # The one warning was already given.
+            with suppress(OSError):
                 writer.close()
-            except OSError:
-                # Closing writes what is still buffered and fails like the write before it. The one
-                # warning was already given.
-                return
+
+
+def _ring_at(path: Path) -> FlightRing | None:
+    try:
+        return FlightRing(path)
+    except OSError as error:
+        _log.warning(
+            "there is no room for the flight record %s (%s), the training goes on without: should "
+            "it die, the records of its last step are lost",
+            path,
+            error.strerror,
+        )
+        return None

@@ -20,6 +20,7 @@ from rrfp.errors import RrfpError
 from rrfp.runtime import variables
 from rrfp.runtime.decoding import integer, integers, items, member, parsed, text
 from rrfp.runtime.protocols import Clock, PeerLostError, monotonic
+from rrfp.trace.outcome import Culprit, FoundBy
 
 T = TypeVar("T")
 
@@ -80,7 +81,8 @@ class Rendezvous:
                 if now_s >= self._deadline_s:
                     raise PeerLostError(
                         f"rank {self._rank} waited {_about(self._timeout_s)} for rank {peer}, which"
-                        f" has not published '{key}'; see whether rank {peer} has started"
+                        f" has not published '{key}'; see whether rank {peer} has started",
+                        Culprit(FoundBy.LINK, rank=peer),
                     )
                 if now_s - began_s > _EAGER_S:
                     time.sleep(min(sleep_s, self.remaining_s))
@@ -118,7 +120,9 @@ class Rendezvous:
         except RuntimeError as error:
             raise _store_failed(error) from error
         rank, sentence = self._read(_FAILED, None, data, _decode_failure)
-        raise PeerLostError(f"rank {rank} failed while the ranks met: {sentence}")
+        raise PeerLostError(
+            f"rank {rank} failed while the ranks met: {sentence}", Culprit(FoundBy.RANK, rank)
+        )
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

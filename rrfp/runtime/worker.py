@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rrfp.runtime.ahead import AheadThread
+from rrfp.runtime.begun import begun_task, begun_wait, explained
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.device import Device
@@ -51,9 +52,13 @@ from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Wai
 from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
 from rrfp.schedule.tasks import Task
+from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
 from rrfp.trace.steps import step_name
 from rrfp.trace.stimuli import record_of
+
+_BRIEF_S = 0.05
+"""A wait that lasts longer is told in full."""
 
 
 class Worker:
@@ -152,7 +157,8 @@ class Worker:
                     case RunTask():
                         self._agreement.dispatched(step, instruction.task)
                         busy_ns += self._run(compute, instruction)
-                    case Wait(_, int() as deadline_ns):
+                    case Wait(cause, int() as deadline_ns):
+                        self._tell_wait(cause)
                         self._wait_until(deadline_ns)
                     case Wait(cause):
                         self._wait(cause)
@@ -232,6 +238,7 @@ class Worker:
         if self._punctuality is not None:
             self._announce(task, run.chunk)
         start_ns = self._clock()
+        self._record(begun_task(start_ns, self._step, task))
         ahead, pace = self._ahead, self._pace
         with (
             nullcontext() if ahead is None else ahead.while_running(task.kind, run.chunk),
@@ -329,6 +336,7 @@ class Worker:
     def _wait(self, cause: Cause) -> None:
         """Wait until something arrives. Adds up its time-outs instead of reading the clock, because
         a process that was itself stopped did not see a stall."""
+        self._tell_wait(cause)
         if self._left:
             self._check_that_nobody_left_owing()
         board, step = self._board, self._step
@@ -336,7 +344,8 @@ class Worker:
         call_s = max(0.0, self._stall_s - GATHER_S)
         call: int | None = None
         patience_s = min(LOOK_S, call_s or self._stall_s)
-        while not (events := self._inbox.take(patience_s)):
+        events = self._first_events(cause, patience_s)
+        while not events:
             waited_s += patience_s
             if call is None and waited_s >= call_s:
                 call = board.call(step)
@@ -345,7 +354,23 @@ class Worker:
             if call is not None and waited_s >= self._stall_s:
                 raise self._stall(self._row(cause, waited_s), call)
             patience_s = min(LOOK_S, (call_s if call is None else self._stall_s) - waited_s)
+            events = self._inbox.take(patience_s)
         self._take_in(events)
+
+    def _first_events(self, cause: Cause, timeout_s: float) -> Sequence[Event]:
+        """What arrives first in a wait. One that is not brief is told in full meanwhile."""
+        events = self._inbox.take(min(timeout_s, _BRIEF_S))
+        if not events or any(isinstance(event, Failed) for event in events):
+            self._tell_wait(cause, in_full=True)
+        return events or self._inbox.take(max(0.0, timeout_s - _BRIEF_S))
+
+    def _tell_wait(self, cause: Cause, *, in_full: bool = False) -> None:
+        """Tell the flight record that a wait of this cause begins, or goes on; in full, with what
+        it is for."""
+        wait = begun_wait(self._clock(), self._step, cause)
+        if in_full:
+            wait = explained(wait, self._dispatcher, self._agreement, self._pp_ranks)
+        self._record(wait)
 
     def _stall(self, own: StallRow, call: int) -> StallError:
         owed = "; ".join(f"rank {peer} owes {what}" for peer, what in self._owed().items())
@@ -365,7 +390,8 @@ class Worker:
                 raise PeerLostError(
                     f"rank {peer} left while pipeline rank {self._dispatcher.rank} waited in "
                     f"{step_name(self._step)} for {what}; see rank {peer}'s own output for the "
-                    "cause"
+                    "cause",
+                    Culprit(FoundBy.LINK, rank=peer),
                 )
 
     def _owed(self) -> dict[int, str]:

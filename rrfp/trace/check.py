@@ -6,10 +6,20 @@ in a step loses that step's last records. Such a step is reported once; other ch
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, islice, pairwise, takewhile
 from typing import Any
 
+from rrfp.trace.ending.finding import NUM_EXAMPLES, finding
+from rrfp.trace.ending.promise import (
+    Promise,
+    check_begun,
+    check_off,
+    check_outcome,
+    check_promise,
+    ranks_off,
+)
 from rrfp.trace.kept_bytes import are_known, wrong_changes
+from rrfp.trace.kept_steps import FIRST_KEPT_STEP
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
@@ -24,11 +34,10 @@ from rrfp.trace.records import (
 from rrfp.trace.rundir import expected_ranks
 from rrfp.trace.steps import is_evaluation, step_name
 
-_NUM_EXAMPLES = 3
 
-
-def check_contents(contents: TraceContents) -> list[str]:
-    """The problems of a trace that was read, one sentence each; empty if there are none."""
+def check_contents(contents: TraceContents, promise: Promise | None = None) -> list[str]:
+    """The problems of a trace that was read, one sentence each; empty if there are none. `promise`
+    is what the run's directory says that it should hold; without one, what it says itself."""
     recording = contents.recording
     torn = _torn_steps(recording)
     ranks = {records.info.rank for records in recording.ranks}
@@ -36,7 +45,11 @@ def check_contents(contents: TraceContents) -> list[str]:
         *_check_file(contents),
         *_check_ranks(recording, ranks),
         *_check_losses(recording),
+        *check_outcome(recording.settings),
+        *check_promise(recording, promise or Promise.of_description(recording.settings)),
+        *check_off(recording.settings),
         *_check_torn(recording, torn),
+        *check_begun(recording),
         *_check_messages(recording, ranks, torn, contents.flow_lengths),
     ]
     for records in recording.ranks:
@@ -59,7 +72,7 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
     elif num_found > num_written:
         yield f"unmatched: {num_found - num_written} events more than the run recorded"
     if contents.open_slices:
-        yield _finding("open: {} without an end", "slices", contents.open_slices)
+        yield finding("open: {} without an end", "slices", contents.open_slices)
     if contents.num_stray_ends:
         yield f"unmatched: {contents.num_stray_ends} ends of slices that never began"
 
@@ -67,11 +80,11 @@ def _check_file(contents: TraceContents) -> Iterator[str]:
 def _check_ranks(recording: Recording, ranks: set[int]) -> Iterator[str]:
     missing = sorted(expected_ranks(recording.settings) - ranks)
     if missing:
-        yield _finding("missing: {} of the run left no records", "ranks", missing)
+        yield finding("missing: {} of the run left no records", "ranks", missing)
     counts = Counter(records.info.rank for records in recording.ranks)
     twice = [rank for rank, count in counts.items() if count > 1]
     if twice:
-        yield _finding("unmatched: {} in the trace more than once", "ranks", twice)
+        yield finding("unmatched: {} in the trace more than once", "ranks", twice)
 
 
 def _torn_steps(recording: Recording) -> dict[int, list[int]]:
@@ -106,24 +119,43 @@ def _check_losses(recording: Recording) -> Iterator[str]:
         if records.losses:
             num_lost = sum(loss.num_lost for loss in records.losses)
             parts = [f"{loss.num_lost} in {step_name(loss.step)}" for loss in records.losses]
-            told = _finding("{}", "records", parts, num_lost)
+            told = finding("{}", "records", parts, num_lost)
             yield f"lost: {told} that rank {records.info.rank} had no room for"
 
 
 def _check_torn(recording: Recording, torn: dict[int, list[int]]) -> Iterator[str]:
-    last_step = next(reversed(_begun_steps(recording)), None)
+    begun = _begun_steps(recording)
+    run_end = step_name(begun[-1]) if begun else ""
     known = {
         (loss.step, records.info.rank) for records in recording.ranks for loss in records.losses
     }
+    off = ranks_off(recording.settings)
+    stopped: defaultdict[str, list[int]] = defaultdict(list)
+    for records in recording.ranks:
+        rank = records.info.rank
+        end = _end_without(rank, begun, torn)
+        if len(end) > 1 or rank in off:
+            known.update((step, rank) for step in end)
+        if len(end) > 1 and rank not in off:
+            last = step_name(begun[-len(end) - 1]) if len(end) < len(begun) else "no whole step"
+            stopped[last].append(rank)
+    for last, ranks in stopped.items():
+        told = finding("{}", "ranks", ranks)
+        yield f"incomplete: the records of {told} end with {last}, others' with {run_end}"
     for step, torn_ranks in torn.items():
         ranks = [rank for rank in torn_ranks if (step, rank) not in known]
         if not ranks:
             continue
-        told = _finding("{}", "ranks", ranks)
-        if step == last_step:
+        told = finding("{}", "ranks", ranks)
+        if step == begun[-1]:
             yield f"incomplete: the run ended in {step_name(step)}, which {told} did not finish"
         else:
             yield f"lost: the end of {step_name(step)} on {told}"
+
+
+def _end_without(rank: int, begun: list[int], torn: dict[int, list[int]]) -> list[int]:
+    """The last steps of the run, as far as the rank finished none of them."""
+    return list(takewhile(lambda step: rank in torn.get(step, ()), reversed(begun)))
 
 
 def _check_messages(
@@ -181,7 +213,7 @@ def _check_messages(
         ("unmatched: {} without an arrow from send to receive to task", arrows),
     ):
         if told_of:
-            yield _finding(pattern, "messages", told_of)
+            yield finding(pattern, "messages", told_of)
     have_lost = {records.info.rank for records in recording.ranks if records.losses}
     yield from _check_gaps(
         (key for key in sends if key.source not in have_lost), begins_late=_begins_late(recording)
@@ -201,13 +233,15 @@ def _check_gaps(sends: Iterable[MessageKey], *, begins_late: bool) -> Iterator[s
         if num_missing > 0:
             # A damaged number may be huge, so look only for the first few missing ones.
             missing = (f"number {number}" for number in count(first) if number not in found)
-            examples = list(islice(missing, min(num_missing, _NUM_EXAMPLES + 1)))
-            told = _finding("lost: {}", "messages", examples, num_missing)
+            examples = list(islice(missing, min(num_missing, NUM_EXAMPLES + 1)))
+            told = finding("lost: {}", "messages", examples, num_missing)
             yield f"{told} of the link from rank {source} to {destination}"
 
 
 def _begins_late(recording: Recording) -> bool:
-    """Whether only some steps of a job were recorded, and not its first ones."""
+    """Whether only some steps were recorded, or kept, and not the first ones."""
+    if FIRST_KEPT_STEP in recording.settings:
+        return True
     settings = recording.settings.get("settings")
     steps = settings.get("recorded_steps") if isinstance(settings, dict) else None
     return isinstance(steps, str) and not steps.startswith((":", "0:"))
@@ -232,7 +266,7 @@ def _check_inputs(
             and key_of(task) not in inputs
         ]
     if unfed:
-        yield _finding("unmatched: {} ran on an input never received", "tasks", unfed)
+        yield finding("unmatched: {} ran on an input never received", "tasks", unfed)
 
 
 def _check_times(records: RankRecords) -> Iterator[str]:
@@ -243,7 +277,7 @@ def _check_times(records: RankRecords) -> Iterator[str]:
         if hasattr(record, "end_ns") and record.end_ns < record.start_ns
     ]
     if backward:
-        told = _finding("negative duration: {}", "events", backward)
+        told = finding("negative duration: {}", "events", backward)
         yield f"{told} on rank {records.info.rank}"
 
 
@@ -255,16 +289,16 @@ def _check_tasks(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
         if later.start_ns < earlier.end_ns:
             overlapping.append(f"{_name(earlier)} and {_name(later)}")
     if overlapping:
-        yield _finding("overlapping: {}", "pairs of tasks", overlapping) + f" on rank {rank}"
+        yield finding("overlapping: {}", "pairs of tasks", overlapping) + f" on rank {rank}"
 
     counts = Counter(key_of(task) for task in records.tasks)
     twice = [_name(key) for key, count in counts.items() if count > 1]
     if twice:
-        yield _finding("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
+        yield finding("unmatched: {} ran more than once", "tasks", twice) + f" on rank {rank}"
 
     missing = [_name(key) for key in _missing_tasks(counts, set(torn))]
     if missing:
-        yield _finding("lost: {}", "tasks", missing) + f" on rank {rank}"
+        yield finding("lost: {}", "tasks", missing) + f" on rank {rank}"
 
 
 def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
@@ -276,7 +310,7 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
     rank = records.info.rank
     wrong = [_name(task) for task in wrong_changes(tasks)]
     if wrong:
-        told = _finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
+        told = finding("impossible: {} with bytes held that do not add up", "tasks", wrong)
         yield f"{told} on rank {rank}"
     budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
     over = [
@@ -285,7 +319,7 @@ def _check_bytes(records: RankRecords, torn: Iterable[int]) -> Iterator[str]:
         if task.held_bytes > (budget := budgets.get(task.step, 0)) > 0
     ]
     if over:
-        yield _finding("impossible: {} passed the bound", "tasks", over) + f" on rank {rank}"
+        yield finding("impossible: {} passed the bound", "tasks", over) + f" on rank {rank}"
 
 
 def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]:
@@ -305,17 +339,3 @@ def _missing_tasks(found: Iterable[TaskKey], skipped: set[int]) -> list[TaskKey]
 
 def _name(task: TaskRecord | TaskKey) -> str:
     return f"{task.kind}{task.microbatch} of {step_name(task.step)}, stage {task.stage}"
-
-
-def _finding(pattern: str, noun: str, items: list[Any], num_items: int | None = None) -> str:
-    """Fill in "3 tasks" and append the first few `items`. `num_items` is given where an item stands
-    for several."""
-    num_items = len(items) if num_items is None else num_items
-    count = f"{num_items} {noun if num_items != 1 else _singular(noun)}"
-    examples = "; ".join(map(str, items[:_NUM_EXAMPLES]))
-    more = "; ..." if len(items) > _NUM_EXAMPLES else ""
-    return f"{pattern.format(count)} ({examples}{more})"
-
-
-def _singular(noun: str) -> str:
-    return noun.replace("pairs", "pair") if noun.startswith("pairs") else noun.removesuffix("s")

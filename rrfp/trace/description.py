@@ -1,16 +1,23 @@
 """Writes `run.json`, the description of a run. Imports no torch: the launcher writes it first."""
 
 import json
+import logging
+import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rrfp.errors import RrfpError, reason_of
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY
-from rrfp.trace.sessions import read_description
+from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import read_description, session_in
 from rrfp.trace.whole_file import open_whole
 
+_OF_RECORDING = ("recording_off", "dropped_steps", "first_kept_step")
+_log = logging.getLogger(__name__)
 _PACKAGES = ("rrfp", "torch", "megatron-core", "perfetto")
 
 
@@ -57,29 +64,65 @@ def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
         file.write(f"{json.dumps(description, indent=2)}\n".encode())
 
 
+def describe_recording(run: RunDir, told: Mapping[str, object]) -> None:
+    """Add to `run.json` what the trace of a session says of its records: what is missing, and why.
+    A run that nobody describes, or whose description cannot be written, is left as it is."""
+    with suppress(RrfpError, OSError):
+        description = read_description(run.run_json)
+        session = session_in(description, run.session)
+        missing = {key: told[key] for key in _OF_RECORDING if key in told}
+        if session is None or missing.items() <= session.items():
+            return
+        session |= missing
+        status = run.run_json.stat()
+        with open_whole(run.run_json) as file:
+            file.write(f"{json.dumps(description, indent=2)}\n".encode())
+        # The run did not begin now.
+        os.utime(run.run_json, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
 class PolicyLog:
     """Tells in `run.json` which policy steered from which step on, where it was chosen during the
-    run. Of one session; one rank writes it."""
+    run. Of one session; one rank writes it. What a disk refuses is told with the next step."""
 
     def __init__(self, run_json: Path) -> None:
         """`run_json` describes the session."""
         self._path = run_json
         self._last: Mapping[str, object] | None = None
+        self._untold: list[dict[str, object]] = []
+        self._has_warned = False
 
     def steered(self, step: int, policy: Mapping[str, object]) -> None:
-        """A step was steered by this policy. Raises RrfpError or OSError if the file cannot be read
-        or written."""
-        if policy == self._last:
-            return
-        description = read_description(self._path)
-        if self._last is None and description.get(POLICY) == policy:
+        """A step was steered by this policy."""
+        if policy != self._last:
+            self._untold.append({FIRST_STEP: step, POLICY: dict(policy)})
             self._last = policy
+        if not self._untold:
             return
-        self._last = policy
-        told = {FIRST_STEP: step, POLICY: dict(policy)}
-        description[POLICIES] = [*description.get(POLICIES, []), told]
-        with open_whole(self._path) as file:
-            file.write(f"{json.dumps(description, indent=2)}\n".encode())
+        try:
+            self._tell()
+        except (RrfpError, OSError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "%s does not say which policy steers from step %d on (%s); the training goes "
+                    "on",
+                    self._path,
+                    step,
+                    reason_of(error),
+                )
+
+    def _tell(self) -> None:
+        description = read_description(self._path)
+        told = description.get(POLICIES, [])
+        if not told and description.get(POLICY) == self._untold[0][POLICY]:
+            # It says so already.
+            del self._untold[0]
+        if self._untold:
+            description[POLICIES] = [*told, *self._untold]
+            with open_whole(self._path) as file:
+                file.write(f"{json.dumps(description, indent=2)}\n".encode())
+        self._untold = []
 
 
 def versions(*more: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError, did_you_mean
+from rrfp.trace.outcome import why_without_records
 from rrfp.trace.rundir import RUNS, RunDir, runs_in
 
 _COUNTED = re.compile(r"@-([1-9]\d{0,8})")
@@ -74,7 +75,7 @@ def resolve_session(path: Path) -> Path:
 
     sessions = RunDir(path).sessions()
     if not sessions or not encode_session(sessions[-1]):
-        raise RrfpError(f"no rank of the run in {path} has recorded anything")
+        raise RrfpError(why_without_records(RunDir(path)))
     return sessions[-1].trace
 
 
@@ -94,7 +95,7 @@ def resolve_trace(path: Path | None) -> Path:
     if sessions == [run] and run.trace.exists():
         return run.trace
     if not sessions:
-        raise RrfpError(f"{path} has no {run.trace.name}; was it trained with --no-trace?")
+        raise RrfpError(why_without_records(run))
     # Imported late: Perfetto's module is slow to import, and most runs are already merged.
     from rrfp.trace.merge import encode_run
 

@@ -1,16 +1,38 @@
-"""Merges the ranks' spill files into the run's one trace."""
+"""Merges the ranks' spill files into the run's one trace.
+
+The files are read twice, and never held in memory as a whole. The first time tells what the trace
+must say before its records: when the run began, and which of its steps are kept on all ranks. The
+second time the records go into the trace, some steps of all ranks at a time.
+"""
 
 import shutil
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.description import describe_recording
+from rrfp.trace.ending.flight import MOST_RECORDS
+from rrfp.trace.ending.recovery import (
+    description_of_trace,
+    end_begun,
+    flight_of,
+    missing_from,
+)
+from rrfp.trace.kept_steps import KeptSteps, kept_steps
+from rrfp.trace.outcome import why_without_records
 from rrfp.trace.perfetto.reader import read_trace
-from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import RankRecords, Recording, num_times
+from rrfp.trace.perfetto.writer import trace_writer, write_trace
+from rrfp.trace.records import RankRecords, num_times
 from rrfp.trace.rundir import RunDir, update_latest
-from rrfp.trace.sessions import description_of, joined
-from rrfp.trace.spill import is_being_written, read_spill
+from rrfp.trace.segments import segments_in
+from rrfp.trace.sessions import joined
+from rrfp.trace.spill import is_being_written
+from rrfp.trace.spilled import SpilledRank
+
+_PART_BYTES = 2 << 20
+"""Of all ranks' files that are in memory at a time; their records take twenty times as much."""
 
 
 def encode_run(directory: Path) -> Path:
@@ -23,7 +45,7 @@ def encode_run(directory: Path) -> Path:
     sessions = RunDir(directory).sessions()
     recorded = [session for session in sessions if encode_session(session)]
     if not recorded:
-        raise RrfpError(f"no rank of the run in {directory} has recorded anything")
+        raise RrfpError(why_without_records(RunDir(directory)))
     if len(recorded) == 1:
         return recorded[0].trace
     whole = recorded[-1].joined_trace
@@ -35,42 +57,82 @@ def encode_run(directory: Path) -> Path:
 def encode_session(run: RunDir) -> bool:
     """Merge one session's records into its trace, if that has not been done, and remove them.
     Returns whether there is a trace; raises RrfpError as `encode_run` does."""
-    spills = sorted(run.records.glob("rank-*.jsonl"))
-    for spill in spills:
-        if is_being_written(spill):
+    segments = segments_in(run.records)
+    for segment in chain.from_iterable(segments.values()):
+        if is_being_written(segment):
             raise RrfpError(
-                f"the run in {run.path} is still going, and its trace comes when it ends; follow "
-                "it with 'rrfp watch', or take another that 'rrfp runs' lists"
+                f"the run in {run.path} is still going ({segment.name} is being written), and the "
+                "first command that opens it when it has ended makes its trace; follow it with "
+                "'rrfp watch', or take another that 'rrfp runs' lists"
             )
-    found = [records for spill in spills if (records := read_spill(spill)) is not None]
-    if not found:
+    ranks = [rank for paths in segments.values() if (rank := SpilledRank.of(paths)) is not None]
+    if not ranks:
         return run.trace.exists()
-    found.sort(key=lambda records: records.info.rank)
-    _align(found)
-    write_trace(run.trace, Recording(description_of(run), found))
+    _merge(run, ranks)
     run.joined_trace.unlink(missing_ok=True)
     shutil.rmtree(run.records, ignore_errors=True)
     update_latest(run.path.parent)
     return True
 
 
-def _align(ranks: list[RankRecords]) -> None:
-    """Move all times to the reference clock, counting from the run's first record."""
-    starts_ns = [
-        record[0] + records.info.clock_offset_ns
-        for records in ranks
-        for found in records.by_name().values()
-        for record in found
-    ]
-    origin_ns = min(starts_ns, default=0)
-    for records in ranks:
-        shift_ns = records.info.clock_offset_ns - origin_ns
+def _merge(run: RunDir, ranks: Sequence[SpilledRank]) -> None:
+    description = description_of_trace(run)
+    recovered = [_surveyed(run, rank, description) for rank in ranks]
+    kept = kept_steps([rank.ended_steps for rank in ranks if rank.begins_late])
+    if kept is not None:
+        description |= kept.described(description)
+    first_ns = min(
+        (r.first_ns + r.info.clock_offset_ns for r in ranks if r.first_ns is not None), default=0
+    )
+    last_ns = max(
+        max(rank.last_ns, _last_ns(records)) + rank.info.clock_offset_ns
+        for rank, records in zip(ranks, recovered, strict=True)
+    )
+    for records in recovered:
+        end_begun(records, last_ns - records.info.clock_offset_ns)
+        _leave(records, kept)
+    shifts_ns = [rank.info.clock_offset_ns - first_ns for rank in ranks]
+    infos = [rank.info for rank in ranks]
+    with trace_writer(run.trace, description, infos, shifts_ns) as writer:
+        for part in _parts(ranks, kept):
+            writer.write(part, is_last=False)
+        writer.write(recovered, is_last=True)
+    describe_recording(run, description)
+
+
+def _surveyed(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> RankRecords:
+    """Find out what a rank has spilled, and return what only its flight record holds."""
+    flight = flight_of(run, rank.info.rank, description)
+    recent = rank.survey(MOST_RECORDS if flight is not None else 0)
+    return RankRecords(rank.info) if flight is None else missing_from(recent, flight)
+
+
+def _parts(ranks: Sequence[SpilledRank], kept: KeptSteps | None) -> Iterator[list[RankRecords]]:
+    """The records that are kept, some flushes of all ranks at a time."""
+    num_bytes = sum(rank.num_bytes for rank in ranks)
+    num_flushes = max(rank.num_flushes for rank in ranks)
+    num_of_a_part = max(1, num_flushes * _PART_BYTES // max(1, num_bytes))
+    by_rank = [rank.parts(num_of_a_part) for rank in ranks]
+    for part in zip_longest(*by_rank):
+        records = [
+            RankRecords(rank.info) if each is None else each
+            for rank, each in zip(ranks, part, strict=True)
+        ]
+        for each in records:
+            _leave(each, kept)
+        yield records
+
+
+def _leave(records: RankRecords, kept: KeptSteps | None) -> None:
+    """Leave only what is kept."""
+    if kept is not None:
         for found in records.by_name().values():
-            found[:] = [_shifted(record, shift_ns) for record in found]
+            found[:] = [record for record in found if kept.has(record.step)]
 
 
-def _shifted(record: Any, shift_ns: int) -> Any:
-    """The record with its times (its first one or two fields) shifted."""
-    num = num_times(record)
-    times = (time_ns + shift_ns for time_ns in record[:num])
-    return type(record)(*times, *record[num:])
+def _last_ns(records: RankRecords) -> int:
+    """When the last of these records ended."""
+    return max(
+        (record[num_times(record) - 1] for found in records.by_name().values() for record in found),
+        default=0,
+    )

@@ -7,13 +7,14 @@ nobody holds it. Like the ranks' own files it is opened for reading and writing 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import IO
+from typing import IO, Any, Self
 
-from rrfp.errors import RrfpError, StoppedError
+from rrfp.errors import RrfpError, StoppedError, first_line
 from rrfp.json_text import parsed
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.sessions import read_description
 from rrfp.trace.spill import hold, is_being_written
 
 
@@ -32,12 +33,53 @@ class Outcome(StrEnum):
     """Its job's own end is not known here."""
 
 
+class FoundBy(StrEnum):
+    """Who found that a run could not go on."""
+
+    LAUNCHER = "launcher"
+    """From outside: a rank died or stood still."""
+    RANK = "rank"
+    """Itself."""
+    LINK = "link"
+    """A peer, over their link."""
+    BOARD = "stall board"
+    """Ranks that waited, together."""
+    COLLECTIVE = "collective"
+    """torch, in a rank that waited for others there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """Who ended a run, for programs; the sentence says it to people."""
+
+    found_by: FoundBy
+    rank: int | None = None
+    link: tuple[int, int] | None = None
+    """Two ranks, if neither of them is at fault but what lies between."""
+
+    @classmethod
+    def decode(cls, told: Any) -> Self:
+        """What `asdict` made JSON of. Raises TypeError, KeyError or ValueError for anything
+        else."""
+        link = told["link"]
+        return cls(FoundBy(told["found_by"]), told["rank"], None if link is None else (*link,))
+
+
+class RunFailedError(RrfpError):
+    """A run failed, and it is known who found that, and perhaps whose fault it was."""
+
+    def __init__(self, sentence: str, culprit: Culprit) -> None:
+        super().__init__(sentence)
+        self.culprit = culprit
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a run ended, and the sentence of the error that ended it."""
 
     outcome: Outcome
     error: str | None = None
+    culprit: Culprit | None = None
 
 
 class OutcomeNote:
@@ -46,6 +88,12 @@ class OutcomeNote:
     def __init__(self) -> None:
         self.outcome = Outcome.FINISHED
         self.error: str | None = None
+        self.culprit: Culprit | None = None
+
+    def described(self) -> dict[str, object]:
+        """This as JSON values."""
+        culprit = None if self.culprit is None else asdict(self.culprit)
+        return {"outcome": self.outcome, "error": self.error, "culprit": culprit}
 
 
 @contextmanager
@@ -63,6 +111,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
         is_stopped = isinstance(error, StoppedError)
         note.outcome = Outcome.STOPPED if is_stopped else Outcome.FAILED
         note.error = str(error)
+        note.culprit = error.culprit if isinstance(error, RunFailedError) else None
         raise
     except Exception as error:
         note.outcome, note.error = Outcome.FAILED, f"{type(error).__name__}: {error}"
@@ -73,7 +122,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     finally:
         if file is not None:
             with suppress(OSError):
-                file.write(f"{json.dumps({'outcome': note.outcome, 'error': note.error})}\n")
+                file.write(f"{json.dumps(note.described())}\n")
             with suppress(OSError):
                 file.close()
 
@@ -103,6 +152,37 @@ def read_ending(run: RunDir) -> Ending | None:
         return None
     try:
         told = parsed(text)
-        return Ending(Outcome(told["outcome"]), told["error"])
+        # Earlier runs named no culprit.
+        culprit = told.get("culprit")
+        named = None if culprit is None else Culprit.decode(culprit)
+        return Ending(Outcome(told["outcome"]), told["error"], named)
     except (ValueError, TypeError, KeyError):
         return Ending(Outcome.KILLED)
+
+
+def why_without_records(run: RunDir) -> str:
+    """A sentence: why nothing was recorded in a run's directory. May raise OSError, and RrfpError
+    if its run.json cannot be read."""
+    description = read_description(run.run_json)
+    if not description:
+        if run.logs.is_dir():
+            return (
+                f"{run.path} has the logs of one host's ranks alone; the trace is where host 0 of "
+                "that run has its --out"
+            )
+        return f"{run.path} has no {run.trace.name}, and no run in it; 'rrfp runs' lists the runs"
+    settings = description.get("settings")
+    if isinstance(settings, dict) and settings.get("no_trace") is True:
+        return (
+            f"the run in {run.path} was trained with --no-trace; train it without to have a trace, "
+            f"or read its {run.metrics.name}"
+        )
+    if is_going(run):
+        return f"the run in {run.path} has recorded nothing yet; wait for its first step"
+    ending = read_ending(run)
+    reason = "" if ending is None or ending.error is None else f" ({first_line(ending.error)})"
+    when = "before its first step" if not run.metrics.exists() else "and its records are gone"
+    return (
+        f"no rank of the run in {run.path} has recorded anything: it ended {when}{reason}; see "
+        f"{run.logs}"
+    )

@@ -173,6 +173,38 @@ class LossRecord(NamedTuple):
     num_lost: int
 
 
+class Doing(StrEnum):
+    """What a rank may have begun besides a task, a wait (then it is a `Cause`) or a `Phase`."""
+
+    TASK = "task"
+    SETTING_UP = "setting_up"
+    """Before its first step."""
+    EVALUATION = "evaluation"
+    METRICS = "metrics"
+    """Exchanging the figures of a step, which every rank waits for."""
+    CHECKPOINT = "checkpoint"
+    CLOSING = "closing"
+    BETWEEN = "between phases"
+    """Nothing that lasts: after a phase, before the next thing was begun."""
+
+
+class BegunRecord(NamedTuple):
+    """What a rank has begun. While it trains only its flight record has these. A trace has the one
+    that the rank never ended, up to the last that is known of the run."""
+
+    start_ns: int
+    end_ns: int
+    step: int
+    doing: str
+    """`Doing`, a `Phase`, or the cause of a wait."""
+    kind: str = ""
+    """The task that runs, or the one whose output is waited for; empty and -1 for neither."""
+    stage: int = -1
+    microbatch: int = -1
+    peer: int = -1
+    """The rank that is waited for."""
+
+
 Record = (
     TaskRecord
     | WaitRecord
@@ -183,6 +215,7 @@ Record = (
     | PhaseRecord
     | CostRecord
     | LossRecord
+    | BegunRecord
 )
 
 
@@ -201,6 +234,7 @@ RECORD_TYPES: dict[str, type[Record]] = {
     "phase": PhaseRecord,
     "cost": CostRecord,
     "loss": LossRecord,
+    "begun": BegunRecord,
 }
 """The name of each record type in spill files."""
 
@@ -236,6 +270,8 @@ class RankRecords:
     phases: list[PhaseRecord] = field(default_factory=list)
     costs: list[CostRecord] = field(default_factory=list)
     losses: list[LossRecord] = field(default_factory=list)
+    begun: list[BegunRecord] = field(default_factory=list)
+    """What the rank never ended: one at most, of a run that ended amid it."""
 
     def by_name(self) -> dict[str, list[Any]]:
         """Each list (not a copy) by its type's name in `RECORD_TYPES`."""
@@ -249,6 +285,7 @@ class RankRecords:
             "phase": self.phases,
             "cost": self.costs,
             "loss": self.losses,
+            "begun": self.begun,
         }
 
 

@@ -1,11 +1,12 @@
-"""The directory of a run: the names of its files, how to make one, and which ones there are."""
+"""The directory of a run: the names of its files, how to make one, whose they are, and which ones
+there are."""
 
 import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,10 @@ RUNS = Path("runs")
 """Where runs go by default, below the working directory."""
 LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS` that has a trace."""
+_LONGEST_PATH, _LONGEST_NAME = 4095, 128
+"""Of Linux, and of what a run's files are called in its directory."""
+_OTHERS = 0o077
+"""The modes of a file that concern other users."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -110,6 +115,12 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
     If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
     if it exists without `force`, or cannot be made.
     """
+    length = len(os.fsencode((runs if out is None else out).absolute()))
+    if length + _LONGEST_NAME > _LONGEST_PATH:
+        raise UsageError(
+            f"the path of the run's directory has {length} bytes, and its files need "
+            f"{_LONGEST_NAME} of the {_LONGEST_PATH} that a path may have; choose a shorter --out"
+        )
     try:
         return _create_dated(runs, hint) if out is None else _create_at(out, force)
     except OSError as error:
@@ -117,6 +128,20 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
             f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
             f"another one with --out"
         ) from error
+
+
+@contextmanager
+def own_files(*, shared: bool = False) -> Iterator[None]:
+    """Files and directories that this process makes in the block, and processes that it starts
+    there, are for its user alone (modes 0600 and 0700); with `shared` the umask decides."""
+    if shared:
+        yield
+        return
+    before = os.umask(_OTHERS)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:

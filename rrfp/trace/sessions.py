@@ -73,12 +73,38 @@ def read_description(path: Path) -> dict[str, Any]:
 def description_of(run: RunDir) -> dict[str, Any]:
     """What run.json says of one session."""
     told = read_description(run.run_json)
-    earlier = told.pop(SESSIONS, [])
-    descriptions: list[dict[str, Any]] = [told, *earlier]
-    for each in descriptions:
-        if each.get(_SESSION, 1) == run.session:
-            return each
-    return told
+    found = session_in(told, run.session)
+    return {key: value for key, value in (found or told).items() if key != SESSIONS}
+
+
+def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
+    """The part of run.json that describes this session; None if there is no such part."""
+    every: list[dict[str, Any]] = [description, *description.get(SESSIONS, [])]
+    return next((each for each in every if each.get(_SESSION, 1) == number), None)
+
+
+def is_last(run: RunDir) -> bool:
+    """Whether run.json describes this session as the last one, whose end outcome.json tells."""
+    return bool(read_description(run.run_json).get(_SESSION, 1) == run.session)
+
+
+def first_step_of(description: Mapping[str, Any]) -> int:
+    """The step that the session so described began with."""
+    told = description.get(_FIRST_STEP, 0)
+    return told if isinstance(told, int) else 0
+
+
+def first_step_after(description: Mapping[str, Any], session: int) -> int | None:
+    """The first step that a later session than this one ran, by run.json; None for the last."""
+    earlier = description.get(SESSIONS)
+    each_one = [*(earlier if isinstance(earlier, list) else []), description]
+    later = [
+        first_step_of(each)
+        for each in each_one
+        if isinstance(each, dict) and isinstance(number := each.get(_SESSION, 1), int)
+        if number > session
+    ]
+    return min(later, default=None)
 
 
 def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -> dict[str, Any]:
@@ -155,7 +181,7 @@ def _contributions(recordings: list[Recording]) -> list[tuple[Recording, int | N
     """The sessions with steps that no later one ran again, each with the first step that one did;
     the last session if none has steps. A session that was killed as it began may have the records
     of some ranks only, and is left out."""
-    first_steps = [_first_step(recording) for recording in recordings]
+    first_steps = [first_step_of(recording.settings) for recording in recordings]
     found: list[tuple[Recording, int | None]] = []
     for number, recording in enumerate(recordings):
         # A later session may have gone back further than one before it.
@@ -182,11 +208,6 @@ def _by_rank(recording: Recording) -> list[RankRecords]:
     return sorted(recording.ranks, key=lambda records: records.info.rank)
 
 
-def _first_step(recording: Recording) -> int:
-    told = recording.settings.get(_FIRST_STEP, 0)
-    return told if isinstance(told, int) else 0
-
-
 def _append(
     into: RankRecords,
     records: RankRecords,
@@ -199,6 +220,9 @@ def _append(
     rank = records.info.rank
     costs = into.costs[-1] if into.costs else None
     found = records.by_name()
+    if before is not None:
+        # A later session went on from there.
+        found["begun"] = []
     for name, target in into.by_name().items():
         for record in found[name]:
             if before is not None and record.step >= before:

@@ -1,8 +1,12 @@
 """A rank's own append-only file of records, `records/rank-<N>.jsonl`.
 
 The first line is a header: format, version and who records. Every further line is one flush: a JSON
-array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line cut off by a crash or a
-full disk is the last one and lacks its newline; only the step that was running is lost with it.
+array of rows `[name, *fields]`, with the names of `RECORD_TYPES`. A line cut off by a crash is the
+last one and lacks its newline; only the step that was running is lost with it.
+
+Where the records of a rank are bounded they go into several such files, its segments
+(`rrfp.trace.segments`): once a segment is long enough the next one begins, and the oldest is
+removed. Every segment has the header, and begins with a flush of its own.
 
 A writer holds a shared lock on its file as long as its process lives. So a reader knows whether the
 run is still going, however it may end. Both open the file for reading and writing, because NFS
@@ -12,18 +16,22 @@ grants shared locks only to readers and exclusive ones only to writers.
 import fcntl
 import json
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from operator import gt
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple, Protocol
 
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record, num_times
+from rrfp.trace.segments import segment_of
+from rrfp.trace.whole_lines import WholeLines
 
 FORMAT = "rrfp records"
 VERSION = 1
@@ -37,6 +45,7 @@ _DEFAULTS = {
     name: tuple(record_type._field_defaults.values()) for name, record_type in RECORD_TYPES.items()
 }
 """Of the last fields of each type, which rows of earlier versions lack."""
+_new: Any = tuple.__new__
 _MOST_CLOCK_NS = 1 << 62
 """Of a rank's own clock, which may have run since long before the run."""
 _MOST_TIME_NS = bounds_of("end_ns")[1]
@@ -58,6 +67,9 @@ _KINDS = {*Kind, ""}
 """A stimulus may be of no task."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
+NUM_SEGMENTS = 8
+"""Of a rank whose records are bounded. With more of them, less is removed at a time."""
+
 _NUM_ROWS_OF_A_BATCH = 1000
 """Rows encoded per call. A call costs as much as ten rows; larger batches gain nothing."""
 
@@ -74,46 +86,91 @@ def row_of(record: Record) -> Row:
     return _BEGINNINGS[type(record)] + record
 
 
-class SpillWriter:
-    """Appends flushes to a new spill file. Every method may raise OSError."""
+def step_of(row: Row) -> int:
+    """The step of a record as it is written."""
+    return int(row[1 + RECORD_TYPES[str(row[0])]._fields.index("step")])
 
-    def __init__(self, path: Path, info: RankInfo) -> None:
+
+class SpillWriter:
+    """Appends flushes to a new spill file, or to a rank's segments. Every method may raise
+    OSError."""
+
+    def __init__(self, path: Path, info: RankInfo, most_bytes: int | None = None) -> None:
+        """With `most_bytes`, at most so many are kept, and the last segment at least."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w+", encoding="utf-8")
-        hold(self._file)
-        self._file.write(_encode({"format": FORMAT, "version": VERSION, "rank": asdict(info)}))
-        self._file.write("\n")
-        self._file.flush()
+        self._first = path
+        self._most_bytes = most_bytes
+        self._header = _header(info)
+        self._number = 1
+        self._older: deque[tuple[Path, int]] = deque()
+        """The segments before this one that are there, each with its size."""
+        self._file = self._begin()
         self._separator = "["
 
     def append(self, rows: Iterable[Row]) -> None:
         """Add records to the current flush, as the iterator yields them."""
         remaining = iter(rows)
         while batch := list(islice(remaining, _NUM_ROWS_OF_A_BATCH)):
-            self._file.write(self._separator)
-            self._file.write(_encode(batch)[1:-1])
+            self._file.write(f"{self._separator}{_encode(batch)[1:-1]}".encode())
             self._separator = ","
 
     def flush(self) -> None:
         """End the current flush and pass it to the operating system; an empty one has no line."""
         if self._separator == ",":
-            self._file.write("]\n")
-            self._file.flush()
+            self._file.write(b"]\n")
+            self._file.end()
             self._separator = "["
+            if self._most_bytes is not None:
+                self._keep_within(self._most_bytes)
 
     def close(self) -> None:
-        """Closing twice is harmless."""
-        if self._file.closed:
-            return
-        try:
-            self._file.flush()
-        finally:
-            # A process forked meanwhile also has the file open, and would keep the lock.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
+        """Take back a flush that was not ended, and close; closing twice is harmless."""
+        if not self._file.is_closed:
+            self._file.take_back()
+            _close(self._file)
+
+    def _begin(self) -> WholeLines:
+        file = WholeLines(segment_of(self._first, self._number), anew=True)
+        hold(file)
+        file.write(self._header)
+        file.end()
+        return file
+
+    def _keep_within(self, most_bytes: int) -> None:
+        """Begin the next segment if this one is long, and remove the oldest ones beyond the
+        bound."""
+        size, share = self._file.num_bytes, most_bytes // NUM_SEGMENTS
+        if size >= share:
+            last, self._number = self._file, self._number + 1
+            # Held before the last one is left: somebody may ask whether the rank still writes.
+            self._file = self._begin()
+            _close(last)
+            self._older.append((segment_of(self._first, self._number - 1), size))
+        while self._older and sum(each for _, each in self._older) + share > most_bytes:
+            oldest, _ = self._older.popleft()
+            oldest.unlink(missing_ok=True)
 
 
-def hold(file: IO[Any]) -> None:
+def _header(info: RankInfo) -> bytes:
+    told = {"format": FORMAT, "version": VERSION, "rank": asdict(info)}
+    return f"{_encode(told)}\n".encode()
+
+
+def _close(file: WholeLines) -> None:
+    # A process forked meanwhile also has the file open, and would keep the lock.
+    fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+class Held(Protocol):
+    """An open file with a name."""
+
+    @property
+    def name(self) -> Any: ...
+    def fileno(self) -> int: ...
+
+
+def hold(file: Held) -> None:
     """Mark an open file as being written, until it is closed or its process ends.
 
     Whoever asks whether it is has it for a moment only. Raises TimeoutError if somebody else keeps
@@ -133,11 +190,11 @@ def hold(file: IO[Any]) -> None:
 
 def is_being_written(path: Path) -> bool:
     """Whether a process is alive that still writes this file, which it holds (`hold`). Several may
-    ask at once.
+    ask at once. Nobody writes a file that is not there.
 
     May raise OSError.
     """
-    with path.open("r+b") as file:
+    with suppress(FileNotFoundError), path.open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,21 +208,36 @@ def read_spill(path: Path) -> RankRecords | None:
     None if the rank died before its header was complete. Raises RrfpError, with the line, for any
     corruption other than a torn last line.
     """
+    lines = iter_lines(path)
+    first = next(lines, None)
+    if first is None:
+        return None
+    records = RankRecords(header_of(path, first.value))
+    lists = records.by_name()
+    for line in lines:
+        add_flush(path, line.number, line.value, lists)
+    return records
+
+
+class Line(NamedTuple):
+    """A decoded line of a spill file."""
+
+    number: int
+    """Counted from 1."""
+    value: Any
+
+
+def iter_lines(path: Path) -> Iterator[Line]:
+    """The lines of a spill file, up to one that is torn at its end. Raises RrfpError for one that
+    is not JSON, and OSError."""
     with path.open("rb") as file:
-        records = None
         for number, line in enumerate(file, start=1):
             try:
-                value = parsed(line)
+                yield Line(number, parsed(line))
             except ValueError as error:
                 if not line.endswith(b"\n"):
-                    break
+                    return
                 raise _corrupt(path, number, "is not JSON") from error
-            if records is None:
-                records = RankRecords(header_of(path, value))
-                lists = records.by_name()
-            else:
-                add_flush(path, number, value, lists)
-        return records
 
 
 def header_of(path: Path, value: Any) -> RankInfo:
@@ -189,7 +261,7 @@ def _is_possible(info: RankInfo) -> bool:
     clocks_ns = (info.clock_offset_ns, info.clock_error_ns)
     return (
         all(type(each) is int for each in (*places, *clocks_ns, info.pid))
-        and isinstance(info.host, str)
+        and type(info.host) is str
         and all(0 <= place < MOST_OF_A_KIND for place in places)
         and all(abs(each) < _MOST_CLOCK_NS for each in (*clocks_ns, info.pid))
     )
@@ -202,16 +274,20 @@ def add_flush(path: Path, number: int, value: Any, lists: dict[str, list[Any]]) 
         raise _corrupt(path, number, "is not a list of records")
     found: dict[str, list[Any]] = {}
     for row in value:
-        name = row[0] if isinstance(row, list) and row else None
-        if not isinstance(name, str) or name not in RECORD_TYPES:
-            raise _corrupt(path, number, f"has a row that is not a record: {str(row)[:60]}")
-        fields = row[1:]
-        num_missing = len(_FIELD_TYPES[name]) - len(fields)
+        try:
+            name, fields = row[0], row[1:]
+            types = _FIELD_TYPES[name]
+        except (TypeError, LookupError):
+            raise _corrupt(
+                path, number, f"has a row that is not a record: {str(row)[:60]}"
+            ) from None
+        num_missing = len(types) - len(fields)
         if 0 < num_missing <= len(_DEFAULTS[name]):
             fields += _DEFAULTS[name][-num_missing:]
-        if tuple(map(type, fields)) != _FIELD_TYPES[name]:
+        if tuple(map(type, fields)) != types:
             raise _corrupt(path, number, f"has a '{name}' with wrong fields: {str(row)[:60]}")
-        found.setdefault(name, []).append(RECORD_TYPES[name](*fields))
+        # Their number is right, which is all that the type's own constructor would see to.
+        found.setdefault(name, []).append(_new(RECORD_TYPES[name], fields))
     for name, records in found.items():
         problem = _impossible(name, records)
         if problem:

@@ -22,6 +22,8 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.rehearsal import fitted
 from rrfp.simulate.plan.known import Known
 from rrfp.trace.records import Record
+from rrfp.trace.report_file import ReportFile
+from rrfp.trace.whole_file import open_whole
 from rrfp.train.data.batches import Batch, Batches
 from rrfp.train.pacing import StepPacer
 from rrfp.train.ranks.parallel import Layout
@@ -208,8 +210,9 @@ class AdmissionFile:
             # An interrupted write leaves half a line.
             whole = [line for line in kept if line.endswith("\n")][:first_step]
             given = format_admission([range(num_microbatches)] * layout.dp)
-            path.write_text("".join(whole) + given * (first_step - len(whole)), "utf-8")
-            self._file = path.open("a", encoding="utf-8")
+            with open_whole(path) as file:
+                file.write(("".join(whole) + given * (first_step - len(whole))).encode())
+            self._file = ReportFile(path)
 
     def write(self, order: Sequence[int]) -> None:
         """Write the order of a step that has ended; all ranks call this together."""
@@ -223,7 +226,6 @@ class AdmissionFile:
             dist.all_gather(orders, torch.tensor(order), group=replicas)
         if self._file is not None:
             self._file.write(format_admission([each.tolist() for each in orders]))
-            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

@@ -11,7 +11,9 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.trace.room import LEAST_MB_OF_A_RANK
 from rrfp.train.device_checks import DEVICES_TOGETHER, check_gpus
+from rrfp.train.ranks.open_files import check_open_files
 from rrfp.train.setting_groups import (
     NUM_EXPERTS_PER_TOKEN,
     DataSettings,
@@ -19,6 +21,7 @@ from rrfp.train.setting_groups import (
     LayoutSettings,
     ModelKind,
     ModelSettings,
+    Network,
     RunSettings,
 )
 from rrfp.train.settings import DECLARED, TrainSettings
@@ -44,6 +47,7 @@ def check_settings(settings: TrainSettings) -> None:
     if settings.layout.stages is not None:
         _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
+    check_open_files()
     # Last: it may take seconds.
     if settings.run.device is DeviceKind.CUDA:
         check_gpus(settings.layout.world_size // settings.run.nnodes, settings.run)
@@ -148,8 +152,19 @@ _TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (
         for name in ("save_every", "save_async", "keep", "resume")
     ),
     (
+        lambda s: (
+            s.run.trace_mb is not None and s.run.trace_mb < LEAST_MB_OF_A_RANK * s.layout.world_size
+        ),
+        f"--trace-mb {{0.run.trace_mb}} is too little for {{0.layout.world_size}} ranks; give "
+        f"{LEAST_MB_OF_A_RANK} a rank, or record nothing with --no-trace",
+    ),
+    (
         lambda s: s.run.resume and s.run.force,
         "--force replaces the run that --resume goes on with; leave one of them out",
+    ),
+    (
+        lambda s: s.run.network == Network.PRIVATE and s.run.nnodes > 1,
+        "--network private has no way to another host and --nnodes is {0.run.nnodes}; leave it out",
     ),
     # What Megatron-Core's own schedules run.
     (

@@ -7,6 +7,7 @@ from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import described
 from rrfp.train.data.token_cache import encoded
+from rrfp.train.ranks.private_network import told_network
 from rrfp.train.settings import TrainSettings
 
 
@@ -22,8 +23,14 @@ def write_description(
         policy,
         settings.layout.world_size,
         ranks,
-        {**_tokenizer(settings), **described(run, first_step)},
+        {**_network(), **_tokenizer(settings), **described(run, first_step)},
     )
+
+
+def _network() -> dict[str, object]:
+    """The launcher, which describes the run first, has not made it yet."""
+    told = told_network()
+    return {"network": told} if told else {}
 
 
 def _tokenizer(settings: TrainSettings) -> dict[str, object]:

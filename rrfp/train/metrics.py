@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rrfp.runtime.protocols import StepSummary
 from rrfp.trace.records import NS_PER_S, RankInfo
+from rrfp.trace.report_file import ReportFile
 from rrfp.train.pacing import PaceTally
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.training import StepResult
@@ -16,11 +17,14 @@ from rrfp.train.training import StepResult
 class Metrics:
     """Gathers each step's numbers from all ranks; rank 0 writes and flushes them."""
 
-    def __init__(self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool, is_needed: bool
+    ) -> None:
+        """`is_needed` where a run without its directory is of no use."""
         self._layout = layout
         self._offset_ns = info.clock_offset_ns
         self._is_traced = is_traced
-        self._file = path.open("a", encoding="utf-8") if layout.rank == 0 else None
+        self._file = ReportFile(path, is_needed=is_needed) if layout.rank == 0 else None
 
     def write(
         self,
@@ -89,7 +93,11 @@ class Metrics:
             },
         }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+
+    def copy_to(self, path: Path) -> None:
+        """Write all lines so far into another file, on rank 0. May raise OSError."""
+        if self._file is not None:
+            self._file.copy_to(path)
 
     def close(self) -> None:
         if self._file is not None:

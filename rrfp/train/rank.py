@@ -22,7 +22,8 @@ from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
-from rrfp.trace.records import RankInfo, Record
+from rrfp.trace.records import Doing, RankInfo, Record
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.train.admission import AdmissionFile, run_planner
 from rrfp.train.checkpoints.session import Session, session_of
@@ -34,6 +35,7 @@ from rrfp.train.evaluation import Evaluation
 from rrfp.train.metrics import Metrics
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import pace_of
+from rrfp.train.ranks.liveness.heartbeat import enter
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 _MEETING_S = 60.0
 _INTRODUCTIONS = "rrfp/ranks"
+_LATER_S = 5.0
+"""How much later than the launcher a rank gives up a silent neighbour: that one can say more."""
 
 
 def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
@@ -53,13 +57,28 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     with session_of(run, settings, layout) as session:
         if layout.rank == 0:
             write_description(session.run, settings, _introduced(layout), session.first_step)
-        _train(session, settings, layout, info)
+        records = None if settings.run.no_trace else session.run.rank_records(info.rank)
+        most_bytes = records_bytes(settings.run.trace_mb, layout.world_size)
+        with Recorder(records, info, most_bytes=most_bytes) as recorder:
+            _train(session, settings, layout, info, recorder)
 
 
-def _train(session: Session, settings: TrainSettings, layout: Layout, info: RankInfo) -> None:
-    run = session.run
-    recorder = Recorder(None if settings.run.no_trace else run.rank_records(info.rank), info)
-    metrics = Metrics(run.metrics, layout, info, is_traced=not settings.run.no_trace)
+def _train(
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    info: RankInfo,
+    recorder: Recorder,
+) -> None:
+    run, step = session.run, session.first_step
+    recorder.begin(step, Doing.SETTING_UP)
+    metrics = Metrics(
+        run.metrics,
+        layout,
+        info,
+        is_traced=not settings.run.no_trace,
+        is_needed=settings.run.save is None,
+    )
     pace = pace_of(settings, layout)
     planner = run_planner(settings, recorder.record, pace)
     record = recorder.record if planner is None else planner.record
@@ -90,17 +109,21 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     transport = TransportLog(default_store(), "train", run, layout.rank, every)
     policies = PolicyLog(run.run_json) if layout.rank == 0 else None
     evaluation = evaluation_of(settings, layout, model, data.heldout)
-    checkpoints = checkpoints_of(session, settings, layout, model)
+    checkpoints = checkpoints_of(session, settings, layout, model, metrics)
     for step in range(session.first_step, settings.num_steps):
+        enter(f"in step {step}")
         start_s = time.monotonic()
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
+            enter(f"in the evaluation after step {step}")
+            recorder.begin(step, Doing.EVALUATION)
             result = result._replace(heldout_loss=evaluation.loss())
         _tell_transport(transport, schedule)
         # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
         recorder.flush(step)
+        recorder.begin(step, Doing.METRICS)
         tally = pace.tally if pace is not None and pace.has_costs else None
         plan = None if planner is None else planner.described()
         steering = getattr(schedule, "last_steering", None)
@@ -114,8 +137,13 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
             orders.write(planner.order_of_step)
         if dealing is not None and dealt is not None:
             dealt.write(dealing.hands)
-        if checkpoints is not None and checkpoints.finish_step(step):
-            break
+        if checkpoints is not None:
+            enter(f"in the checkpoint after step {step}")
+            recorder.begin(step, Doing.CHECKPOINT)
+            if checkpoints.finish_step(step):
+                break
+    enter("after the last step")
+    recorder.begin(step, Doing.CLOSING)
     # Every rank has told by now.
     _tell_transport(transport, schedule)
     if checkpoints is not None:
@@ -129,7 +157,6 @@ def _train(session: Session, settings: TrainSettings, layout: Layout, info: Rank
     if dealt is not None:
         dealt.close()
     metrics.close()
-    recorder.close()
 
 
 def _tell_transport(transport: TransportLog, schedule: ForwardBackward | NativeSchedule) -> None:
@@ -149,7 +176,11 @@ def _told(
 
 
 def checkpoints_of(
-    session: Session, settings: TrainSettings, layout: Layout, model: ModelChunks
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    metrics: Metrics,
 ) -> "RunCheckpoints | None":
     """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
     loaded."""
@@ -158,7 +189,7 @@ def checkpoints_of(
     # Imported late: Megatron's checkpoints are slow to import.
     from rrfp.train.checkpoints.run_checkpoints import RunCheckpoints
 
-    return RunCheckpoints(session, settings, layout, model)
+    return RunCheckpoints(session, settings, layout, model, metrics.copy_to)
 
 
 def evaluation_of(
@@ -231,5 +262,6 @@ def schedule_of(
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,
         tls=settings.layout.tls,
+        silence_s=settings.run.silence + _LATER_S,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

@@ -18,6 +18,7 @@ from rrfp.schedule.hold import Hold
 from rrfp.schedule.patience.setting import IMPATIENT, Patience
 from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.trace.room import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
 from rrfp.train.declared import AT_LEAST_1, Must, setting
 
 _MAX_SEED = 2**32 - 1
@@ -57,6 +58,16 @@ class DeviceKind(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class Network(StrEnum):
+    """Where ranks open their ports."""
+
+    AUTO = "auto"
+    """`PRIVATE` where the run and its host permit it, else `HOST`."""
+    PRIVATE = "private"
+    """In a network namespace of the run's own."""
+    HOST = "host"
 
 
 class Recompute(StrEnum):
@@ -322,7 +333,17 @@ class RunSettings:
     share_gpu: bool = setting(False, "Let several ranks share a GPU, for trials.")
     out: Path | None = setting(None, "The run's directory [runs/<time>-<hint>].")
     force: bool = setting(False, "Replace the run in --out.")
+    shared_files: bool = setting(
+        False, "Let the umask decide who may read the run's files; else only you may."
+    )
     no_trace: bool = setting(False, "Record nothing.")
+    trace_mb: int | None = setting(
+        None,
+        "The most that the records and the trace take on disk, in MiB: the oldest steps go first "
+        f"[{DEFAULT_TRACE_MB}, or {LEAST_MB_OF_A_RANK} a rank if that is more].",
+        must=AT_LEAST_1,
+        metavar="MIB",
+    )
     save: Path | None = setting(
         None,
         "Directory for checkpoints, one after the last step, and one on SIGTERM, which then ends "
@@ -336,8 +357,19 @@ class RunSettings:
     resume: bool = setting(
         False, "Go on from the newest whole checkpoint in --save; without one, start anew."
     )
+    silence: float = setting(
+        15.0,
+        "Seconds for which a rank may stand still before the run ends and names it",
+        must=Must("a finite number of at least 3", lambda value: 3 <= value < math.inf),
+        metavar="SECONDS",
+    )
     nnodes: int = setting(1, "Hosts of the run", must=AT_LEAST_1)
     node_rank: int = setting(0, "This host's number")
     rdzv_endpoint: str | None = setting(
         None, "Where hosts meet: a free port of host 0.", metavar="HOST:PORT"
+    )
+    network: Network = setting(
+        Network.AUTO,
+        "auto (default: ranks of one host meet in a network of their own, on the CPU and where "
+        "that is permitted), private (or the run is refused) or host (ports take anybody).",
     )

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import Clock, monotonic
-from rrfp.trace.records import Phase, PhaseRecord, Record
+from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, Record
 from rrfp.train.admission import RunAdmission, RunPlanner
 from rrfp.train.data.batches import Batch, Batches
 from rrfp.train.dealing import RunDealing
 from rrfp.train.models.model import ModelChunks
+from rrfp.train.ranks.liveness.heartbeat import enter
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.settings import TrainSettings
 
@@ -112,15 +113,17 @@ class Trainer:
         """Run one step on every rank. Raises RrfpError if the loss or the gradient is not
         finite."""
         settings, model = self._settings, self._model
-        start_ns = self._clock()
+        start_ns = self._begin_phase(Phase.DATA, step)
         batches = self._admission.batches(step)
         if self._pace is not None:
             self._pace.prepare(step)
         self._finish_phase(Phase.DATA, start_ns, step)
 
+        self._begin_phase(Phase.SCHEDULE, step)
         losses = run_schedule(self._schedule, settings, model, batches)
 
-        start_ns = self._clock()
+        enter(f"in the optimizer of step {step}")
+        start_ns = self._begin_phase(Phase.OPTIMIZER, step)
         for group in model.optimizer.param_groups:
             group["lr"] = settings.run.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
         _, grad_norm, _ = model.optimizer.step()
@@ -136,6 +139,11 @@ class Trainer:
                 "further steps cannot fix; try a smaller --lr"
             )
         return StepResult(loss, float(grad_norm), int(tokens))
+
+    def _begin_phase(self, phase: Phase, step: int) -> int:
+        start_ns = self._clock()
+        self._record(BegunRecord(start_ns, start_ns, step, phase))
+        return start_ns
 
     def _finish_phase(self, phase: Phase, start_ns: int, step: int) -> None:
         self._record(PhaseRecord(start_ns, self._clock(), step, phase))

@@ -14,6 +14,7 @@ from rrfp.errors import RrfpError
 from rrfp.trace.outcome import Outcome, read_ending
 from rrfp.trace.records import NS_PER_S
 from rrfp.trace.rundir import RunDir, expected_ranks
+from rrfp.trace.segments import segments_in
 from rrfp.trace.sessions import description_of
 from rrfp.trace.spill import is_being_written
 from rrfp.watch.alarms import Alarm, Alarms, Alert
@@ -70,7 +71,7 @@ class Follower:
     RrfpError for a damaged file.
     """
 
-    def __init__(self, path: Path, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, now_s: Callable[[], float] = time.monotonic) -> None:
         self.run = RunDir(path)
         self.description: dict[str, Any] = {}
         self.steps: deque[StepFigures] = deque(maxlen=_KEPT)
@@ -80,7 +81,7 @@ class Follower:
         """Whether earlier steps were left out, because they are many."""
         self._now_s = now_s
         self._session: RunDir | None = None
-        self._tails: dict[Path, RecordsTail] = {}
+        self._tails: dict[int, RecordsTail] = {}
         self._lines = LinesTail(self.run.metrics)
         self._assembly = Assembly()
         self._alarms: Alarms | None = None
@@ -169,12 +170,12 @@ class Follower:
             self.description = description_of(self._session or self.run)
         if self._session is None:
             return
-        found = sorted(self._session.records.glob("rank-*.jsonl"))
-        for path in found:
-            if path not in self._tails:
+        found = segments_in(self._session.records)
+        for rank, segments in found.items():
+            if rank not in self._tails:
                 most = max(_LEAST_FIRST_LOOK, _FIRST_LOOK // len(found))
                 with suppress(FileNotFoundError):
-                    self._tails[path] = _opened(path, most)
+                    self._tails[rank] = _opened(segments, most)
 
     def _read_trace(self) -> None:
         """Read the trace of a session that had ended before its records were looked at."""
@@ -213,12 +214,10 @@ class Follower:
             try:
                 if is_being_written(file):
                     return True
-            except FileNotFoundError:
-                continue
             except PermissionError:
                 # Another user's run: it may be read, and not asked.
                 grown_s = file.stat().st_mtime_ns / NS_PER_S
-                if self._now_s() - grown_s < self._long_s():
+                if time.time() - grown_s < self._long_s():
                     return True
         return False
 
@@ -278,8 +277,6 @@ class Follower:
             return True
         try:
             return is_being_written(tail.path)
-        except FileNotFoundError:
-            return False
         except PermissionError:
             return True
 
@@ -308,13 +305,13 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {told}{more}"
 
 
-def _opened(path: Path, most: int) -> RecordsTail:
+def _opened(segments: list[Path], most: int) -> RecordsTail:
     try:
-        return RecordsTail(path, most)
+        return RecordsTail(segments, most)
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise RrfpError(
-                f"{path} cannot be opened, as too many files are open; raise the limit first, with "
-                "'ulimit -n 65536'"
+                f"{segments[-1]} cannot be opened, as too many files are open; raise the limit "
+                "first, with 'ulimit -n 65536'"
             ) from error
         raise

@@ -4,6 +4,7 @@ The file stays open. So the last records of a run are still read when its launch
 into a trace and removed them. Nothing is locked and nothing written: the run takes no notice.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -11,6 +12,7 @@ from typing import IO
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
 from rrfp.trace.records import RankInfo, RankRecords
+from rrfp.trace.segments import number_of, segment_after
 from rrfp.trace.spill import add_flush, header_of
 
 CHUNK = 4 * 2**20
@@ -23,14 +25,15 @@ _UNUSED = ("stimulus", "agreement", "cost", "loss")
 
 
 class RecordsTail:
-    """The growing file of records of one rank."""
+    """The growing records of one rank, in one file or in segments that follow each other."""
 
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, segments: Sequence[Path], most: int) -> None:
         """`most` octets are read of what is there already: the last ones. May raise OSError."""
-        self.path = path
+        self.path = path = _first_of(segments, most)
+        """The file that is read now."""
         self.info: RankInfo | None = None
         """Who records; None until the rank has written that."""
-        self.begins_late = False
+        self.begins_late = number_of(path) > 1
         """Whether earlier steps were left out."""
         self.grown_ns: int | None = None
         """When the file last grew, in ns since 1970."""
@@ -80,6 +83,8 @@ class RecordsTail:
         assert self._file is not None
         octets = self._file.read(CHUNK)
         self.has_more = len(octets) == CHUNK
+        if not self.has_more:
+            octets += self._enter_next_segment()
         if octets:
             with suppress(OSError):
                 self.grown_ns = self.path.stat().st_mtime_ns
@@ -90,6 +95,26 @@ class RecordsTail:
         if rest:
             self._begun.append(rest)
         return lines
+
+    def _enter_next_segment(self) -> bytes:
+        """Go on to the next segment, if the rank has; returns the rest of this one."""
+        assert self._file is not None
+        following = segment_after(self.path)
+        if following is None:
+            return b""
+        try:
+            file = following.open("rb")
+        except FileNotFoundError:
+            return b""
+        if not file.readline().endswith(b"\n"):
+            # The rank has only begun it, and may still write here.
+            file.close()
+            return b""
+        rest = self._file.read()
+        self._file.close()
+        self.begins_late |= number_of(following) > number_of(self.path) + 1
+        self.path, self._file, self.has_more = following, file, True
+        return rest
 
     def _skip(self) -> None:
         """Go on to the last octets of a file that is longer than what is to be read of it."""
@@ -111,6 +136,16 @@ class RecordsTail:
                 f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
                 "the run is not followed any further"
             ) from error
+
+
+def _first_of(segments: Sequence[Path], most: int) -> Path:
+    """The first of the last segments that have at most so many octets, or the last one."""
+    size = 0
+    for place in range(len(segments) - 1, 0, -1):
+        size += segments[place].stat().st_size
+        if size + segments[place - 1].stat().st_size > most:
+            return segments[place]
+    return segments[0]
 
 
 def _used(flush: object) -> object:

@@ -10,6 +10,7 @@ from rrfp.cli.analyze.screen import Part, fitted
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
 from rrfp.cli.output import (
     print_frame,
+    print_sheets,
     tell_evaluations,
     tell_missing_records,
     tell_warm_up,
@@ -19,6 +20,7 @@ from rrfp.cli.progress import working
 if TYPE_CHECKING:
     import polars as pl
 
+    from rrfp.analyze.fatal import Fatal
     from rrfp.analyze.findings.diagnosis import Diagnosis
     from rrfp.analyze.findings.findings import Finding
     from rrfp.analyze.frames import Frames
@@ -38,23 +40,37 @@ def findings(
     Every suspect is mended in a replay of the run: a slow stage, rank, replica or
     link, uneven microbatches, a binding order, a bound. What no replay can mend
     follows with what it owns of a step.
+
+    Of a run that ended before its time it shows the last moments instead: what
+    each rank was in and waited for. --steps asks for the steps before.
     """
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.cache import CachedTrace
     from rrfp.analyze.chosen import choose
+    from rrfp.analyze.fatal import fatal_of
     from rrfp.trace.locate import find_run, resolve_trace
 
     run = find_run(path)
     with working("Reading the trace"):
         cached = CachedTrace(resolve_trace(run))
-        frames = choose(cached.frames(), asked, evaluations=evaluations)
+        everything = cached.frames()
+        fatal = fatal_of(everything)
+    # The commands look at what this one has looked at.
+    name = f"./{run}" if str(run).startswith("-") else str(run)
+    if fatal is not None and asked is None and not evaluations:
+        if output_format in (Format.TABLE, Format.MD):
+            _print_fatal(fatal, everything, name, markdown=output_format is Format.MD)
+            return
+        if output_format is Format.JSON and everything.windows.is_empty():
+            typer.echo(json.dumps({"run": name, "fatal": fatal.as_json()}, indent=2))
+            return
+    with working("Reading the trace"):
+        frames = choose(everything, asked, evaluations=evaluations)
     tell_missing_records(frames)
     tell_warm_up(frames)
     with working("Replaying the run without each suspect"):
         found = cached.diagnosis(asked, evaluations=evaluations)
-    # The commands look at what this one has looked at.
-    name = f"./{run}" if str(run).startswith("-") else str(run)
     if output_format in (Format.TABLE, Format.MD):
         tell_evaluations(frames)
     chosen = "" if steps is None else f" --steps {steps}"
@@ -74,11 +90,22 @@ def findings(
         case Format.JSON:
             as_json = found.as_json(name, steps)
             as_json["evaluations_left_out"] = frames.num_left_out
+            if fatal is not None:
+                as_json["fatal"] = fatal.as_json()
             if frames.warm_up:
                 as_json["warm_up_left_out"] = list(frames.warm_up)
             typer.echo(json.dumps(as_json, indent=2))
         case _:
             print_frame(_frame(found, name, steps), {}, output_format, lambda: ())
+
+
+def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool) -> None:
+    """The last moments of a run, and where to look next."""
+    from rrfp.cli.tables.fatal import fatal_sheet
+
+    print_sheets([fatal_sheet(fatal, is_whole=markdown)], markdown=markdown)
+    if not frames.windows.is_empty():
+        print(f"Next, its finished steps: rrfp analyze {quote(name)} --steps 0:")
 
 
 def _shown(found: "Diagnosis") -> "tuple[Finding, ...]":

@@ -12,6 +12,7 @@ from rrfp.cli.options import RowFormat
 from rrfp.cli.progress import progress
 from rrfp.errors import StoppedError, UsageError, did_you_mean
 from rrfp.schedule.admission import Admit
+from rrfp.trace.rundir import own_files
 
 if TYPE_CHECKING:
     from rrfp.race.entries import Failure
@@ -188,7 +189,7 @@ def bench(
             f"--force on several hosts could take from one what another has begun; remove "
             f"{directory} instead"
         )
-    with found.prepare(lineup, force=force):
+    with own_files(), found.prepare(lineup, force=force):
 
         def model() -> "dict[str, Modelled]":
             with progress("Simulating", len(lineup.entries)) as advance:
@@ -220,7 +221,8 @@ def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -
     from rrfp.race.runner import race
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
-    race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+    with own_files():
+        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
 
 
 def _race(

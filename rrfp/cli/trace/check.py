@@ -15,13 +15,14 @@ def check(path: TracePath = None) -> None:
     """
     from rrfp.trace.check import check_contents
     from rrfp.trace.cost import recording_fraction
+    from rrfp.trace.ending.promise import Promise
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 
     with working("Checking the trace"):
         trace = resolve_trace(path)
         contents = read_contents(trace)
-        problems = check_contents(contents)
+        problems = check_contents(contents, Promise.of_run(trace, contents.recording.settings))
     for problem in problems:
         print(problem)
     if problems:

@@ -66,6 +66,7 @@ class Trials:
         from rrfp.trace.locate import resolve_session
         from rrfp.trace.outcome import noting_outcome
         from rrfp.trace.records import NS_PER_S
+        from rrfp.trace.rundir import own_files
         from rrfp.train.checkpoints.beginning import beginning_of
         from rrfp.train.checks import check_settings
         from rrfp.train.pacing import check_pace
@@ -75,14 +76,15 @@ class Trials:
         check_settings(settings)
         fitted(settings.effective_policy, settings.shape, counts_places=False)
         check_pace(settings)
-        run = beginning_of(settings, tell=_tell).run
-        _tell(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
-        with noting_outcome(run), working(f"Trying proposal {number}"):
-            launch(settings, run)
-        if settings.run.pace is not None:
-            tell_pace(run, 0)
-        with working("Merging the ranks' records"):
-            frames = load_frames(resolve_session(run.path), with_warm_up=True)
+        with own_files(shared=settings.run.shared_files):
+            run = beginning_of(settings, tell=_tell).run
+            _tell(f"Trying proposal {number}: {settings.num_steps} steps in {run.path}")
+            with noting_outcome(run), working(f"Trying proposal {number}"):
+                launch(settings, run)
+            if settings.run.pace is not None:
+                tell_pace(run, 0)
+            with working("Merging the ranks' records"):
+                frames = load_frames(resolve_session(run.path), with_warm_up=True)
         counted = range(_WARM_UP, settings.num_steps)
         real_s = step_time_ns(frames, counted) / NS_PER_S
         return Tried(run.path, real_s, self._predicted_s(proposal, counted))

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from rrfp.schedule.dealing import Hands, format_dealing
+from rrfp.trace.report_file import ReportFile
+from rrfp.trace.whole_file import open_whole
 
 
 class DealingFile:
@@ -21,13 +23,13 @@ class DealingFile:
         whole = [line for line in kept if line.endswith("\n")][:first_step]
         firsts = range(0, num_replicas * num_microbatches, num_microbatches)
         given = format_dealing([range(first, first + num_microbatches) for first in firsts])
-        path.write_text("".join(whole) + given * (first_step - len(whole)), "utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        with open_whole(path) as file:
+            file.write(("".join(whole) + given * (first_step - len(whole))).encode())
+        self._file = ReportFile(path)
 
     def write(self, hands: Hands) -> None:
         """Write the next step, which has ended."""
         self._file.write(format_dealing(hands))
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

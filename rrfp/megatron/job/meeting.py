@@ -24,7 +24,7 @@ from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.trace.records import RankInfo
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.rundir import RunDir, create_run_dir, own_files
 
 T = TypeVar("T")
 
@@ -207,7 +207,8 @@ class Meeting:
                 f"{request.out} holds the run of an earlier start of this job, so this one is "
                 f"recorded in {out}"
             )
-        return create_run_dir(out, force, label, request.runs)
+        with own_files():
+            return create_run_dir(out, force, label, request.runs)
 
 
 def _free_beside(out: Path) -> Path:

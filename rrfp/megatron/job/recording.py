@@ -42,7 +42,8 @@ from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.description import PolicyLog, describe_run
 from rrfp.trace.merge import encode_run
-from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Record
+from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
+from rrfp.trace.room import records_bytes
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written
 from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
@@ -88,6 +89,8 @@ class JobRecording:
         """The last one that has begun on this rank, as a step."""
         self._early: list[Record] = []
         """What ranks that have begun an evaluation before this one have sent of it."""
+        self._is_in_step = False
+        """Whether a recorded call has begun and not returned."""
         self._script_step: int | None = None
         """The recorded step after which the script runs; None during a step, and after others."""
         self._script_since_ns: int | None = None
@@ -229,7 +232,11 @@ class JobRecording:
             self._close_records()
             self._is_off = True
             return None
-        return self._next_step(forward_only=bool(arguments.get("forward_only", False)))
+        step = self._next_step(forward_only=bool(arguments.get("forward_only", False)))
+        if step is not None:
+            self._is_in_step = True
+            self.record(BegunRecord(now_ns, now_ns, step, Phase.SCHEDULE))
+        return step
 
     def _leave_script(self, now_ns: int) -> None:
         """A call begins, whether of the recorded pipeline or of another."""
@@ -240,13 +247,17 @@ class JobRecording:
 
     def _end(self, step: int | None) -> None:
         if step is not None:
+            self._is_in_step = False
             if self._recorder is not None:
                 self._recorder.flush(step)
                 if self._recorder.is_on:
                     self._recorded.append(step)
             self._script_step = step
+        now_ns = monotonic()
+        if step is not None:
+            self.record(BegunRecord(now_ns, now_ns, step, Phase.SCRIPT))
         if not self.is_on_gpu:
-            self._script_since_ns = monotonic()
+            self._script_since_ns = now_ns
 
     def _next_step(self, *, forward_only: bool) -> int | None:
         # Counted as the drop-in counts: a call that fails counts too.
@@ -308,7 +319,8 @@ class JobRecording:
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own)
-            recorder = Recorder(run.rank_records(own.rank), own)
+            most_bytes = records_bytes(self._request.trace_mb, dist.get_world_size())
+            recorder = Recorder(run.rank_records(own.rank), own, most_bytes=most_bytes)
             ranks: Sequence[RankInfo] = ()
             try:
                 meeting.share("parameters", num_parameters(chunks))
@@ -341,7 +353,10 @@ class JobRecording:
         if recorder is not None:
             self.before_close()
             self._recorder = None
-            recorder.close()
+            if self._is_in_step:
+                recorder.abandon()
+            else:
+                recorder.close()
 
     def _conclude(self, run: RunDir) -> None:
         """Make the trace, once every rank has closed its records, and say where it is."""

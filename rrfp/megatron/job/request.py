@@ -71,6 +71,8 @@ class RecordingRequest:
     force: bool = False
     """Whether to replace the run in `out`."""
     runs: Path = RUNS
+    trace_mb: int | None = None
+    """The most that the records and the trace take on disk (`rrfp.trace.room`)."""
 
     def __post_init__(self) -> None:
         """Paths count from where the recording was asked for: a script may change the directory

@@ -21,12 +21,20 @@ from rrfp.megatron.installation import megatrons
 from rrfp.megatron.native.pace import NativePace
 from rrfp.megatron.native.timing import HostTimer, Timer
 from rrfp.runtime.pace import Pace
-from rrfp.runtime.protocols import StepSummary
+from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.fixed_schedule import FixedScheduleCounts
-from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
+from rrfp.trace.records import (
+    BegunRecord,
+    Doing,
+    Phase,
+    PhaseRecord,
+    Record,
+    TaskRecord,
+    WaitRecord,
+)
 from rrfp.trace.steps import evaluation_step, step_name
 
 Named = Callable[[str], AbstractContextManager[Any]]
@@ -47,11 +55,11 @@ class NativeSchedule:
         num_ranks: int | None = None,
     ) -> None:
         """`timer` is the host's by default. `named` opens a range around each task, each wait and
-        each step; `name_of_step` names the last. Records come when their times are known, in the
-        order of the calls; training steps and evaluations are numbered separately
-        (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to modelled times,
-        if work runs on the host. `num_ranks` of the pipeline are those of Megatron's parallel state
-        by default."""
+        each step; `name_of_step` names the last. Records come when their times are known, the
+        host's at once, in the order of the calls; training steps and evaluations are numbered
+        separately (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to
+        modelled times, if work runs on the host. `num_ranks` of the pipeline are those of
+        Megatron's parallel state by default."""
         self._pp_rank = pp_rank
         self._record = record
         self._timer = timer or HostTimer()
@@ -100,6 +108,7 @@ class NativeSchedule:
             self._timer,
             self._named,
             pace,
+            self._record,
         )
         with _recorded(get_model_config(chunks[0]), tally), self._named(self._name_of_step(step)):
             # Marks are inside their ranges, because the profiler's own cost is not work.
@@ -117,8 +126,9 @@ class NativeSchedule:
     def settle(self, *, wait: bool = False) -> None:
         """Record the steps whose times are known; with `wait`, all of them."""
         while self._steps and (records := self._steps[0].records(wait=wait)) is not None:
-            for record in records:
-                self._record(record)
+            if not self._timer.knows_at_once:
+                for record in records:
+                    self._record(record)
             self.last_step = self._steps.popleft().summary(records)
 
 
@@ -147,7 +157,9 @@ class _Tally:
         timer: Timer,
         named: Named,
         pace: NativePace | None,
+        record: Callable[[Record], None],
     ) -> None:
+        """`record` takes at once what is known at once, and what begins."""
         self._step = step
         self._chunks = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._shape = shape
@@ -155,6 +167,7 @@ class _Tally:
         self._timer = timer
         self._named = named
         self._pace = pace
+        self._record = record
         self._num_forwards = [0] * len(chunks)
         self._forwarded: dict[int, tuple[int, int]] = {}
         """Chunk and microbatch, by the id of their output, which the schedule keeps alive."""
@@ -199,29 +212,33 @@ class _Tally:
             function = self._pace.transfer(function)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            *received, under_way = self._transfer(function)(*args, **kwargs)
+            peer = _peer_of(next(iter(args), None), kwargs)
+            *received, under_way = self._transfer(function, peer)(*args, **kwargs)
             if isinstance(under_way, dict):  # with overlap_p2p_comm; otherwise all is done
                 under_way = {
-                    name: _UnderWay(handle, self._transfer(handle.wait))
+                    name: _UnderWay(handle, self._transfer(handle.wait, peer))
                     for name, handle in under_way.items()
                 }
             return *received, under_way
 
         return recorded
 
-    def _transfer(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function to record it as a wait for a transfer."""
+    def _transfer(self, function: Callable[..., Any], peer: int) -> Callable[..., Any]:
+        """Wrap a function to record it as a wait for a transfer from or to that rank."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             cause = self._counts.cause_of_transfer(self._shape.num_tasks_of_a_rank)
-            return self.wait(cause, function)(*args, **kwargs)
+            return self.wait(cause, function, peer)(*args, **kwargs)
 
         return recorded
 
-    def wait(self, cause: Cause, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(
+        self, cause: Cause, function: Callable[..., Any], peer: int = -1
+    ) -> Callable[..., Any]:
         """Wrap a function to record it as a wait of this cause."""
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            self._begin(cause, peer=peer)
             with self._named(wait_range(cause, self._num_waits, self._step)):
                 start = self._timer.mark()
                 result = function(*args, **kwargs)
@@ -232,8 +249,19 @@ class _Tally:
 
         return recorded
 
+    def _begin(
+        self, doing: str, kind: str = "", stage: int = -1, microbatch: int = -1, peer: int = -1
+    ) -> None:
+        now_ns = monotonic()
+        task = kind, stage, microbatch
+        self._record(BegunRecord(now_ns, now_ns, self._step, doing, *task, peer))
+
     def add(self, start: Any, end: Any, record: type[Any], *fields: Any) -> None:
-        """Keep a record between two marks until their times are known."""
+        """Record what lies between two marks, as soon as their times are known."""
+        if self._timer.knows_at_once:
+            times_ns = self._timer.times_ns((start, end), wait=False)
+            assert times_ns is not None
+            self._record(record(*times_ns, *fields))
         self._rows.append((record, len(self._marks), len(self._marks) + 1, fields))
         self._marks += (start, end)
 
@@ -256,6 +284,7 @@ class _Tally:
 
     def _run(self, kind: Kind, chunk: int, microbatch: int, function: Callable[[], Any]) -> Any:
         stage = self._shape.stage_of(self._pp_rank, chunk)
+        self._begin(Doing.TASK, kind, stage, microbatch)
         with self._named(task_range(kind, stage, chunk, microbatch, self._step)):
             start = self._timer.mark()
             with nullcontext() if self._pace is None else self._pace.task(stage, kind, microbatch):
@@ -275,6 +304,15 @@ class _UnderWay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
+
+
+def _peer_of(communicator: Any, transfer: Mapping[str, Any]) -> int:
+    """The rank that a transfer of Megatron's waits for, the receiving half first."""
+    is_next = transfer.get("recv_next") or (
+        not transfer.get("recv_prev") and transfer.get("tensor_send_next") is not None
+    )
+    peer = getattr(communicator, "next_rank" if is_next else "prev_rank", None)
+    return -1 if peer is None else int(peer)
 
 
 @contextmanager

@@ -17,6 +17,9 @@ _LONGEST_LOOK_NS = 100_000
 class Timer(Protocol):
     """Marks points in the work, and later gives their times on the host's clock."""
 
+    knows_at_once: bool
+    """Whether the time of a mark is known when it is made."""
+
     def mark(self) -> Any:
         """Mark the end of the work issued so far."""
 
@@ -27,6 +30,8 @@ class Timer(Protocol):
 
 class HostTimer:
     """For work that is done when its call returns."""
+
+    knows_at_once = True
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -45,6 +50,8 @@ class CudaTimer:
     time between the two. The last mark whose time was read becomes the next reference. Before a
     step, if the GPU is idle, a new reference is made, because the two clocks drift.
     """
+
+    knows_at_once = False
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock

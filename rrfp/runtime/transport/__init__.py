@@ -1,1 +1,1 @@
-"""How messages travel between ranks: the frames, the links, and what carries them."""
+"""How messages travel between ranks: the frames, and what carries those of a link."""

@@ -33,6 +33,7 @@ class TransportMaker(Protocol):
         prefix: str,
         record: Callable[[Record], None] | None,
         connect_s: float,
+        silence_s: float,
         delays: Delays | None,
         planes: RankPlanes | None,
         tls: bool,

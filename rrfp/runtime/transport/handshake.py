@@ -3,10 +3,11 @@
 The accepting side speaks first, with a random challenge only, so that a stranger learns nothing:
 
     accepting -> dialling   magic, version, challenge
-    dialling -> accepting   magic, version, source, destination, own challenge, proof
+    dialling -> accepting   magic, version, source, destination, attempt, own challenge, proof
     accepting -> dialling   proof
 
-A proof is an HMAC-SHA256 over the role, both ranks and both challenges.
+A proof is an HMAC-SHA256 over the role, both ranks, the attempt and both challenges. A source
+numbers its attempts to make one link, so that a late one does not take the place of a later one.
 """
 
 import hmac
@@ -22,8 +23,8 @@ SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _CHALLENGE = struct.Struct(f"<4sB3x{_CHALLENGE_BYTES}s")
-_CLAIM = struct.Struct(f"<4sB3xII{_CHALLENGE_BYTES}s{_PROOF_BYTES}s")
-_RANKS = struct.Struct("<II")
+_CLAIM = struct.Struct(f"<4sB3xIII{_CHALLENGE_BYTES}s{_PROOF_BYTES}s")
+_CLAIMED = struct.Struct("<III")
 
 
 class HandshakeError(Exception):
@@ -31,17 +32,23 @@ class HandshakeError(Exception):
 
 
 def dial_handshake(
-    connection: socket.socket, secret: bytes, source: int, destination: int, timeout_s: float
+    connection: socket.socket,
+    secret: bytes,
+    source: int,
+    destination: int,
+    timeout_s: float,
+    attempt: int = 0,
 ) -> None:
     """Prove to be rank `source` to rank `destination`, and have it prove itself."""
     deadline_s = time.monotonic() + timeout_s
     magic, version, challenge = _CHALLENGE.unpack(_read(connection, _CHALLENGE.size, deadline_s))
     _check_version(magic, version)
     own = secrets.token_bytes(_CHALLENGE_BYTES)
-    proof = _proof(secret, b"dial", source, destination, challenge, own)
-    _write(connection, _CLAIM.pack(MAGIC, VERSION, source, destination, own, proof), deadline_s)
+    claimed = source, destination, attempt
+    proof = _proof(secret, b"dial", claimed, challenge, own)
+    _write(connection, _CLAIM.pack(MAGIC, VERSION, *claimed, own, proof), deadline_s)
     answer = _read(connection, _PROOF_BYTES, deadline_s)
-    expected = _proof(secret, b"accept", source, destination, challenge, own)
+    expected = _proof(secret, b"accept", claimed, challenge, own)
     if not hmac.compare_digest(answer, expected):
         raise HandshakeError("it does not know the secret")
 
@@ -52,24 +59,25 @@ def accept_handshake(
     sources: Container[int],
     destination: int,
     timeout_s: float,
-) -> int:
+) -> tuple[int, int]:
     """Have the other side prove to be one of the ranks `sources`, and prove to be rank
-    `destination`; gives the other side's rank."""
+    `destination`; gives the other side's rank and the number of its attempt."""
     deadline_s = time.monotonic() + timeout_s
     own = secrets.token_bytes(_CHALLENGE_BYTES)
     _write(connection, _CHALLENGE.pack(MAGIC, VERSION, own), deadline_s)
-    magic, version, source, claimed, challenge, proof = _CLAIM.unpack(
+    magic, version, source, wanted, attempt, challenge, proof = _CLAIM.unpack(
         _read(connection, _CLAIM.size, deadline_s)
     )
     _check_version(magic, version)
-    if claimed != destination:
-        raise HandshakeError(f"it wants rank {claimed}")
-    if not hmac.compare_digest(proof, _proof(secret, b"dial", source, destination, own, challenge)):
+    claimed = source, wanted, attempt
+    if wanted != destination:
+        raise HandshakeError(f"it wants rank {wanted}")
+    if not hmac.compare_digest(proof, _proof(secret, b"dial", claimed, own, challenge)):
         raise HandshakeError("it does not know the secret")
     if source not in sources:
         raise HandshakeError(f"rank {source} is not expected")
-    _write(connection, _proof(secret, b"accept", source, destination, own, challenge), deadline_s)
-    return int(source)
+    _write(connection, _proof(secret, b"accept", claimed, own, challenge), deadline_s)
+    return source, attempt
 
 
 def _check_version(magic: bytes, version: int) -> None:
@@ -80,12 +88,11 @@ def _check_version(magic: bytes, version: int) -> None:
 def _proof(
     secret: bytes,
     role: bytes,
-    source: int,
-    destination: int,
+    claimed: tuple[int, int, int],
     accepting_challenge: bytes,
     dialling_challenge: bytes,
 ) -> bytes:
-    text = role + _RANKS.pack(source, destination) + accepting_challenge + dialling_challenge
+    text = role + _CLAIMED.pack(*claimed) + accepting_challenge + dialling_challenge
     return hmac.digest(secret, text, "sha256")
 
 

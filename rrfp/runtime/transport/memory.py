@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rrfp.errors import UsageError
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import LinkOptions, Output, Released, State
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Inbox, Message
-from rrfp.runtime.transport.destination_link import DestinationLink
-from rrfp.runtime.transport.link import Link, LinkOptions, Output, Released, State
-from rrfp.runtime.transport.source_link import SourceLink
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
@@ -177,7 +178,7 @@ class MemoryNetwork:
             if data:
                 self._put(pipe, data)
             _tell(end, link.wrote(len(data), self.now_ns))
-            if link.state is State.LINGERING:
+            if link.has_said_all:
                 pipe.is_shut = True
             if not data:
                 return
@@ -191,7 +192,7 @@ class MemoryNetwork:
         """What a link's thread does between two waits."""
         link, now_ns = end.link, self.now_ns
         is_heard = False
-        while link.state is not State.OVER:
+        while link.state is not State.OVER and not link.is_broken:
             num_bytes = end.incoming.read_into(link.next_read(), now_ns)
             if num_bytes is None:
                 break
@@ -201,6 +202,8 @@ class MemoryNetwork:
             self._wake_peer(end)
         else:
             _tell(end, link.waited(now_ns))
+        if link.is_broken:
+            _tell(end, link.lose_gone())
         self.write(end)
         if link.state is State.OVER:
             self._close(end)

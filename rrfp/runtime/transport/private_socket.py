@@ -2,6 +2,10 @@
 
 Both lie in a directory that only its owner may enter. Whoever connects looks first whether it is
 such a directory, of its own user: a path that comes out of a store is no proof of it.
+
+Whoever has looked keeps the socket's file open, and can connect through it when it has no name any
+more. So a rank removes the directory as soon as all its peers have looked: from then on nobody else
+finds the socket, and a rank that is killed leaves no file.
 """
 
 import os
@@ -36,11 +40,11 @@ def bind_private(directory: str) -> tuple[socket.socket, bytes]:
     return bound, secret
 
 
-def connect_private(directory: str) -> tuple[socket.socket, bytes]:
-    """A connection to the socket in a directory, and its secret.
+def open_private(directory: str) -> tuple[int, bytes]:
+    """The file of the socket in a directory, for `connect_opened`, and its secret.
 
-    Raises StrangeFileError where another user can have put them there, and OSError where nobody
-    listens.
+    Raises StrangeFileError where another user can have put them there, and OSError where there is
+    no socket.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW
     with _opened(directory, flags | os.O_DIRECTORY) as opened:
@@ -51,13 +55,20 @@ def connect_private(directory: str) -> tuple[socket.socket, bytes]:
             secret = os.read(file, SECRET_BYTES + 1)
         if len(secret) != SECRET_BYTES:
             raise StrangeFileError(f"its secret has {len(secret)} bytes, not {SECRET_BYTES}")
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(_path_in(opened))
-        except BaseException:
-            connection.close()
-            raise
-    return connection, secret
+        return os.open(_SOCKET, os.O_PATH | os.O_NOFOLLOW, dir_fd=opened), secret
+
+
+def connect_opened(file: int, timeout_s: float | None = None) -> socket.socket:
+    """A connection to a socket by its file, whether that has a name or not. Raises OSError where
+    nobody listens."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(f"/proc/self/fd/{file}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _check_is_private(descriptor: int) -> None:

@@ -21,17 +21,23 @@ from torch.distributed import Store
 from rrfp.errors import UsageError
 from rrfp.runtime.delays import Delays
 from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.links.destination_link import DestinationLink, LinkPlane
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.source_link import SourceLink
+from rrfp.runtime.links.states import LinkOptions
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.planes.settling import Settled, SettlingError
 from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, monotonic
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
-from rrfp.runtime.transport.connecting import Listener, dial
-from rrfp.runtime.transport.destination_link import DestinationLink, LinkPlane
-from rrfp.runtime.transport.driver import DestinationDriver, SourceDriver
-from rrfp.runtime.transport.link import LinkOptions
-from rrfp.runtime.transport.source_link import SourceLink
+from rrfp.runtime.transport.connecting import Listener
+from rrfp.runtime.transport.destination_driver import DestinationDriver
+from rrfp.runtime.transport.door import Door
+from rrfp.runtime.transport.driver import Wrap
+from rrfp.runtime.transport.faults import wrapped
+from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
+from rrfp.runtime.transport.source_driver import SourceDriver
 from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Where
 from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
@@ -71,6 +77,7 @@ class SocketTransport:
         delays: Delays | None = None,
         planes: RankPlanes | None = None,
         tls: bool = False,
+        wrap: Wrap = wrapped,
     ) -> None:
         """Every rank that has links makes its transport under the same `prefix`. `num_credits` is
         how many messages each incoming link must be able to hold that were not `consumed` yet: all
@@ -78,8 +85,8 @@ class SocketTransport:
         holds up to an eighth more. `record` is called by the links' threads and by whoever sends.
         `allow_unix=False` takes TCP also within a host; `address` is where this rank listens for
         other hosts. `planes` are its own from here on; None: the sockets carry all tensors. With
-        `tls` connections at TCP ports are encrypted. Raises UsageError for settings that cannot
-        work.
+        `tls` connections at TCP ports are encrypted. `wrap` is given every connected socket. Raises
+        UsageError for settings that cannot work.
         """
         _check(rank, sends_to, receives_from, num_credits, heartbeat_s, silence_s)
         self._rank = rank
@@ -103,10 +110,15 @@ class SocketTransport:
         self._delays = delays
         self._planes = planes or RankPlanes(CPU, TransportName.INLINE, 0)
         self._tunnels = Tunnels() if tls else None
+        self._wrap = wrap
         self._device_type = self._planes.device.torch_device.type
         self._lock = Lock()
         self._is_closed = False
+        self._listener: Listener | None = None
+        self._doors: dict[int, Door] = {}
+        self._fars: dict[int, Far | None] = {}
         self._sources: dict[int, DestinationDriver] = {}
+        self._awaiting: dict[int, Awaiting] = {}
         self._destinations: dict[int, SourceDriver] = {}
 
     def open(self) -> None:
@@ -135,29 +147,24 @@ class SocketTransport:
             has_far=not all(is_near.values()),
             encrypts=self._tunnels is not None,
         )
-        listener = Listener(
+        self._listener = listener = Listener(
             rank,
             self._receives_from,
-            self._open_source,
-            unix=any(is_near[peer] for peer in self._receives_from),
-            tcp=not all(is_near[peer] for peer in self._receives_from),
+            self._connected,
+            unix=any(is_near.values()),
+            tcp=not all(is_near.values()),
             address=self._address,
             tunnels=self._tunnels,
         )
         listener.open()
         try:
-            where = replace(listener.where, transport=self._planes.asked)
-            rendezvous.publish(f"address/{rank}", where.to_json())
+            own = replace(listener.where, transport=self._planes.asked)
+            rendezvous.publish(f"address/{rank}", own.to_json())
+            for peer in peers:
+                self._find(peer, own, rendezvous, is_near=is_near[peer])
+            listener.accept()
             for peer in self._sends_to:
-                where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
-                self._check_is_same(peer, where)
-                left_s = max(rendezvous.remaining_s, 0.001)
-                connection = dial(
-                    *(rank, peer, where),
-                    unix=is_near[peer],
-                    timeout_s=left_s,
-                    tunnels=self._tunnels,
-                )
+                connection = self._doors[peer].dial(max(rendezvous.remaining_s, 0.001))
                 outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
                 self._open_destination(peer, connection, outbox)
             listener.wait(rendezvous, self._connect_s)
@@ -165,8 +172,20 @@ class SocketTransport:
             # It says why, where it could.
             rendezvous.raise_if_failed()
             raise
-        finally:
-            listener.close()
+        # Who has dialled this rank has found its door before, and who was dialled by it, too.
+        listener.hide()
+
+    def _find(self, peer: int, own: Where, rendezvous: Rendezvous, *, is_near: bool) -> None:
+        """Find a peer's door."""
+        where = rendezvous.wait_json(f"address/{peer}", peer, Where.decode)
+        self._check_is_same(peer, where)
+        self._doors[peer] = Door(self._rank, peer, where, unix=is_near, tunnels=self._tunnels)
+        self._fars[peer] = None
+        if not is_near:
+            assert own.tcp is not None
+            assert where.tcp is not None
+            is_encrypted = self._tunnels is not None
+            self._fars[peer] = Far(own.tcp.host, where.tcp.host, is_encrypted=is_encrypted)
 
     def _check_is_same(self, peer: int, where: Where) -> None:
         if where.transport != self._planes.asked:
@@ -211,16 +230,26 @@ class SocketTransport:
         connection.settimeout(None)
         draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
         plane = TransportName.INLINE if outbox is None else outbox.plane.name
-        link = SourceLink(self._rank, peer, self._options, monotonic(), draw, plane)
+        link = SourceLink(
+            self._rank, peer, self._options, monotonic(), draw, plane, self._fars[peer]
+        )
         driver = SourceDriver(
-            link, self._rank, connection, self._inbox, self._record, f"rrfp-send-to-{peer}"
+            *(link, self._rank, Dialling(self._doors[peer]), self._inbox, self._record),
+            *(f"rrfp-send-to-{peer}", self._wrap),
         )
         driver.outbox = outbox
-        driver.start()
+        driver.start(connection)
         self._destinations[peer] = driver
 
+    def _connected(self, peer: int, connection: socket.socket, attempt: int) -> None:
+        """A source has connected, or once more; on a thread of the listener."""
+        if attempt == 0:
+            self._open_source(peer, connection)
+        else:
+            self._sources[peer].offer(self._awaiting[peer], connection, attempt)
+
     def _open_source(self, peer: int, connection: socket.socket) -> None:
-        """Settle on a plane and start the link; on a thread of the listener."""
+        """Settle on a plane and start the link."""
         served = None
         if self._planes.settles:
             try:
@@ -233,14 +262,18 @@ class SocketTransport:
         if served is not None:
             plane = LinkPlane(str(served[0].name), served[0].is_inline)
         link = DestinationLink(
-            self._rank, peer, self._options, monotonic(), self._num_credits, plane
+            *(self._rank, peer, self._options, monotonic(), self._num_credits),
+            *(plane, self._fars[peer]),
         )
+        awaiting = Awaiting(self._doors[peer])
         driver = DestinationDriver(
-            link, self._rank, connection, self._inbox, self._record, f"rrfp-receive-from-{peer}"
+            *(link, self._rank, awaiting, self._inbox, self._record),
+            *(f"rrfp-receive-from-{peer}", self._wrap),
         )
         if served is not None:
             driver.puller = served[1]
-        driver.start()
+        driver.start(connection)
+        self._awaiting[peer] = awaiting
         self._sources[peer] = driver
 
     def send(self, peer: int, message: Message) -> None:
@@ -306,9 +339,16 @@ class SocketTransport:
         deadline_ns = monotonic() + round(self._close_s * NS_PER_S)
         if farewell:
             self._planes.drain(self._close_s)
+        elif self._listener is not None:
+            # Who finds a connection closed looks here whether this rank is lost.
+            self._listener.close()
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
         have_left = [driver.join() for driver in drivers]
+        if self._listener is not None:
+            self._listener.close()
+        for door in self._doors.values():
+            door.close()
         if self._tunnels is not None:
             self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
         # Each peer has let go of this rank's memory before its farewell.

@@ -30,6 +30,7 @@ _PIECE_BYTES = 2**18
 _NAME = "rrfp"
 _VALID = timedelta(days=365)
 """Either way of now. Trust is by fingerprint, and hosts' clocks may be wrong."""
+_GIVE_UP_MS = 30_000
 _OVER = select.POLLHUP | select.POLLERR
 
 
@@ -218,6 +219,9 @@ class _Tunnel:
         plain, self._inner = socket.socketpair()
         self._plain = _PlainEnd(fileno=plain.detach())
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A link leaves a connection that carries nothing; its tunnel must end, too.
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
         self._connection.setblocking(False)
         self._inner.setblocking(False)
         self._thread.start()

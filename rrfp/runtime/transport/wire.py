@@ -1,18 +1,23 @@
 """The frames that travel on a link: a fixed binary header, then tensors as they lie in memory.
 
-A frame is a prefix (48 bytes), one descriptor (72 bytes) for each tensor, and the bytes of the
+A frame is a prefix (60 bytes), one descriptor (72 bytes) for each tensor, and the bytes of the
 tensors in that order. Only messages carry tensors; those of a posted one lie in its sender's outbox
 (`rrfp.runtime.planes.plane`), and its frame has descriptors only. Everything in prefix and
 descriptors is checked before memory is allocated for the tensors, and nothing on the wire is ever
 executed or unpickled.
 Integers are little-endian; tensors travel in the byte order of the (little-endian) hosts.
+
+Prefix and descriptors each have a CRC-32, and so have the tensors where nothing else vouches for
+them: between hosts without TLS. A kernel that copies memory within a host needs no such check.
 """
 
 import math
 import struct
-from collections.abc import Generator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -22,14 +27,17 @@ from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
 
 MAGIC = b"RRFP"
-VERSION = 4
+VERSION = 5
 MAX_DIMENSIONS = 8
 MAX_TENSORS = 255
 MAX_FORECAST_NS = 3_600_000_000_000
 """A task that takes longer is not waited for; nor is a number believed that says so."""
 
-# magic, version, purpose, kind, number of tensors, stage, microbatch, step, sequence, number, (0)
-_PREFIX = struct.Struct("<4sBBBBiiqqqQ")
+# magic, version, purpose, kind, number of tensors, stage, microbatch, step, sequence, number,
+# acknowledged, checksums of the descriptors and of the tensors
+_PREFIX = struct.Struct("<4sBBBBiiqqqqII")
+# of the prefix before it
+_CHECKSUM = struct.Struct("<I")
 # dtype (0: no tensor), number of dimensions, (0), the dimensions
 _DESCRIPTOR = struct.Struct("<BB6x8q")
 
@@ -64,15 +72,23 @@ class Purpose(IntEnum):
     POSTED = 8
     LENT = 9
     RELEASED = 10
+    RESUME = 11
 
 
 _POSTED = frozenset({Purpose.POSTED, Purpose.LENT})
 _WITH_TENSORS = _POSTED | {Purpose.MESSAGE}
 _WITH_TASK = _WITH_TENSORS | {Purpose.REPORT, Purpose.DECISION, Purpose.FORECAST}
+UNCOUNTED = frozenset({Purpose.HEARTBEAT, Purpose.RESUME})
+"""What concerns one connection only; all other frames are counted, and sent again over the next
+connection if the peer had not received them (`rrfp.runtime.links.sending`)."""
 
 
 class FrameError(RrfpError):
     """What arrived is not a frame of this protocol, or breaks its rules."""
+
+
+class GarbledError(FrameError):
+    """What arrived is not what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,15 @@ class Header:
     num_tensors: int = 0
 
 
+class Prefix(NamedTuple):
+    """What stands before a frame's descriptors and tensors."""
+
+    header: Header
+    acknowledged: int
+    descriptors_checksum: int
+    tensors_checksum: int
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A whole frame as it arrived."""
@@ -102,6 +127,8 @@ class Frame:
     """Of its tensors."""
     forms: Forms = ()
     """What the tensors of a posted message are."""
+    acknowledged: int = 0
+    """How many counted frames its sender has received on this link, over all connections."""
 
 
 def payload_bytes(tensors: Sequence[torch.Tensor | None]) -> int:
@@ -150,31 +177,45 @@ def prepare_message(message: Message, max_message_bytes: int, device: str = "cpu
     return replace(message, tensors=tuple(tensors))
 
 
-def encode_header(header: Header, tensors: Sequence[torch.Tensor | Form | None] = ()) -> bytes:
+def encode_header(
+    header: Header,
+    tensors: Sequence[torch.Tensor | Form | None] = (),
+    acknowledged: int = 0,
+    tensors_checksum: int = 0,
+) -> bytes:
     """The prefix and the descriptors of the tensors, or of what they are."""
     task = header.task
-    parts = [
-        _PREFIX.pack(
-            MAGIC,
-            VERSION,
-            header.purpose,
-            _KINDS.index(task.kind) if task is not None else 0,
-            len(tensors),
-            task.stage if task is not None else 0,
-            task.microbatch if task is not None else 0,
-            header.step,
-            header.sequence,
-            header.number,
-            0,
-        )
-    ]
-    for tensor in tensors:
-        code, shape = (
-            (0, ()) if tensor is None else (_DTYPES.index(tensor.dtype), tuple(tensor.shape))
-        )
-        dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
-        parts.append(_DESCRIPTOR.pack(code, len(shape), *dimensions))
-    return b"".join(parts)
+    descriptors = b"".join(map(_descriptor, tensors))
+    prefix = _PREFIX.pack(
+        MAGIC,
+        VERSION,
+        header.purpose,
+        _KINDS.index(task.kind) if task is not None else 0,
+        len(tensors),
+        task.stage if task is not None else 0,
+        task.microbatch if task is not None else 0,
+        header.step,
+        header.sequence,
+        header.number,
+        acknowledged,
+        zlib.crc32(descriptors),
+        tensors_checksum,
+    )
+    return prefix + _CHECKSUM.pack(zlib.crc32(prefix)) + descriptors
+
+
+def _descriptor(tensor: torch.Tensor | Form | None) -> bytes:
+    code, shape = (0, ()) if tensor is None else (_DTYPES.index(tensor.dtype), tuple(tensor.shape))
+    dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
+    return _DESCRIPTOR.pack(code, len(shape), *dimensions)
+
+
+def checksum_of(buffers: Iterable[memoryview]) -> int:
+    """A checksum of the bytes of tensors."""
+    checksum = 0
+    for buffer in buffers:
+        checksum = zlib.crc32(buffer, checksum)
+    return checksum
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -182,11 +223,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def decode_prefix(data: bytes | bytearray) -> Header:
+def decode_prefix(data: bytes | bytearray) -> Prefix:
     """Read and check a prefix; raises FrameError that says what is wrong."""
-    magic, version, purpose, kind, num_tensors, stage, microbatch, step, sequence, number, zero = (
-        _PREFIX.unpack(data)
+    fields, (checksum,) = data[: _PREFIX.size], _CHECKSUM.unpack_from(data, _PREFIX.size)
+    _compare("header", zlib.crc32(fields), checksum)
+    magic, version, purpose, kind, num_tensors, stage, microbatch, step, *numbers = _PREFIX.unpack(
+        fields
     )
+    sequence, number, acknowledged, *checksums = numbers
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
@@ -202,10 +246,10 @@ def decode_prefix(data: bytes | bytearray) -> Header:
     if num_tensors and purpose not in _WITH_TENSORS:
         raise FrameError(f"a frame of purpose {purpose.name} has {num_tensors} tensors")
     # The step of an evaluation is negative (`rrfp.trace.steps`).
-    if min(stage, microbatch, sequence, number) < 0 or zero:
+    if min(stage, microbatch, sequence, number, acknowledged) < 0:
         raise FrameError(
             f"a frame has a negative field (stage {stage}, microbatch {microbatch}, sequence"
-            f" {sequence}, number {number}) or a filled gap ({zero})"
+            f" {sequence}, number {number}, acknowledged {acknowledged})"
         )
     if purpose == Purpose.CREDIT and number == 0:
         raise FrameError("a credit frame gives no credit")
@@ -213,7 +257,13 @@ def decode_prefix(data: bytes | bytearray) -> Header:
         raise FrameError(f"a forecast is of {number} ns, above the maximum of {MAX_FORECAST_NS}")
     kind_of_task = _KINDS[kind]
     task = None if kind_of_task is None else Task(stage, kind_of_task, microbatch)
-    return Header(purpose, step, task, sequence, number, num_tensors)
+    header = Header(purpose, step, task, sequence, number, num_tensors)
+    return Prefix(header, acknowledged, *checksums)
+
+
+def _compare(what: str, checksum: int, told: int) -> None:
+    if checksum != told:
+        raise GarbledError(f"the {what} of a frame has checksum {checksum:08x}, not {told:08x}")
 
 
 def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> Forms:
@@ -254,8 +304,12 @@ class FrameReader:
     are made once that header was checked.
     """
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, *, checks_tensors: bool = False) -> None:
+        """With `checks_tensors` their checksum is held against what the header says."""
         self._max_message_bytes = max_message_bytes
+        self._checks_tensors = checks_tensors
+        self._checksum = 0
+        """Of what has come since the descriptors."""
         self._begin()
 
     def _begin(self) -> None:
@@ -268,6 +322,8 @@ class FrameReader:
 
         Raises FrameError when the bytes are not a frame.
         """
+        if self._checks_tensors:
+            self._checksum = zlib.crc32(self.missing[:num_bytes], self._checksum)
         if num_bytes < len(self.missing):
             self.missing = self.missing[num_bytes:]
             return None
@@ -282,17 +338,19 @@ class FrameReader:
     def _build(self) -> Generator[memoryview, int, Frame]:
         """Yield the buffers to fill, one after the other, and return the frame made of them. It is
         sent the time at which each was full."""
-        prefix = bytearray(_PREFIX.size)
+        prefix = bytearray(_PREFIX.size + _CHECKSUM.size)
         arrived_ns = yield memoryview(prefix)
-        header = decode_prefix(prefix)
+        header, acknowledged, descriptors_checksum, tensors_checksum = decode_prefix(prefix)
         if header.num_tensors == 0:
-            return Frame(header, (), arrived_ns, 0)
+            return Frame(header, (), arrived_ns, 0, (), acknowledged)
         descriptors = bytearray(_DESCRIPTOR.size * header.num_tensors)
         yield memoryview(descriptors)
+        _compare("descriptors", zlib.crc32(descriptors), descriptors_checksum)
         forms = decode_descriptors(descriptors, self._max_message_bytes)
         if header.purpose in _POSTED:
-            return Frame(header, (), arrived_ns, payload_of(forms), forms)
+            return Frame(header, (), arrived_ns, payload_of(forms), forms, acknowledged)
         tensors: list[torch.Tensor | None] = []
+        self._checksum = 0
         for form in forms:
             if form is None:
                 tensors.append(None)
@@ -302,4 +360,7 @@ class FrameReader:
             if tensor.numel():
                 yield tensor_bytes(tensor)
             tensors.append(tensor)
-        return Frame(header, tuple(tensors), arrived_ns, payload_bytes(tensors))
+        if self._checks_tensors:
+            _compare("payload", self._checksum, tensors_checksum)
+        num_bytes = payload_bytes(tensors)
+        return Frame(header, tuple(tensors), arrived_ns, num_bytes, (), acknowledged)

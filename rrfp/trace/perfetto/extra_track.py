@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from io import BytesIO
 from typing import NamedTuple
 
-from rrfp.trace.perfetto.packets import PacketWriter
+from rrfp.trace.perfetto.packets import PacketWriter, notes_of
 
 _SEQUENCE = 1 << 30
 """Beyond those of any trace of ours, which has one a rank."""
@@ -37,7 +37,7 @@ def encode_track(name: str, slices: Iterable[Slice]) -> bytes:
             out.go_to_sequence(_SEQUENCE)
             # A track without a group would be filed under the viewer's "Global Track Events".
             track = out.track((-1, _GROUP), (0, name))
-        out.begin(each.start_ns, track, each.name, _CATEGORY, each.notes)
-        out.end(each.end_ns, track)
+        notes = notes_of(each.notes)
+        out.slice(each.start_ns, each.end_ns, track, each.name, _CATEGORY, notes)
     out.flush()
     return file.getvalue()

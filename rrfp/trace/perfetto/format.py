@@ -3,9 +3,10 @@
 from rrfp.trace.records import RECORD_TYPES
 from rrfp.trace.steps import STEP
 
-VERSION = 2
+VERSION = 3
 """The format version that is written. The reader refuses later ones and reads all earlier ones:
-version 1 numbers evaluations among the training steps."""
+version 1 numbers evaluations among the training steps, and up to version 2 nobody says what a rank
+never ended."""
 RUN = "run"
 """The name and category of the instant that holds the run's settings."""
 RANK = "rank"

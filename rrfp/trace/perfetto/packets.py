@@ -9,6 +9,7 @@ object per packet.
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import starmap
+from struct import pack
 from typing import IO, Any
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
@@ -23,13 +24,49 @@ _END = pb.TrackEvent.TYPE_SLICE_END
 _INSTANT = pb.TrackEvent.TYPE_INSTANT
 _COUNTER = pb.TrackEvent.TYPE_COUNTER
 
-_VARINT, _LENGTH = 0, 2
-_PACKET_TAG = bytes((pb.Trace.PACKET_FIELD_NUMBER << 3 | _LENGTH,))
-_EVENT_TAG = bytes((pb.TracePacket.TRACK_EVENT_FIELD_NUMBER << 3 | _LENGTH,))
-_TIME_TAG = bytes((pb.TracePacket.TIMESTAMP_FIELD_NUMBER << 3 | _VARINT,))
+_VARINT, _FIXED64, _LENGTH = 0, 1, 2
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
-_NUM_PARTS_KEPT = 1 << 16
+_NUM_PARTS_KEPT = 1 << 14
+
+
+# A varint has seven bits per byte, lowest first. Tables give two bytes at a time.
+_LAST_BYTES = [
+    bytes((number,)) if number < 0x80 else bytes((number & 0x7F | 0x80, number >> 7))
+    for number in range(1 << 14)
+]
+_FIRST_BYTES = [bytes((number & 0x7F | 0x80, number >> 7 | 0x80)) for number in range(1 << 14)]
+
+
+def _varint(number: int) -> bytes:
+    if number < 1 << 14:
+        if number < 0:
+            raise ValueError(f"a time must not be negative: {number}")
+        return _LAST_BYTES[number]
+    if number < 1 << 28:
+        return _FIRST_BYTES[number & 0x3FFF] + _LAST_BYTES[number >> 14]
+    return (
+        _FIRST_BYTES[number & 0x3FFF]
+        + _FIRST_BYTES[number >> 14 & 0x3FFF]
+        + _kept_varint(number >> 28)
+    )
+
+
+_kept_varint = lru_cache(1 << 10)(_varint)
+"""The rest of a long one: times that follow each other have it in common."""
+
+
+def _tag(field: int, wire: int) -> bytes:
+    return _varint(field << 3 | wire)
+
+
+_PACKET_TAG = _tag(pb.Trace.PACKET_FIELD_NUMBER, _LENGTH)
+_EVENT_TAG = _tag(pb.TracePacket.TRACK_EVENT_FIELD_NUMBER, _LENGTH)
+_TIME_TAG = _tag(pb.TracePacket.TIMESTAMP_FIELD_NUMBER, _VARINT)
+_PASSES_TAG = _tag(pb.TrackEvent.FLOW_IDS_FIELD_NUMBER, _FIXED64)
+_ENDS_TAG = _tag(pb.TrackEvent.TERMINATING_FLOW_IDS_FIELD_NUMBER, _FIXED64)
+_NOTE_TAG = _tag(pb.TrackEvent.DEBUG_ANNOTATIONS_FIELD_NUMBER, _LENGTH)
+_INT_TAG = _tag(pb.DebugAnnotation.INT_VALUE_FIELD_NUMBER, _VARINT)
 
 
 class PacketWriter:
@@ -41,11 +78,14 @@ class PacketWriter:
         self._batch = bytearray()
         self._tracks = Tracks(first_track)
         self._begun: set[int] = set()
-        self._sequence = b""
+        self._sequence = self._timed = b""
+        self._shift_ns = 0
 
-    def go_to_sequence(self, sequence: int) -> None:
-        """Write the following packets to this sequence."""
+    def go_to_sequence(self, sequence: int, shift_ns: int = 0) -> None:
+        """Write the following packets to this sequence, and move their times by `shift_ns`."""
+        self._shift_ns = shift_ns
         self._sequence = _encoded(pb.TracePacket(trusted_packet_sequence_id=sequence))
+        self._timed = self._sequence + _TIME_TAG
         if sequence not in self._begun:
             self._begun.add(sequence)
             cleared = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
@@ -68,30 +108,30 @@ class PacketWriter:
             self._append(_encoded(packet))
         return uuid
 
-    def begin(
+    def slice(
         self,
-        time_ns: int,
+        start_ns: int,
+        end_ns: int,
         track: int,
         name: str,
         category: str,
-        fields: Fields,
+        notes: bytes,
         *,
         passes: Sequence[int] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """Begin a slice that some arrows pass through and others end at."""
-        event = _named_event(_BEGIN, track, name, category, fields)
-        if passes or ends:
-            event += _encoded(pb.TrackEvent(flow_ids=passes, terminating_flow_ids=ends))
-        self._append_event(time_ns, _as_part(event))
+        """Write a slice with these annotations (`notes_of`), that some arrows pass through and
+        others end at."""
+        event = notes + _heading(_BEGIN, track, name, category)
+        for flow in passes:
+            event += _PASSES_TAG + pack("<Q", flow)
+        for flow in ends:
+            event += _ENDS_TAG + pack("<Q", flow)
+        self._append_event(start_ns, _as_part(event))
+        self._append_event(end_ns, _nameless_part(_END, track))
 
-    def end(self, time_ns: int, track: int) -> None:
-        """End the track's innermost slice."""
-        self._append_event(time_ns, _nameless_part(_END, track))
-
-    def instant(self, time_ns: int, track: int, name: str, category: str, fields: Fields) -> None:
-        event = _named_event(_INSTANT, track, name, category, fields)
-        self._append_event(time_ns, _as_part(event))
+    def instant(self, time_ns: int, track: int, name: str, category: str, notes: bytes) -> None:
+        self._append_event(time_ns, _as_part(notes + _heading(_INSTANT, track, name, category)))
 
     def count(self, time_ns: int, track: int, value: int) -> None:
         """Write a counter's value."""
@@ -102,28 +142,39 @@ class PacketWriter:
         self._batch.clear()
 
     def _append_event(self, time_ns: int, part: bytes) -> None:
-        self._append(_TIME_TAG + _varint(time_ns) + part)
+        packet = self._timed + _varint(time_ns + self._shift_ns) + part
+        self._batch += _PACKET_TAG + _varint(len(packet)) + packet
+        if len(self._batch) >= _NUM_BYTES_OF_A_BATCH:
+            self.flush()
 
     def _append(self, packet: bytes) -> None:
         """Append a packet to the current sequence."""
         packet = self._sequence + packet
-        batch = self._batch
-        batch += _PACKET_TAG + _varint(len(packet)) + packet
-        if len(batch) >= _NUM_BYTES_OF_A_BATCH:
-            self.flush()
+        self._batch += _PACKET_TAG + _varint(len(packet)) + packet
 
 
-def _named_event(event_type: int, track: int, name: str, category: str, fields: Fields) -> bytes:
-    return b"".join(starmap(_note, fields)) + _heading(event_type, track, name, category)
+def notes_of(fields: Fields) -> bytes:
+    """These annotations, as a part of an event."""
+    return b"".join(starmap(note_of, fields))
+
+
+def note_of(name: str, value: int | str) -> bytes:
+    """One annotation, as a part of an event."""
+    if isinstance(value, str):
+        return _text_note(name, value)
+    # A negative number is encoded as if it were unsigned.
+    content = _INT_TAG + _varint(value & 0xFFFFFFFFFFFFFFFF) + _note_name(name)
+    return _NOTE_TAG + _varint(len(content)) + content
 
 
 @lru_cache(_NUM_PARTS_KEPT)
-def _note(name: str, value: int | str) -> bytes:
-    note = pb.DebugAnnotation(name=name)
-    if isinstance(value, str):
-        note.string_value = value
-    else:
-        note.int_value = value
+def _note_name(name: str) -> bytes:
+    return _encoded(pb.DebugAnnotation(name=name))
+
+
+@lru_cache(_NUM_PARTS_KEPT)
+def _text_note(name: str, value: str) -> bytes:
+    note = pb.DebugAnnotation(name=name, string_value=value)
     return _encoded(pb.TrackEvent(debug_annotations=[note]))
 
 
@@ -146,20 +197,3 @@ def _as_part(event: bytes) -> bytes:
 
 def _encoded(message: Any) -> bytes:
     return bytes(message.SerializeToString())
-
-
-# A varint has seven bits per byte, lowest first. Tables give two bytes at a time.
-_LAST_BYTES = [
-    bytes((number,)) if number < 0x80 else bytes((number & 0x7F | 0x80, number >> 7))
-    for number in range(1 << 14)
-]
-_FIRST_BYTES = [bytes((number & 0x7F | 0x80, number >> 7 | 0x80)) for number in range(1 << 14)]
-
-
-def _varint(number: int) -> bytes:
-    rest = number >> 14
-    if not rest:
-        return _LAST_BYTES[number]
-    if rest < 0:
-        raise ValueError(f"a time must not be negative: {number}")
-    return _FIRST_BYTES[number & 0x3FFF] + _varint(rest)

@@ -3,43 +3,46 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import lru_cache
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rrfp.errors import RrfpError
+from rrfp.trace.perfetto.counters import COUNTERS_IN_ORDER, Counters
 from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.format import END_MARK, FIELDS, HINT, RANK, RUN, VERSION
 from rrfp.trace.perfetto.hint_order import MAX_SKIPPED_NAMED, HintedDispatch, beside_hint
-from rrfp.trace.perfetto.packets import Fields, PacketWriter
+from rrfp.trace.perfetto.packets import PacketWriter, note_of, notes_of
 from rrfp.trace.perfetto.tracks import (
     COUNTERS,
     PATH_OF_CATEGORY,
+    Lanes,
     Node,
-    assign_lanes,
-    counters_of,
     stage_name,
     stage_path,
 )
 from rrfp.trace.records import (
     RECORD_TYPES,
+    BegunRecord,
+    Doing,
+    Phase,
     RankInfo,
     RankRecords,
     Recording,
     StimulusRecord,
     TaskRecord,
 )
-from rrfp.trace.steps import STEP, is_evaluation, told_step
+from rrfp.trace.steps import told_step
 from rrfp.trace.whole_file import open_whole
 
 _RUN_SEQUENCE = 1
 _FIRST_RANK_SEQUENCE = 2
 _RUN_PATH = ((1_000_000, RUN), (0, "settings"))
 """Below every pipeline. The viewer would move a childless top track above them."""
-_FIELDS_OF_HINT = ("kind", "stage", "chunk", "microbatch")
 
 
 def write_trace(path: Path, recording: Recording) -> None:
@@ -47,37 +50,77 @@ def write_trace(path: Path, recording: Recording) -> None:
 
     Raises RrfpError if the file cannot be written.
     """
+    infos = [records.info for records in recording.ranks]
+    with trace_writer(path, recording.settings, infos) as writer:
+        writer.write(recording.ranks, is_last=True)
+
+
+@contextmanager
+def trace_writer(
+    path: Path,
+    settings: Mapping[str, object],
+    infos: Sequence[RankInfo],
+    shifts_ns: Sequence[int] | None = None,
+) -> Iterator["TraceWriter"]:
+    """A trace that is written a part at a time, whole or not at all. The times of each rank are
+    moved by its entry in `shifts_ns`.
+
+    Raises RrfpError if the file cannot be written.
+    """
     try:
         with open_whole(path) as file:
-            _write_run(PacketWriter(file), recording)
+            writer = TraceWriter(file, settings, infos, shifts_ns or [0] * len(infos))
+            yield writer
+            writer.finish()
     except OSError as error:
         raise RrfpError(f"the trace {path} could not be written: {error.strerror}") from error
 
 
-def _write_run(out: PacketWriter, recording: Recording) -> None:
-    infos = [records.info for records in recording.ranks]
-    out.go_to_sequence(_RUN_SEQUENCE)
-    run_track = out.track(*_RUN_PATH)
-    settings = json.dumps(recording.settings)
-    out.instant(0, run_track, RUN, RUN, [("version", VERSION), ("settings", settings)])
-    sequences = range(_FIRST_RANK_SEQUENCE, _FIRST_RANK_SEQUENCE + len(infos))
-    writers = [_RankWriter(out, records, infos) for records in recording.ranks]
-    # A viewer orders tracks by their first events, so give every stage one early, in stage order.
-    for sequence, writer in zip(sequences, writers, strict=True):
-        out.go_to_sequence(sequence)
-        writer.write_info()
-    # Arrows follow time; at equal times they follow the order of writing. So write what an arrow
-    # comes from before what it leads to, across all ranks.
-    for write in (_RankWriter.write_sends, _RankWriter.write_receives, _RankWriter.write_rest):
-        for sequence, writer in zip(sequences, writers, strict=True):
-            out.go_to_sequence(sequence)
-            write(writer)
-    out.go_to_sequence(_RUN_SEQUENCE)
-    num_records = sum(
-        len(found) for records in recording.ranks for found in records.by_name().values()
-    )
-    out.instant(0, run_track, END_MARK, RUN, [("num_records", num_records)])
-    out.flush()
+class TraceWriter:
+    """Writes the parts of a recording, one after the other, to a file."""
+
+    def __init__(
+        self,
+        file: IO[bytes],
+        settings: Mapping[str, object],
+        infos: Sequence[RankInfo],
+        shifts_ns: Sequence[int],
+    ) -> None:
+        self._out = out = PacketWriter(file)
+        self._num_records = 0
+        out.go_to_sequence(_RUN_SEQUENCE)
+        self._run_track = out.track(*_RUN_PATH)
+        notes = notes_of([("version", VERSION), ("settings", json.dumps(settings))])
+        out.instant(0, self._run_track, RUN, RUN, notes)
+        self._ranks = [
+            _RankWriter(out, _FIRST_RANK_SEQUENCE + place, shift_ns, info, infos)
+            for place, (info, shift_ns) in enumerate(zip(infos, shifts_ns, strict=True))
+        ]
+        # A viewer orders tracks by their first events, so give every stage one early, in stage
+        # order.
+        for rank in self._ranks:
+            rank.write_info()
+
+    def write(self, part: Sequence[RankRecords], *, is_last: bool) -> None:
+        """Write the next part of every rank's records, in the order of the ranks. The tasks of a
+        step come in one part, except those of the last step: it waits for its end."""
+        # Arrows follow time; at equal times they follow the order of writing. So write what an
+        # arrow comes from before what it leads to, across all ranks.
+        for write in (_RankWriter.write_sends, _RankWriter.write_receives):
+            for rank, records in zip(self._ranks, part, strict=True):
+                write(rank, records)
+        for rank, records in zip(self._ranks, part, strict=True):
+            rank.write_rest(records, is_last=is_last)
+        self._num_records += sum(
+            len(found) for records in part for found in records.by_name().values()
+        )
+
+    def finish(self) -> None:
+        """Close the trace, after its last part."""
+        self._out.go_to_sequence(_RUN_SEQUENCE)
+        notes = notes_of([("num_records", self._num_records)])
+        self._out.instant(0, self._run_track, END_MARK, RUN, notes)
+        self._out.flush()
 
 
 def _task_name(record: Any) -> str:
@@ -90,95 +133,152 @@ def _stimulus_title(stimulus: StimulusRecord) -> str:
     return f"{words} {_task_name(stimulus)}" if stimulus.kind else words
 
 
+def _begun_title(begun: BegunRecord) -> str:
+    """`never ended: F3`, `never ended: backward_input`; no task's name, for it did not run."""
+    doing = _task_name(begun) if begun.doing == Doing.TASK else begun.doing
+    return f"never ended: {doing}"
+
+
 @lru_cache
 def _words_of(class_name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", class_name).lower()
 
 
 _NAMES = {category: tuple(name for name, _ in fields) for category, fields in FIELDS.items()}
-
-
 _DEFAULTS = {name: record_type._field_defaults for name, record_type in RECORD_TYPES.items()}
+_NUM_NOTES_KEPT = 1 << 13
+_NUMBERED = ("send", "receive", "cost")
+"""Records of which hardly any two are alike."""
 
 
-def _notes_of(category: str, record: Any, values: tuple[int | str, ...]) -> Fields:
+def _notes_of(category: str, values: tuple[int | str, ...]) -> bytes:
     """A record's fields other than times, without bytes that are not known; an evaluation's step is
-    renamed."""
-    names, defaults = _NAMES[category], _DEFAULTS[category]
-    notes: Fields = zip(names, values, strict=True)
-    if defaults:
-        always = len(names) - len(defaults)
-        others = zip(names[always:], values[always:], strict=True)
-        told = [(name, value) for name, value in others if value != defaults[name]]
-        notes = [*zip(names[:always], values, strict=False), *told]
-    if not is_evaluation(record.step):
-        return notes
-    return (told_step(record.step) if name == STEP else (name, value) for name, value in notes)
+    renamed. The step comes first in every record."""
+    step, *_ = values
+    assert isinstance(step, int)
+    rest = _rest_of_notes if category in _NUMBERED else _kept_rest_of_notes
+    return _step_note(step) + rest(category, values[1:])
+
+
+@lru_cache(_NUM_NOTES_KEPT)
+def _step_note(step: int) -> bytes:
+    return note_of(*told_step(step))
+
+
+def _rest_of_notes(category: str, values: tuple[int | str, ...]) -> bytes:
+    names, defaults = _NAMES[category][1:], _DEFAULTS[category]
+    return notes_of(
+        (name, value)
+        for name, value in zip(names, values, strict=True)
+        if name not in defaults or value != defaults[name]
+    )
+
+
+_kept_rest_of_notes = lru_cache(_NUM_NOTES_KEPT)(_rest_of_notes)
+
+
+@lru_cache(_NUM_NOTES_KEPT)
+def _notes_of_wanted(kind: str, stage: int, chunk: int, microbatch: int) -> bytes:
+    return notes_of(
+        [("kind", kind), ("stage", stage), ("chunk", chunk), ("microbatch", microbatch)]
+    )
+
+
+@lru_cache(_NUM_NOTES_KEPT)
+def _notes_of_places(hint_position: int, dispatch_position: int) -> bytes:
+    return notes_of([("hint_position", hint_position), ("dispatch_position", dispatch_position)])
 
 
 class _RankWriter:
     """Writes one rank's records to the tracks of its stage, each list in its own order."""
 
-    def __init__(self, out: PacketWriter, records: RankRecords, infos: Sequence[RankInfo]) -> None:
+    def __init__(
+        self,
+        out: PacketWriter,
+        sequence: int,
+        shift_ns: int,
+        info: RankInfo,
+        infos: Sequence[RankInfo],
+    ) -> None:
         self._out = out
-        self._records = records
-        self._rank = records.info.rank
-        self._stage_path = stage_path(records.info, infos)
+        self._sequence = sequence
+        self._shift_ns = shift_ns
+        self._info = info
+        self._stage_path = stage_path(info, infos)
         self._has_chunks = any(len(other.stages) > 1 for other in infos)
         self._peer_names = {other.rank: stage_name(other) for other in infos}
+        self._lanes: defaultdict[tuple[Node, ...], Lanes] = defaultdict(Lanes)
+        self._counters = Counters()
+        self._counts: dict[str, int] = {}
+        """The last value of each counter."""
+        self._arrows: defaultdict[TaskKey, list[int]] = defaultdict(list)
+        """Those of messages that wait for their task."""
+        self._begun: list[TaskRecord] = []
+        """The tasks of a step that goes on in the next part."""
 
     def write_info(self) -> None:
-        info = self._records.info
-        fields = asdict(info) | {"stages": " ".join(map(str, info.stages))}
+        self._out.go_to_sequence(self._sequence)
+        fields = asdict(self._info) | {"stages": " ".join(map(str, self._info.stages))}
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[RANK])
-        self._out.instant(0, track, f"rank {info.rank}", RANK, fields.items())
+        self._out.instant(0, track, f"rank {self._info.rank}", RANK, notes_of(fields.items()))
 
-    def write_sends(self) -> None:
-        self._write_messages("send", self._records.sends, "send", "send to", sent_by)
+    def write_sends(self, records: RankRecords) -> None:
+        self._write_messages("send", records.sends, "send", "send to", sent_by)
 
-    def write_receives(self) -> None:
-        received = self._records.receives
-        self._write_messages("receive", received, "recv", "receive from", received_by)
+    def write_receives(self, records: RankRecords) -> None:
+        self._write_messages("receive", records.receives, "recv", "receive from", received_by)
 
-    def write_rest(self) -> None:
-        records = self._records
-        self._write_tasks(records)
-        self._write_counters(records)
+    def write_rest(self, records: RankRecords, *, is_last: bool) -> None:
+        self._out.go_to_sequence(self._sequence, self._shift_ns)
+        tasks = self._ended_tasks(records, is_last=is_last)
+        self._write_tasks(tasks, records)
+        self._write_counters(replace(records, tasks=tasks), is_last=is_last)
         waits, agreements, phases = records.waits, records.agreements, records.phases
         self._write_slices("wait", waits, (wait.cause for wait in waits))
         self._write_slices("agreement", agreements, (f"agree {_task_name(a)}" for a in agreements))
         self._write_slices("phase", phases, (phase.phase for phase in phases))
+        self._write_slices("begun", records.begun, map(_begun_title, records.begun))
         self._write_instants("stimulus", records.stimuli, _stimulus_title)
         self._write_instants("cost", records.costs, lambda _: "recording cost")
         self._write_instants("loss", records.losses, lambda loss: f"lost {loss.num_lost} records")
 
-    def _write_tasks(self, records: RankRecords) -> None:
-        tasks = records.tasks
-        arrows: defaultdict[TaskKey, list[int]] = defaultdict(list)
+    def _ended_tasks(self, records: RankRecords, *, is_last: bool) -> list[TaskRecord]:
+        """The tasks to write now: all but those of the last step, if it has not ended."""
+        tasks, self._begun = self._begun + records.tasks, []
+        if is_last or not tasks:
+            return tasks
+        last = tasks[-1].step
+        if any(phase.step == last and phase.phase == Phase.SCHEDULE for phase in records.phases):
+            return tasks
+        self._begun = [task for task in tasks if task.step == last]
+        return [task for task in tasks if task.step != last]
+
+    def _write_tasks(self, tasks: Sequence[TaskRecord], records: RankRecords) -> None:
         for receive in records.receives:
-            arrows[key_of(receive)].append(received_by(self._rank, receive).flow_id)
+            flow = received_by(self._info.rank, receive).flow_id
+            self._arrows[key_of(receive)].append(flow)
         dispatches = beside_hint(tasks)
         self._write_slices(
             "task",
             tasks,
             map(self._title, tasks),
             extra=map(self._notes_of_dispatch, dispatches),
-            ends=(arrows.get(key_of(task), ()) for task in tasks),
+            ends=(self._arrows.pop(key_of(task), ()) for task in tasks),
         )
         self._write_hints(tasks, dispatches)
 
     def _title(self, task: TaskRecord) -> str:
         return f"{_task_name(task)}.{task.chunk}" if self._has_chunks else _task_name(task)
 
-    def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> Fields:
+    def _notes_of_dispatch(self, dispatch: HintedDispatch | None) -> bytes:
         """A task's annotations besides its record."""
-        rank = ("rank", self._rank)
+        rank = note_of("rank", self._info.rank)
         if dispatch is None or not dispatch.skipped:
-            return (rank,)
+            return rank
         names = [self._title(task) for task in dispatch.skipped]
         if len(names) > MAX_SKIPPED_NAMED:
             names[MAX_SKIPPED_NAMED:] = ["..."]
-        return rank, ("skipped_tasks", " ".join(names))
+        return rank + note_of("skipped_tasks", " ".join(names))
 
     def _write_hints(
         self, tasks: Sequence[TaskRecord], dispatches: Sequence[HintedDispatch | None]
@@ -192,25 +292,26 @@ class _RankWriter:
         tracks = self._tracks_of(HINT, [task for task, _ in found])
         for (task, dispatch), track in zip(found, tracks, strict=True):
             wanted = dispatch.wanted
-            fields: list[tuple[str, int | str]] = [
-                *((name, getattr(wanted, name)) for name in _FIELDS_OF_HINT),
-                told_step(wanted.step),
-                ("hint_position", wanted.hint_position),
-                ("dispatch_position", dispatch.wanted_place),
-            ]
-            self._out.begin(task.start_ns, track, f"hint {self._title(wanted)}", HINT, fields)
-            self._out.end(task.end_ns, track)
+            notes = (
+                _notes_of_wanted(wanted.kind, wanted.stage, wanted.chunk, wanted.microbatch)
+                + _step_note(wanted.step)
+                + _notes_of_places(wanted.hint_position, dispatch.wanted_place)
+            )
+            title = f"hint {self._title(wanted)}"
+            self._out.slice(task.start_ns, task.end_ns, track, title, HINT, notes)
 
-    def _write_counters(self, records: RankRecords) -> None:
-        if not records.tasks:
-            return
-        for place, (name, points) in enumerate(counters_of(records).items()):
+    def _write_counters(self, records: RankRecords, *, is_last: bool) -> None:
+        for name, points in self._counters.add(records, is_last=is_last).items():
+            if not points:
+                continue
+            place = COUNTERS_IN_ORDER.index(name)
             track = self._out.track(*self._stage_path, COUNTERS, (place, name), is_counter=True)
-            last = None
+            last = self._counts.get(name)
             for time_ns, value in points:
                 if value != last:
                     self._out.count(time_ns, track, value)
                     last = value
+            self._counts[name] = points[-1][1]
 
     def _write_messages(
         self,
@@ -220,6 +321,7 @@ class _RankWriter:
         direction: str,
         key: Callable[[int, Any], MessageKey],
     ) -> None:
+        self._out.go_to_sequence(self._sequence, self._shift_ns)
         links = {
             peer: ((peer, f"{direction} {self._peer_names.get(peer, f'rank {peer}')}"),)
             for peer in {message.peer for message in messages}
@@ -229,7 +331,7 @@ class _RankWriter:
             messages,
             (f"{verb} {_task_name(message)}" for message in messages),
             branches=[links[message.peer] for message in messages],
-            passes=((key(self._rank, message).flow_id,) for message in messages),
+            passes=((key(self._info.rank, message).flow_id,) for message in messages),
         )
 
     def _write_slices(
@@ -239,7 +341,7 @@ class _RankWriter:
         titles: Iterable[str],
         *,
         branches: Sequence[tuple[Node, ...]] | None = None,
-        extra: Iterable[Fields] = repeat(()),
+        extra: Iterable[bytes] = repeat(b""),
         passes: Iterable[Sequence[int]] = repeat(()),
         ends: Iterable[Sequence[int]] = repeat(()),
     ) -> None:
@@ -247,11 +349,11 @@ class _RankWriter:
         tracks = self._tracks_of(category, records, branches)
         rows = zip(records, tracks, titles, extra, passes, ends, strict=False)
         for record, track, title, more, passed, ended in rows:
-            fields = chain(_notes_of(category, record, record[2:]), more)
-            self._out.begin(
-                record.start_ns, track, title, category, fields, passes=passed, ends=ended
+            start_ns, end_ns, *_ = record
+            notes = _notes_of(category, record[2:]) + more
+            self._out.slice(
+                start_ns, end_ns, track, title, category, notes, passes=passed, ends=ended
             )
-            self._out.end(record.end_ns, track)
 
     def _write_instants(
         self, category: str, records: Sequence[Any], title: Callable[[Any], str]
@@ -260,8 +362,8 @@ class _RankWriter:
             return
         track = self._out.track(*self._stage_path, *PATH_OF_CATEGORY[category])
         for record in records:
-            fields = _notes_of(category, record, record[1:])
-            self._out.instant(record.time_ns, track, title(record), category, fields)
+            notes = _notes_of(category, record[1:])
+            self._out.instant(record.time_ns, track, title(record), category, notes)
 
     def _tracks_of(
         self,
@@ -275,8 +377,8 @@ class _RankWriter:
             members[branch].append(index)
         tracks = [0] * len(records)
         for branch, indices in members.items():
-            lanes = assign_lanes([records[index][:2] for index in indices])
             path = (*self._stage_path, *PATH_OF_CATEGORY[category], *branch)
+            lanes = self._lanes[path].assign([records[index][:2] for index in indices])
             track_of = [self._out.track(*path, lane=lane) for lane in range(max(lanes) + 1)]
             for index, lane in zip(indices, lanes, strict=True):
                 tracks[index] = track_of[lane]

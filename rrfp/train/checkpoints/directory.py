@@ -24,12 +24,13 @@ from rrfp.train.checkpoints.manifest import FILE, Manifest, missing_part
 _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
-_LOCK = ".lock"
+LOCK = ".lock"
 
 _LOCK_S = 30.0
 """How long a run waits for another that saves to the same directory. One whose launcher was killed
 ends within a second."""
 _LOOK_S = 0.1
+_PROBE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,22 @@ class CheckpointDir:
                 tell(f"the checkpoint {path} is not whole ({lacking}) and is passed over")
 
     def begin(self, step: int) -> Path:
-        """A new directory to write the checkpoint of `step` into. May raise OSError."""
+        """A new directory to write the checkpoint of `step` into. Raises OSError if there is not
+        even room for the files that describe one."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
         path.mkdir()
+        probe = path / f"{_SAVING}probe"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+            probe.unlink()
+        except OSError:
+            self.discard(path)
+            raise
         return path
+
+    def is_saving(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is being written, or was when its run died."""
+        return any(self.path.glob(f"{_SAVING}{step}-*"))
 
     def finish(self, saving: Path, manifest: Manifest) -> Path:
         """Give a checkpoint whose files are all written its name. The manifest lists those that
@@ -139,7 +152,7 @@ class CheckpointDir:
     def locked(self) -> Iterator[None]:
         """Be the only run that saves here, and remove what others left unfinished. Raises
         UsageError naming the process of another run that does not end in time."""
-        with (self.path / _LOCK).open("a+", encoding="utf-8") as file:
+        with (self.path / LOCK).open("a+", encoding="utf-8") as file:
             deadline_s = time.monotonic() + _LOCK_S
             while not _is_locked_by_us(file.fileno()):
                 if time.monotonic() > deadline_s:

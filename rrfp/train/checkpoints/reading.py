@@ -1,6 +1,7 @@
-"""Reads a checkpoint's tensors as a whole, in one process, whatever layout saved them."""
+"""Reads a checkpoint's tensors as a whole, in one process, whatever layout saved them; compares."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,3 +25,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         warnings.simplefilter("ignore", UserWarning)
         checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+def differences(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that are not the same to the last bit."""
+    return sorted(
+        name
+        for name in first.keys() | second.keys()
+        if name not in first or name not in second or not _same_bits(first[name], second[name])
+    )
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (first, second)))

@@ -2,10 +2,13 @@
 
 All ranks plan a checkpoint together and write their own files. It counts when every rank has
 written: rank 0 sees that all their files are where it looks, describes it and gives it its name.
+
+A disk that is full now may have room at the next checkpoint, so a checkpoint that cannot be written
+does not end the training. All ranks learn of it and go on together, and those that are there stay.
 """
 
 import errno
-import shutil
+import logging
 import threading
 import time
 import traceback
@@ -34,6 +37,11 @@ from rrfp.train.ranks.parallel import Layout
 from rrfp.train.ranks.stopping import agree
 from rrfp.train.settings import TrainSettings
 
+_log = logging.getLogger(__name__)
+
+GO_ON = ", then go on from the last one with --resume"
+"""What to do when a run has ended on a disk's failure, behind what to do about that."""
+
 _AGREE_S = 10.0
 """How often ranks that wait for writers hear from each other. Collectives give a rank up after some
 minutes, and files may take longer than that."""
@@ -51,7 +59,13 @@ class Saver:
         settings: TrainSettings,
         layout: Layout,
         tensors: TrainedTensors,
+        copy_metrics: Callable[[Path], None],
     ) -> None:
+        """`copy_metrics` writes the run's metrics so far into a file, on rank 0."""
+        self._copy_metrics = copy_metrics
+        self.failure = ""
+        """Why the last checkpoint could not be written, the same on every rank; empty if it
+        could."""
         self._directory = directory
         self._session = session
         self._settings = settings
@@ -72,23 +86,31 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Begin the checkpoint after `step` steps, and finish it unless the run saves
-        asynchronously. Raises RrfpError naming the directory if it cannot be written."""
+        asynchronously. `failure` says whether it could be written."""
         self.finish()
+        self.failure = ""
         saving = self._begin(step)
+        if saving is None:
+            return
         with plans_exchanged():
             try:
                 request = self._request(saving)
-                if self._layout.rank == 0:
-                    # Now, because steps that are trained meanwhile add to them.
-                    shutil.copyfile(self._session.run.metrics, saving / METRICS)
             except (OSError, RuntimeError, CheckpointException) as error:
                 if isinstance(error, RuntimeError) and _reason_of_disk(error) is None:
                     raise
+                # The other ranks are amid their plans and cannot go on from there.
                 self._directory.discard(saving)
-                raise self._failed(step, error) from error
+                raise RrfpError(self._failed(step, error) + GO_ON) from error
         # Files are written from the CPU's memory.
         staged = self._is_async or self._layout.device.type != "cpu"
-        self._pending = _begun(step, saving, request, staged=staged)
+        problem = ""
+        if self._layout.rank == 0:
+            try:
+                # Now, because steps that are trained meanwhile add to them.
+                self._copy_metrics(saving / METRICS)
+            except OSError as error:
+                problem = self._failed(step, error)
+        self._pending = _begun(step, saving, request, problem, staged=staged)
         if not self._is_async:
             self.finish()
 
@@ -100,25 +122,42 @@ class Saver:
         self._await(pending, pending.writing)
         sentence, files = self._told(pending)
         if sentence:
-            self._directory.discard(pending.saving)
-            raise RrfpError(sentence)
-        try:
-            with plans_exchanged():
-                for finalize in pending.finalize:
+            self._fail(sentence, pending.saving)
+            return
+        error: Exception | None = None
+        with plans_exchanged():
+            for finalize in pending.finalize:
+                try:
                     finalize()
-        except (OSError, CheckpointException) as error:
-            self._directory.discard(pending.saving)
-            raise self._failed(pending.step, error) from error
+                except (OSError, CheckpointException) as raised:
+                    # Other ranks wait for this one in the next.
+                    error = error or raised
         naming = None
-        if self._layout.rank == 0:
+        if self._layout.rank == 0 and error is None:
             # Putting many files on the disk may take long, too.
             naming = _Thread(partial(self._name, pending, files))
         self._await(pending, naming)
+        sentence = self._sentence(pending, naming)
+        if error is not None:
+            sentence = self._failed(pending.step, error)
         # No rank goes on, or ends, before the checkpoint counts.
-        sentence = broadcast_json(self._sentence(pending, naming), text)
-        if sentence:
+        told = all_gather_json([sentence, int(_is_lasting(naming))], _decode_problem)
+        sentence, is_lasting = next((each for each in told if each[0]), ("", False))
+        if is_lasting:
             self._directory.discard(pending.saving)
             raise RrfpError(sentence)
+        if sentence:
+            self._fail(sentence, pending.saving)
+
+    def _fail(self, sentence: str, saving: Path | None) -> None:
+        """All ranks go on without this checkpoint."""
+        if saving is not None:
+            self._directory.discard(saving)
+        self.failure = sentence
+        if self._layout.rank == 0:
+            _log.warning(
+                "%s: the training goes on, and the checkpoints before this one stay", sentence
+            )
 
     def _await(self, pending: "_Pending", own: "_Thread | None") -> None:
         """Wait until a thread of this rank, and those of all others, have ended. Raises RrfpError
@@ -147,15 +186,19 @@ class Saver:
     def _is_async(self) -> bool:
         return self._settings.run.save_async
 
-    def _begin(self, step: int) -> Path:
-        """The directory that all ranks write into; rank 0 makes it."""
-        name = ""
+    def _begin(self, step: int) -> Path | None:
+        """The directory that all ranks write into, which rank 0 makes; None if it cannot."""
+        name = sentence = ""
         if self._layout.rank == 0:
             try:
                 name = self._directory.begin(step).name
             except OSError as error:
-                raise self._failed(step, error) from error
-        return self._directory.path / broadcast_json(name, text)
+                sentence = self._failed(step, error)
+        name, sentence = broadcast_json([name, sentence], _decode_begun)
+        if sentence:
+            self._fail(sentence, None)
+            return None
+        return self._directory.path / name
 
     def _request(self, saving: Path) -> Any:
         """Plan the checkpoint with all ranks; returns Megatron's AsyncRequest."""
@@ -184,19 +227,20 @@ class Saver:
         self._directory.remove_older(self._settings.run.keep)
 
     def _sentence(self, pending: "_Pending", thread: "_Thread | None") -> str:
-        """Why what a thread of this rank did for a checkpoint failed; empty if it did not."""
+        """Why what this rank, or a thread of it, did for a checkpoint failed; empty if it did
+        not."""
         if thread is None or thread.error is None:
-            return ""
-        if isinstance(thread.error, RrfpError):
+            return pending.problem
+        if _is_lasting(thread):
             return str(thread.error)
-        return str(self._failed(pending.step, thread.error))
+        return self._failed(pending.step, thread.error)
 
-    def _failed(self, step: int, error: BaseException) -> RrfpError:
+    def _failed(self, step: int, error: BaseException) -> str:
         reason = _reason_of_disk(error) or reason_of(error)
         advice = "make room there" if _is_full(error) else "see whether it has room and is writable"
-        return RrfpError(
+        return (
             f"the checkpoint of step {step} could not be written to {self._directory.path} "
-            f"({reason}); {advice}, then go on from the last one with --resume"
+            f"({reason}); {advice}"
         )
 
 
@@ -229,9 +273,11 @@ class _Pending:
     finalize: list[Callable[[], None]]
     """What all ranks do when all have written."""
     writing: _Thread
+    problem: str
+    """What this rank could not add to its files; empty if it could."""
 
 
-def _begun(step: int, saving: Path, request: Any, *, staged: bool) -> _Pending:
+def _begun(step: int, saving: Path, request: Any, problem: str, *, staged: bool) -> _Pending:
     """Start writing what Megatron's AsyncRequest asks for; staged, training may change the tensors
     meanwhile."""
     arguments = [*request.async_fn_args]
@@ -245,7 +291,23 @@ def _begun(step: int, saving: Path, request: Any, *, staged: bool) -> _Pending:
             request.async_fn(*arguments, **request.async_fn_kwargs)
         sizes.update((name, (saving / name).stat().st_size) for name in names)
 
-    return _Pending(step, saving, sizes, request.finalize_fns, _Thread(write))
+    return _Pending(step, saving, sizes, request.finalize_fns, _Thread(write), problem)
+
+
+def _is_lasting(thread: "_Thread | None") -> bool:
+    """Whether no other checkpoint does better than that of this thread: its files are not where
+    they should be."""
+    return thread is not None and isinstance(thread.error, RrfpError)
+
+
+def _decode_problem(value: object) -> tuple[str, bool]:
+    sentence, is_lasting = items(value, 2)
+    return text(sentence), bool(integer(is_lasting))
+
+
+def _decode_begun(value: object) -> tuple[str, str]:
+    name, sentence = items(value, 2)
+    return text(name), text(sentence)
 
 
 def _decode_told(value: object) -> tuple[str, list[tuple[str, int]]]:

@@ -4,20 +4,16 @@ Each has its own terminal session, so that Ctrl-C reaches only the launcher, whi
 Nothing here listens or connects.
 """
 
-import json
 import math
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rrfp.errors import RrfpError
-from rrfp.runtime import variables
-from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
+from rrfp.train.ranks.liveness.child import Child, Failure, started
+from rrfp.train.ranks.liveness.vigil import LOOK_S, Standstill, Vigil
 from rrfp.train.ranks.stopping import ignore_sigterm
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -37,25 +33,6 @@ class SignalledError(Exception):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How a rank's process failed."""
-
-    pid: int
-    exit_code: int
-    """If negative, the signal that killed it."""
-    ended_s: float
-    """When it reported the failure, or was found to have ended (seconds since the epoch)."""
-    report: FailureReport | None
-    """The contents of its error file."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    process: subprocess.Popen[bytes]
-    error_file: Path
-
-
 def run_to_end(
     command: Sequence[str],
     environments: Mapping[int, Mapping[str, str]],
@@ -63,11 +40,14 @@ def run_to_end(
     *,
     end_on_request: bool = False,
     lost: Callable[[], str] = str,
+    silence_s: float = math.inf,
+    is_whole: bool = True,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; returns the failures. As soon as one rank fails, the others are ended. So
-    are all once `lost` says in a sentence that another host is, which is raised as RrfpError; `str`
-    says nothing.
+    until all have ended; returns the failures. As soon as one rank fails, the others are ended, and
+    so it is if one stands still for `silence_s` (`rrfp.train.ranks.liveness`); `is_whole` says that
+    the run has no other ranks than these. All are ended, too, once `lost` says in a sentence that
+    another host is, which is raised as RrfpError; `str` says nothing.
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
@@ -75,48 +55,41 @@ def run_to_end(
     asks this process to end, and RrfpError if a process cannot be started, or the ranks do not end
     as requested; no rank is left then. Must run on the main thread.
     """
-    children: dict[int, _Child] = {}
-    try:
-        with _noted_signals(end_on_request=end_on_request) as noted:
+    children: dict[int, Child] = {}
+    vigil = Vigil(silence_s, sees_all=is_whole)
+    with _noted_signals(end_on_request=end_on_request) as noted:
+        try:
             # Held back until the rank has its handler.
             with _held_back(signal.SIGTERM) if end_on_request else nullcontext():
                 for rank, environment in environments.items():
-                    children[rank] = _start(command, environment, directory / f"error-{rank}.json")
-            return _watch(children, noted, lost, end_on_request=end_on_request)
-    finally:
-        _signal(children, signal.SIGKILL)
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], error_file: Path) -> _Child:
-    ours = {ERROR_FILE: str(error_file), variables.LAUNCHER: str(os.getpid())}
-    try:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment, **ours}, start_new_session=True
-        )
-    except OSError as error:
-        raise RrfpError(
-            f"a rank's process cannot be started ({error}); see whether this host allows one more"
-        ) from None
-    return _Child(process, error_file)
+                    child = started(command, environment, directory / f"error-{rank}.json")
+                    children[rank] = child
+                    vigil.add(rank, child.pid, child.page)
+            return _watch(children, noted, lost, vigil, end_on_request=end_on_request)
+        finally:
+            for child in children.values():
+                child.end(signal.SIGKILL)
+                child.close()
 
 
 def _watch(
-    children: Mapping[int, _Child],
+    children: Mapping[int, Child],
     noted: list[signal.Signals],
     lost: Callable[[], str],
+    vigil: Vigil,
     *,
     end_on_request: bool,
 ) -> dict[int, Failure]:
-    failures: dict[int, Failure] = {}
-    requested_s = math.inf
-    while not failures:
+    requested_s, look_s = math.inf, time.monotonic()
+    while not (failures := _failures(children)):
         # Repeated: whoever stops jobs may ask more than once.
         if end_on_request and {*noted} == {signal.SIGTERM}:
             if requested_s == math.inf:
-                _signal(children, signal.SIGTERM)
+                for child in children.values():
+                    child.tell(signal.SIGTERM)
                 requested_s = time.monotonic()
             elif time.monotonic() - requested_s > _REQUEST_S:
-                late = [rank for rank, child in children.items() if child.process.poll() is None]
+                late = [rank for rank, child in children.items() if not child.has_ended]
                 _end(children, signal.SIGKILL)
                 raise RrfpError(
                     f"rank {', '.join(map(str, late))} did not save and end within "
@@ -125,60 +98,52 @@ def _watch(
                 )
         elif noted:
             number = next(each for each in noted if each != signal.SIGTERM or not end_on_request)
-            _end(children, ending_signal(end_on_request=True) if end_on_request else number)
+            _end(children, _ending_signal(end_on_request=True) if end_on_request else number)
             raise SignalledError(number)
         if sentence := lost():
-            _end(children, ending_signal(end_on_request=end_on_request))
+            _end(children, _ending_signal(end_on_request=end_on_request))
             raise RrfpError(sentence)
-        is_over = all(child.process.poll() is not None for child in children.values())
-        _add_failures(failures, children)
-        if is_over:
-            return failures
+        if all(child.has_ended for child in children.values()):
+            return _failures(children)
+        if (now_s := time.monotonic()) >= look_s:
+            look_s = now_s + LOOK_S
+            _end_still(children, vigil.look(now_s))
         time.sleep(_LOOK_S)
-    _end(children, ending_signal(end_on_request=end_on_request))
-    _add_failures(failures, children)
-    return failures
+    time.sleep(_LOOK_S)  # others that fail now tell why themselves
+    if not any(failure.standstill for failure in failures.values()):
+        # Others may give up one that a signal has stopped before this process does.
+        _end_still(children, vigil.stopped())
+    _end(children, _ending_signal(end_on_request=end_on_request))
+    return failures | _failures(children)
 
 
-def ending_signal(*, end_on_request: bool) -> signal.Signals:
+def _end_still(children: Mapping[int, Child], found: tuple[int, Standstill] | None) -> None:
+    if found is not None:
+        rank, standstill = found
+        children[rank].end_still(standstill)
+
+
+def _failures(children: Mapping[int, Child]) -> dict[int, Failure]:
+    failures = {rank: child.failure() for rank, child in children.items()}
+    return {rank: failure for rank, failure in failures.items() if failure is not None}
+
+
+def _ending_signal(*, end_on_request: bool) -> signal.Signals:
     """What ends the other ranks at once when one has failed: the signal that they do not handle."""
     return signal.SIGINT if end_on_request else signal.SIGTERM
 
 
-def _end(children: Mapping[int, _Child], number: signal.Signals) -> None:
+def _end(children: Mapping[int, Child], number: signal.Signals) -> None:
     """Send every process a signal, and kill those that do not end in time."""
-    deadline_s = time.monotonic() + _SHUTDOWN_S
     for each in (number, signal.SIGKILL):
-        _signal(children, each)
         for child in children.values():
-            # A process that waits for a device inside the kernel survives SIGKILL; do not wait for
-            # it.
-            with suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline_s - time.monotonic()))
-        deadline_s += _SHUTDOWN_S
-
-
-def _signal(children: Mapping[int, _Child], number: signal.Signals) -> None:
-    for child in children.values():
-        if child.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(child.process.pid, number)
-
-
-def _add_failures(failures: dict[int, Failure], children: Mapping[int, _Child]) -> None:
-    for rank, child in children.items():
-        exit_code = child.process.poll()
-        if exit_code and rank not in failures:
-            failures[rank] = _failure(child, exit_code)
-
-
-def _failure(child: _Child, exit_code: int) -> Failure:
-    try:
-        report = FailureReport.read(json.loads(child.error_file.read_bytes()))
-        ended_s = child.error_file.stat().st_mtime
-    except (OSError, ValueError):
-        report, ended_s = None, time.time()
-    return Failure(child.process.pid, exit_code, ended_s, report)
+            child.end(each)
+        # A process that waits for a device inside the kernel survives SIGKILL; do not wait for it.
+        deadline_s = time.monotonic() + _SHUTDOWN_S
+        while time.monotonic() < deadline_s:
+            if all(child.has_ended for child in children.values()):
+                return
+            time.sleep(_LOOK_S)
 
 
 @contextmanager

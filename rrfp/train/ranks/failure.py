@@ -8,11 +8,12 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from rrfp.errors import first_line
+from rrfp.trace.outcome import Culprit
 from rrfp.trace.whole_file import open_whole
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -31,6 +32,15 @@ class FailureReport:
     """Whether another rank did not answer for too long; it may still be alive."""
     detail: str = ""
     """Further lines below the sentence: the grid of a stall."""
+    at_s: float = field(default=0.0, compare=False)
+    """When it was written, on the host's monotonic clock: the time of day may jump."""
+    culprit: Culprit | None = None
+    """Whose fault it was, and who found that."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the cause is this rank's own."""
+        return not (self.is_consequence or self.is_silence)
 
     def write(self) -> None:
         """Write the report to where the launcher of this process looks for it."""
@@ -40,7 +50,7 @@ class FailureReport:
         message = {
             "message": self.sentence,
             "extraInfo": {"timestamp": int(time.time())},
-            "report": asdict(self),
+            "report": asdict(replace(self, at_s=time.monotonic())),
         }
         # Atomically, because the launcher ends this process if another one has failed too.
         with open_whole(Path(path)) as file:
@@ -51,7 +61,9 @@ class FailureReport:
         """The report in a rank's error file; None if it is not one of ours."""
         message = error_file_data.get("message")
         if isinstance(message, dict) and "report" in message:
-            return cls(**message["report"])
+            report = cls(**message["report"])
+            culprit = message["report"].get("culprit")
+            return report if culprit is None else replace(report, culprit=Culprit.decode(culprit))
         return None
 
 

@@ -3,85 +3,141 @@
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.runtime import variables
+from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.children import Failure, SignalledError, ending_signal, run_to_end
+from rrfp.train.data.contents import data_contents
+from rrfp.train.ranks.children import SignalledError, run_to_end
+from rrfp.train.ranks.liveness.child import Failure
+from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
+from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.train.ranks.open_files import allow_open_files
+from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.stores import file_store, store_at
+from rrfp.train.ranks.private_network import network_of
+from rrfp.train.ranks.stopping import failing_for_good
+from rrfp.train.ranks.stores import file_store
+from rrfp.train.ranks.warnings import hearing
 from rrfp.train.settings import TrainSettings
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 TRAINING = "rrfp.train.rank"
 """The module with the work of `rrfp train`'s ranks."""
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
-_ANSWER_S = 30.0
+
+_TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
+"""The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
 
 
-def launch(settings: TrainSettings, run: RunDir, work: str = TRAINING) -> None:
-    """Run this host's ranks to their end; `work` names the module with their work.
+def launch(
+    settings: TrainSettings,
+    run: RunDir,
+    work: str = TRAINING,
+    tell: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run this host's ranks to their end; `work` names the module with their work, and `tell` gets
+    what they warn of.
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
     that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
     signal ignored. Must run on the main thread.
     """
+    allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
-    # tempfile makes a directory that only its owner may enter.
-    with tempfile.TemporaryDirectory(prefix="rrfp-run-") as name:
-        directory = Path(name)
-        with _store(settings, run, directory) as (environment, lost):
-            environments = _environments(settings, environment)
-            end_on_request = settings.run.save is not None
+    with own_directory() as directory:
+        own = {variables.DIRECTORY: str(directory)}
+        with (
+            network_of(settings.run) as network,
+            _store(settings, run, directory, work) as (environment, elsewhere),
+            hearing(directory, tell) as heard,
+        ):
+            environments = _environments(settings, {**environment, **own, **network, **heard})
             try:
                 failures = run_to_end(
                     (*command, settings.to_json()),
                     environments,
                     directory,
-                    end_on_request=end_on_request,
-                    lost=lost,
+                    end_on_request=settings.run.save is not None,
+                    lost=elsewhere.lost,
+                    silence_s=settings.run.silence,
+                    is_whole=settings.run.nnodes == 1,
                 )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
+                    # As if it came now, to whoever handles it here.
+                    signal.raise_signal(signal.SIGINT)
                     raise KeyboardInterrupt from None
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
             if failures:
-                ended_by = ending_signal(end_on_request=end_on_request)
-                raise _first_failure(failures, run, settings.run.nnodes, ended_by)
+                _log_stacks(failures, run)
+                raise _first_failure(failures, run, elsewhere.reason)
+
+
+class _Elsewhere(Protocol):
+    """What is known of the other hosts."""
+
+    def lost(self) -> str:
+        """A sentence once another host is lost or has failed; until then empty."""
+        ...
+
+    def reason(self) -> str:
+        """Why ranks of this host have lost those of another; empty if nobody says."""
+        ...
+
+
+class _NoOtherHost:
+    def lost(self) -> str:
+        return ""
+
+    def reason(self) -> str:
+        return ""
 
 
 @contextmanager
 def _store(
-    settings: TrainSettings, run: RunDir, directory: Path
-) -> Iterator[tuple[Mapping[str, str], Callable[[], str]]]:
+    settings: TrainSettings, run: RunDir, directory: Path, work: str
+) -> Iterator[tuple[Mapping[str, str], _Elsewhere]]:
     """Keep the ranks' store open, and give the variables that tell them where it is, and what says
-    whether another host is lost. What ranks of other hosts record comes to host 0."""
+    how other hosts are. What ranks of other hosts record comes to host 0."""
     if settings.run.nnodes == 1:
-        yield file_store(directory), str
+        yield file_store(directory), _NoOtherHost()
         return
     # Imported late: only a launcher of several hosts needs torch.
-    from rrfp.train.ranks.gathering import gathering
-    from rrfp.train.ranks.meeting import meeting
-    from rrfp.train.ranks.pulse import beating
+    with _quiet():
+        from rrfp.train.ranks.gathering import gathering
+        from rrfp.train.ranks.meeting import meeting
 
-    def within(store: "Store") -> AbstractContextManager[None]:
-        return gathering(store, settings, run)
+    # Ranks with other work read other data.
+    data = data_contents(settings)["data"] if work == TRAINING else ""
+    with (
+        meeting(settings, _MEETING_S, data) as met,
+        gathering(met, settings, run),
+        failing_for_good(),
+        met.pulse.telling(),
+    ):
+        yield met.environment, met.pulse
 
-    with meeting(settings, _MEETING_S, within) as environment:
-        # A connection of its own: on the meeting's a call may wait for another to be answered.
-        store = store_at(environment[variables.STORE], _ANSWER_S)
-        with beating(store, settings.run.node_rank, settings.run.nnodes) as pulse:
-            yield environment, pulse.lost
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch, imported in this block, from logging on the user's stderr, unless asked to: what
+    fails in a launcher is an error, which that tells in a sentence."""
+    if _TORCHS_LOG in os.environ:
+        yield
+        return
+    os.environ[_TORCHS_LOG] = "FATAL"
+    try:
+        yield
+    finally:
+        del os.environ[_TORCHS_LOG]  # of the ranks, it goes to their logs
 
 
 def _environments(
@@ -110,46 +166,78 @@ def _environments(
 
 
 def _first_failure(
-    failures: Mapping[int, Failure],
-    run: RunDir,
-    num_hosts: int,
-    ended_by: signal.Signals = signal.SIGTERM,
+    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], str]
 ) -> RrfpError:
-    """The failure that caused the others, as an error; the launcher ended these with `ended_by`."""
+    """The failure that caused the others, as an error."""
 
     def precedence(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        was_killed = failure.exit_code < 0 and failure.exit_code != -ended_by
-        is_consequence = failure.report is None or failure.report.is_consequence
-        return 0 if was_killed else 2 if is_consequence else 1, failure.ended_s
+        failure, report = failures[rank], failures[rank].report
+        if failure.exit_code < 0 and not failure.was_ended:
+            level = 0
+        elif report is not None and report.is_own:
+            level = 1
+        elif failure.standstill is not None:
+            level = 2
+        else:
+            level = 3 if report is not None and report.is_silence else 4
+        return level, failure.ended_s
 
     rank = min(failures, key=precedence)
     failure, log = failures[rank], run.rank_log(rank)
-    report = failure.report
-    if failure.exit_code == -signal.SIGKILL:
-        for other in failures.values():
-            if other.report is not None and other.report.is_silence:
-                # The launcher kills processes that a SIGTERM does not end.
-                return RrfpError(
-                    f"rank {rank} (pid {failure.pid}) did not answer and was killed: "
-                    f"{other.report.sentence}"
-                )
-    if failure.exit_code < 0:
-        return RrfpError(
-            f"rank {rank} (pid {failure.pid}) was killed by {_signal_name(-failure.exit_code)}; "
-            f"its last output is in {log}"
+    process, report = f"rank {rank} (pid {failure.pid})", failure.report
+    if failure.exit_code < 0 and not failure.was_ended:
+        return RunFailedError(
+            f"{process} was killed by {_signal_name(-failure.exit_code)}; its last output is in "
+            f"{log}",
+            Culprit(FoundBy.LAUNCHER, rank),
         )
+    if failure.standstill is not None and (report is None or not report.is_own):
+        told = _told_standstill(failure, failure.standstill, log)
+        return RunFailedError(f"{process} {told}", Culprit(FoundBy.LAUNCHER, rank))
     if report is None:
-        return RrfpError(f"rank {rank} ended with exit code {failure.exit_code}; see {log}")
+        return RunFailedError(
+            f"rank {rank} ended with exit code {failure.exit_code}; see {log}",
+            Culprit(FoundBy.LAUNCHER, rank),
+        )
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
-    if report.is_consequence and num_hosts > 1:
-        return RrfpError(
-            f"rank {rank} failed after a rank of another host: {report.sentence} (that host's "
-            "rrfp train names the first)"
-        )
+    if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
+        return RrfpError(reason)
+    if report.is_silence:
+        for other, ended in failures.items():
+            if ended.exit_code == -signal.SIGKILL:
+                # The launcher kills processes that a SIGTERM does not end.
+                return RunFailedError(
+                    f"rank {other} (pid {ended.pid}) did not answer and was killed: "
+                    f"{report.sentence}",
+                    Culprit(FoundBy.LAUNCHER, other),
+                )
+    # torch does not say whom a collective has lost.
+    culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
     detail = f"\n{report.detail}" if report.detail else ""
-    return RrfpError(f"rank {rank} failed: {report.sentence} (see {log}){detail}")
+    return RunFailedError(f"rank {rank} failed: {report.sentence} (see {log}){detail}", culprit)
+
+
+def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str:
+    """How a rank stood still: where, why, who waited for it, and where its stack is."""
+    place = standing_at(frames_in_dump(failure.stacks)) or standstill.place
+    seconds = f" for {standstill.seen_s:.0f} s" if standstill.seen_s >= 1 else ""
+    at = f", at {place}" if place else ""
+    told = f"stood still {standstill.stage}{seconds}{at}, and was killed: {standstill.why}"
+    if standstill.waiting:
+        told += f", while rank {', '.join(map(str, standstill.waiting))} waited"
+    advice = "see who stops it" if standstill.why is Why.STOPPED else "--silence gives it longer"
+    where = f"its stack is in {log}" if failure.stacks else f"its output is in {log}"
+    return f"{told}; {where}, and {advice}"
+
+
+def _log_stacks(failures: Mapping[int, Failure], run: RunDir) -> None:
+    """Add to a rank's log what its threads did when it stood still."""
+    for rank, failure in failures.items():
+        if failure.stacks:
+            # The run's directory may have gone.
+            with suppress(OSError), run.rank_log(rank).open("a", encoding="utf-8") as log:
+                log.write(f"It stood still, and was killed. Its threads:\n{failure.stacks}")
 
 
 def _signal_name(number: int) -> str:

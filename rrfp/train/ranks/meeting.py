@@ -4,266 +4,350 @@ Host 0 serves the store at the one address that the endpoint names; all ranks us
 polls, so that Ctrl-C ends it, and names the host that is missing.
 """
 
+import errno
 import ipaddress
 import json
+import logging
+import math
+import os
+import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import DistError, Store, TCPStore
 
 from rrfp.errors import RrfpError, UsageError, first_line
-from rrfp.inputs.admission_files import admission_file
-from rrfp.inputs.hint_files import order_file
-from rrfp.inputs.text_files import sha256_of
-from rrfp.replay.cost_files import costs_file
-from rrfp.runtime.decoding import parsed
+from rrfp.runtime.decoding import items, parsed, text
 from rrfp.runtime.rendezvous import own_address_towards
-from rrfp.train.data.tokenizer import tokenizer_file
+from rrfp.runtime.transport.doorman import let_in
+from rrfp.train.ranks.answers import AnsweringStore, answer_of
+from rrfp.train.ranks.common import check_common, in_common
+from rrfp.train.ranks.endpoint import Endpoint, obstacle_at
 from rrfp.train.ranks.place import place_of
+from rrfp.train.ranks.pulse import Pulse, printable
+from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import port_store
 from rrfp.train.ranks.torchrun_store import TorchrunStore
+from rrfp.train.setting_groups import Network
 from rrfp.train.settings import TrainSettings
 
+T = TypeVar("T")
+
 _LOOK_S = 0.2
-_ANSWER_S = 30.0
-_TELL_S = 5.0
-_PARTING_S = 60.0
-"""How long hosts whose ranks have ended wait for the others."""
+_ANSWER_S = 10.0
+"""How long a store that is there may take to be opened, and to have host 0's first word."""
+_TELL_AFTER_S = 10.0
+_CLOSING_S = 5.0
+_FIRST, _REFUSED, _MET = "rrfp/meeting/first", "rrfp/meeting/refused", "rrfp/meeting/met"
+"""Keys: what host 0 says first, why a host was refused, and whether all are there."""
 
-_MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force", "save"})
-"""Settings that may differ between hosts."""
+_log = logging.getLogger(__name__)
 
-_DIGITS = 12
-"""Digits of a digest that identify a file in messages."""
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a host has of the others once all have met."""
+
+    environment: Mapping[str, str]
+    """Tells this host's ranks where the store is."""
+    pulse: Pulse
+    connect: Callable[[float], AnsweringStore]
+    """Opens a connection to the store, whose calls end within so many seconds."""
 
 
 @contextmanager
-def meeting(
-    settings: TrainSettings,
-    timeout_s: float,
-    within: Callable[[Store], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> Iterator[dict[str, str]]:
+def meeting(settings: TrainSettings, timeout_s: float, data: str = "") -> Iterator[Met]:
     """Wait until all hosts of the run are there, check that their settings agree, and keep the
-    store open. Yields the variables that tell this host's ranks where the store is. `within` is
-    entered before, and left while the store is still there; nothing is to keep the store longer.
+    store open. `data` is the digest of this host's training data.
 
-    If the block succeeds, the hosts wait for each other to finish, for a while. Raises RrfpError
-    naming a host that did not come in time, and UsageError if the endpoint is not an address of
-    host 0 or settings differ.
+    If the block succeeds, the hosts wait for each other to finish, for a while; if it fails, they
+    are told. Raises RrfpError naming a host that did not come in time or was lost, and UsageError
+    if the endpoint is not an address of host 0, settings differ, or two hosts come as one.
     """
+    part = _Meeting(settings, timeout_s, data)
     try:
-        part = _Meeting(settings, timeout_s)
-        store = part.hold()
-    except (DistError, OSError) as error:
-        raise UsageError(
-            f"the hosts cannot meet at {settings.run.rdzv_endpoint} ({first_line(str(error))}); "
-            "give --rdzv-endpoint a free port of host 0 that the others can reach"
-        ) from None
-    try:
-        with within(store):
-            yield port_store(part.host, part.port, part.own_address)
+        with failing_for_good(), part.pulse.telling():
+            part.meet()
+            environment = port_store(part.host, part.port, part.own_address, part.sources)
+            yield Met(environment, part.pulse, part.connect)
+            closing = part.closing()
+            part.pulse.part()
     finally:
-        part.leave(store)
-    part.await_parting(store)
+        part.leave()
+    part.await_closing(closing)
 
 
 class _Meeting:
     """One host's part in the meeting, with one deadline for everything."""
 
-    def __init__(self, settings: TrainSettings, timeout_s: float) -> None:
+    def __init__(self, settings: TrainSettings, timeout_s: float, data: str) -> None:
         assert settings.run.rdzv_endpoint is not None
-        host, _, port = settings.run.rdzv_endpoint.rpartition(":")
-        self.host = host.removeprefix("[").removesuffix("]")
-        self.port = int(port)
-        self._settings = settings
-        self._endpoint = settings.run.rdzv_endpoint
-        place = place_of(settings)
-        self._torchruns = None
-        if place is not None and place.serves_store and place.port == self.port:
-            self._torchruns = TorchrunStore(place)
-        self._called = "host" if place is None else f"{place.by}'s process"
-        self._watched: socket.socket | None = None
-        """A connection to the store that ends with it."""
+        self._endpoint = Endpoint(settings.run.rdzv_endpoint)
+        self.host, self.port = self._endpoint.host, self._endpoint.port
+        """Where the store is: torchrun's processes learn it only when they meet."""
+        self.own_address = ""
+        """This host's address towards host 0."""
+        self.sources: list[str] | None = None
+        """The addresses from which the hosts connect to each other; None to let in anybody."""
+        self._lets_in_anybody = settings.run.network is Network.HOST
+        self._listening: int | None = None
+        """The descriptor at which the store listens, on host 0."""
+        self._node_rank, self._num_hosts = settings.run.node_rank, settings.run.nnodes
+        self._place = place_of(settings)
+        self._silence_s = settings.run.silence
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
-        self._common = {
-            name: value for name, value in settings.described().items() if name not in _MAY_DIFFER
-        } | _contents(settings)
-        self.own_address = ""
-        """This host's address towards host 0; known after `hold`."""
+        self._next_word_s = time.monotonic() + _TELL_AFTER_S
+        self._common = in_common(settings, data)
+        self._token = secrets.token_hex(8)
+        """Host 0's identifies the run, another one's the host."""
+        self._store: AnsweringStore | None = None
+        self.pulse = Pulse(
+            lambda: self.connect(self._silence_s / 5),
+            self._node_rank,
+            self._num_hosts,
+            self._silence_s,
+        )
 
-    def hold(self) -> Store:
-        own_rank = self._settings.run.node_rank
-        store = self._serve() if own_rank == 0 else self._join()
-        # If settings differ, host 0 ends, and the store with it. So the others read its settings
-        # before they publish their own.
-        first = self._common if own_rank == 0 else self._told_by(0, store)
-        store.set(_key(own_rank), json.dumps(self._common))
-        _compare(first, own_rank, self._common)
-        for node_rank in range(1, self._settings.run.nnodes):
-            _compare(first, node_rank, self._told_by(node_rank, store))
+    def meet(self) -> None:
+        if self._node_rank == 0:
+            self._lead()
+        else:
+            self._follow()
+        if not self._lets_in_anybody:
+            self._let_in_hosts_alone()
+
+    def connect(self, within_s: float) -> AnsweringStore:
+        """A connection of its own: on one that several share, a call waits for those before."""
+        if obstacle := obstacle_at(self.host, self.port, self._silence_s):
+            raise RrfpError(obstacle.fact)
+        store = self._answering(within_s)
+        if self._first(store)[0] != self._token:
+            raise RrfpError("another run meets there by now")
         return store
 
-    def leave(self, store: Store) -> None:
-        """Tell host 0 that this host's ranks have ended, if it can still be told."""
-        # A daemon: a store behind a dead link never answers, nor whoever waits for an answer of it.
-        telling = threading.Thread(target=self._tell, args=(store,), name="rrfp-leave", daemon=True)
-        telling.start()
-        telling.join(_TELL_S)
+    def leave(self) -> None:
+        """Let the others know how this host has ended, and go."""
+        self.pulse.await_heard()
+        self.pulse.close()
+        if self._store is not None:
+            self._store.close()
 
-    def _tell(self, store: Store) -> None:
-        if self._settings.run.node_rank > 0:
-            # Before host 0 may close its store, and open that of the next meeting at the same port.
-            with suppress(OSError):
-                self._watched = socket.create_connection((self.host, self.port), _ANSWER_S)
-        with suppress(RuntimeError):
-            store.set(_parting_key(self._settings.run.node_rank), "")
+    def closing(self) -> socket.socket | None:
+        """A connection to the store that ends with it, on another host than 0."""
+        if self._node_rank == 0:
+            return None
+        with suppress(OSError):
+            return socket.create_connection((self.host, self.port), _CLOSING_S)
+        return None
 
-    def await_parting(self, store: Store) -> None:
-        """Wait until all have left, for a while. Host 0 keeps the store until then, because ranks
-        of other hosts may still be in their last step. The others wait for the store to close, or
-        they might mistake it for that of the next meeting (a race launches ranks several times)."""
-        if self._settings.run.node_rank > 0:
-            # Not by the store: torch would show its own stack, asked for one that has just closed.
-            if self._watched is not None:
-                self._watched.settimeout(_PARTING_S)
-                with self._watched, suppress(OSError):
-                    self._watched.recv(1)
-            return
-        others = [_parting_key(node_rank) for node_rank in range(1, self._settings.run.nnodes)]
-        deadline_s = time.monotonic() + _PARTING_S
-        with suppress(RuntimeError):
-            while not store.check(others) and time.monotonic() < deadline_s:
-                time.sleep(_LOOK_S)
+    def await_closing(self, connection: socket.socket | None) -> None:
+        """Wait until host 0 has closed its store, or this host might take it for that of the next
+        meeting: a race launches ranks several times. It does so as soon as all have parted."""
+        # Not by the store: torch would show its own stack, asked for one that has just closed.
+        if connection is not None:
+            with connection, suppress(OSError):
+                connection.recv(1)
 
-    def _is_served(self) -> bool:
-        """Whether somebody listens where the store is to be."""
+    def _lead(self) -> None:
         try:
-            socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
-        except OSError:
-            return False
-        return True
+            listening = self._listen()
+            self.own_address, self.port = listening.getsockname()[:2]
+            self.host = self.own_address
+            self._listening = listening.detach()
+            store = self._store = self._answering(self._silence_s, self._listening)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise UsageError(
+                    f"{self._endpoint.host} is no address of this host, which is host 0; start "
+                    "host 0 there, or give this one another --node-rank"
+                ) from None
+            raise UsageError(
+                f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); give "
+                "--rdzv-endpoint a free port of host 0 that the others can reach"
+            ) from None
+        store.set(_FIRST, json.dumps([self._token, self._common]))
+        self.pulse.start()
+        for host in range(1, self._num_hosts):
+            while not self.pulse.has_come(host):
+                self._wait(host)
+        store.set(_MET, "")
 
-    def _serve(self) -> Store:
-        """The store, listening only at the address that the endpoint names."""
-        if self._torchruns is not None:
-            listening = self._torchruns.listen()
-            address, self.port = listening.getsockname()[:2]
-            self.host = address
-        else:
-            family, address = _address_of(self.host, self._endpoint)
-            listening = socket.create_server((address, self.port), family=family)
-        self.own_address = address
-        return self._store(address, listening.detach())
-
-    def _join(self) -> Store:
-        if self._torchruns is not None:
-            while (told := self._torchruns.told()) is None:
-                self._wait_for(0)
-            self.host, self.port = told
-        self._await_server()
+    def _follow(self) -> None:
+        self._find_store()
         self.own_address = own_address_towards(self.host)
-        return self._store(self.host)
+        store = self._store = self._answering(self._silence_s)
+        run_token, first = self._first(store)
+        with self._refusing(store):
+            check_common(first, self._node_rank, self._common)
+            self._claim(store)
+        self._token = run_token
+        self.pulse.start()
+        while store.find(_MET) is None:
+            self._wait()
 
-    def _store(self, host: str, listening: int | None = None) -> Store:
-        return TCPStore(
-            host,
-            self.port,
-            is_master=listening is not None,
-            timeout=timedelta(seconds=_ANSWER_S),
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
+    def _let_in_hosts_alone(self) -> None:
+        """A host may take another of its addresses on its way to each of the others."""
+        addresses = self._all_tell("address", self.own_address, text)
+        towards = {own_address_towards(address) for address in addresses} - {""}
+        told = self._all_tell("sources", sorted(towards), _addresses)
+        self.sources = sorted({source for of_host in told for source in of_host})
+        if self._listening is not None:
+            with socket.socket(fileno=os.dup(self._listening)) as listening:
+                let_in(listening, self.sources)
 
-    def _await_server(self) -> None:
-        while not self._is_served():
-            self._wait_for(0)
+    def _all_tell(self, name: str, own: object, decode: Callable[[object], T]) -> list[T]:
+        """What all hosts tell under a name, by host."""
+        store = self._store
+        assert store is not None
+        store.set(f"rrfp/{name}/{self._node_rank}", json.dumps(own))
+        return [self._told_by(host, store, name, decode) for host in range(self._num_hosts)]
 
-    def _told_by(self, node_rank: int, store: Store) -> Mapping[str, object]:
-        """The settings that a host has published."""
-        key = _key(node_rank)
-        while not store.check([key]):
-            self._wait_for(node_rank)
+    def _told_by(
+        self, host: int, store: AnsweringStore, name: str, decode: Callable[[object], T]
+    ) -> T:
+        key = f"rrfp/{name}/{host}"
+        while (data := store.find(key)) is None:
+            self._wait(host)
         try:
-            told = parsed(store.get(key))
-        except ValueError as error:
-            told = error
-        if isinstance(told, dict):
-            return told
+            return decode(parsed(data))
+        except ValueError:
+            raise RrfpError(
+                f"the value of '{key}' at {self._endpoint.given} is not what host {host} says; see "
+                "whether it runs the same rrfp, and who else can reach that port"
+            ) from None
+
+    def _claim(self, store: AnsweringStore) -> None:
+        """Take this host's place, which only one can have."""
+        own = f"{socket.gethostname()} (process {os.getpid()})"
+        holder = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}").decode()
+        if holder != f"{own} {self._token}":
+            raise UsageError(
+                f"--node-rank {self._node_rank} is taken: {holder.rpartition(' ')[0]} came to "
+                f"{self._endpoint.given} with it before {own}; give each host one of its own"
+            )
+
+    @contextmanager
+    def _refusing(self, store: AnsweringStore) -> Iterator[None]:
+        """Tell the hosts that still wait why this one cannot come."""
+        try:
+            yield
+        except UsageError as error:
+            with suppress(RrfpError):  # then nobody waits any more
+                store.set(_REFUSED, str(error))
+            raise
+
+    def _listen(self) -> socket.socket:
+        torchruns = self._torchruns()
+        return self._endpoint.listen() if torchruns is None else self._ask(torchruns.listen)
+
+    def _torchruns(self) -> TorchrunStore | None:
+        place = self._place
+        if place is None or not place.serves_store or place.port != self.port:
+            return None
+        return self._ask(lambda: TorchrunStore(place))
+
+    def _find_store(self) -> None:
+        """Wait until host 0 serves its store."""
+        torchruns = self._torchruns()
+        if torchruns is not None:
+            while (told := self._ask(torchruns.told)) is None:
+                self._wait(0)
+            self.host, self.port = told
+        since_s = time.monotonic()
+        while obstacle := obstacle_at(self.host, self.port, self._silence_s):
+            now_s = time.monotonic()
+            if obstacle.patience_s == math.inf:
+                since_s = now_s
+            elif now_s - since_s >= obstacle.patience_s:
+                raise UsageError(
+                    f"the hosts cannot meet at {self._endpoint.given}: {obstacle.fact}; see "
+                    "--rdzv-endpoint, and whether host 0 can be reached there"
+                )
+            self._wait(0)
+
+    def _answering(self, within_s: float, listening: int | None = None) -> AnsweringStore:
+        def opened() -> Store:
+            return TCPStore(
+                self.host,
+                self.port,
+                is_master=listening is not None,
+                timeout=timedelta(seconds=_ANSWER_S),
+                wait_for_workers=False,
+                master_listen_fd=listening,
+            )
+
+        return AnsweringStore(self._ask(opened), f"{self.host}:{self.port}", within_s)
+
+    def _first(self, store: AnsweringStore) -> tuple[str, dict[str, object]]:
+        """What host 0 says first: which run this is, and what its hosts have in common."""
+        deadline_s = time.monotonic() + _ANSWER_S
+        while (data := store.find(_FIRST)) is None:
+            if time.monotonic() > deadline_s:
+                raise UsageError(
+                    f"a store listens at {self._endpoint.given}, and no host 0 of rrfp's has come "
+                    "to it; give --rdzv-endpoint a port that no other job uses"
+                )
+            time.sleep(_LOOK_S)
+        try:
+            token, common = items(parsed(data), 2)
+            if isinstance(common, dict):
+                return text(token), common
+        except ValueError:
+            pass
         raise RrfpError(
-            f"the value of '{key}' at {self._endpoint} is not the settings of host {node_rank}; "
-            "see whether it runs the same rrfp, and who else can reach that port"
+            f"the value of '{_FIRST}' at {self._endpoint.given} is not what host 0 says; see "
+            "whether it runs the same rrfp, and who else can reach that port"
         )
 
-    def _wait_for(self, node_rank: int) -> None:
-        if time.monotonic() > self._deadline_s:
-            advice = (
-                f"run the same command there with --node-rank {node_rank}"
-                if self._called == "host"
-                else "see whether it has started, and what it says"
-            )
+    def _ask(self, ask: Callable[[], T]) -> T:
+        """The answer of torch, which is at hand where one is expected."""
+        try:
+            return answer_of(ask, _ANSWER_S, f"the store for {self._endpoint.given}")
+        except DistError as error:
             raise RrfpError(
-                f"{self._called} {node_rank} did not come to {self._endpoint} within "
-                f"{self._timeout_s:g} s; {advice}"
+                f"the hosts cannot meet at {self._endpoint.given} ({first_line(str(error))}); see "
+                "what host 0 says"
+            ) from None
+
+    def _wait(self, host: int | None = None) -> None:
+        """Wait a little for a host, or for any."""
+        if sentence := self.pulse.lost():
+            raise RrfpError(sentence)
+        if self._store is not None and (refused := self._store.find(_REFUSED)) is not None:
+            raise UsageError(printable(refused.decode(errors="replace")))
+        now_s = time.monotonic()
+        missing = self._called(host)
+        if now_s > self._deadline_s:
+            raise RrfpError(
+                f"{missing} did not come to {self._endpoint.given} within {self._timeout_s:g} s; "
+                f"{self._advice(host)}"
+            )
+        if now_s > self._next_word_s:
+            self._next_word_s = math.inf
+            _log.warning(
+                "%s has not come to %s yet; this host waits for it up to %g s",
+                missing,
+                self._endpoint.given,
+                self._timeout_s,
             )
         time.sleep(_LOOK_S)
 
+    def _called(self, host: int | None) -> str:
+        kind = "host" if self._place is None else f"{self._place.by}'s process"
+        return f"{kind} {host}" if host is not None else f"another {kind}"
 
-def _address_of(host: str, endpoint: str) -> tuple[socket.AddressFamily, str]:
-    """The one address of the endpoint's host to listen at."""
-    found = [
-        (family, str(address[0]))
-        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    ]
-    is_name = host not in ("localhost", *(address for _, address in found))
-    reachable = [each for each in found if not ipaddress.ip_address(each[1]).is_loopback]
-    family, address = (reachable or found)[0] if is_name else found[0]
-    if ipaddress.ip_address(address).is_unspecified:
-        raise UsageError(
-            f"--rdzv-endpoint is '{endpoint}', which stands for every address of host 0; name the "
-            "one at which the other hosts reach it"
-        )
-    if is_name and not reachable:
-        raise UsageError(
-            f"--rdzv-endpoint is '{endpoint}', and on host 0 itself that name means {address}, "
-            "where no other host reaches it; give the address instead of the name"
-        )
-    return family, address
+    def _advice(self, host: int | None) -> str:
+        if self._place is None and host is not None:
+            return f"run the same command there with --node-rank {host}"
+        return "see whether it has started, and what it says"
 
 
-def _contents(settings: TrainSettings) -> dict[str, object]:
-    """Digests of the files that the settings name, as each host reads its own."""
-    paths = {
-        "hint": order_file(settings.hint.name),
-        "admit": admission_file(settings.policy.admit),
-        "pace": None if settings.run.pace is None else costs_file(settings.run.pace),
-        "tokenizer": None
-        if settings.data.tokenizer is None
-        else tokenizer_file(settings.data.tokenizer),
-    }
-    return {
-        f"the content of --{name} {path}": f"{sha256_of(path)[:_DIGITS]}..."
-        for name, path in paths.items()
-        if path is not None
-    }
-
-
-def _compare(first: Mapping[str, object], node_rank: int, other: Mapping[str, object]) -> None:
-    for name, value in first.items():
-        if other.get(name) != value:
-            raise UsageError(
-                f"{name} is {value} on host 0 and {other.get(name)} on host {node_rank}; run the "
-                "same command with the same files on both"
-            )
-
-
-def _key(node_rank: int) -> str:
-    return f"rrfp/meeting/{node_rank}"
-
-
-def _parting_key(node_rank: int) -> str:
-    return f"rrfp/parting/{node_rank}"
+def _addresses(value: object) -> list[str]:
+    """Of hosts, as JSON tells them. Raises ValueError for anything else."""
+    return [str(ipaddress.ip_address(text(each))) for each in items(value)]

@@ -9,33 +9,43 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime import variables
+from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
+from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+from rrfp.train.ranks.open_files import is_of_too_many, told_of_too_many
+from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
-from rrfp.train.settings import TrainSettings
-
-_PARENT_CHECK_S = 1.0
+from rrfp.train.ranks.warnings import warn_launcher
 
 
 def main() -> None:
     """Do the work of one rank: call `work(run, settings, layout)` of the module that the command
     line names."""
+    end_with_launcher()
+    from rrfp.train.setting_groups import DeviceKind
+    from rrfp.train.settings import TrainSettings
+
     module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
     settings = TrainSettings.from_json(sys.argv[3])
-    _write_output_to(run.rank_log(int(os.environ["RANK"])))
+    rank = int(os.environ["RANK"])
+    _write_output_to(run.rank_log(rank))
+    logging.basicConfig(format="%(message)s")
+    warn_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if settings.run.save is not None:
         take_sigterm_as_request()
-    launcher = int(os.environ[variables.LAUNCHER])
-    threading.Thread(target=_end_with_launcher, args=(launcher,), daemon=True).start()
+    try:
+        enter_network()  # while there is one thread
+    except RrfpError as error:
+        _fail(error)
+    end_with_launcher()  # a process that enters a namespace of users has to ask again
+    show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
     try:
         from rrfp.train.ranks.devices import take_device
         from rrfp.train.ranks.exchange import no_objects
@@ -50,6 +60,8 @@ def main() -> None:
             except Exception as error:
                 # Do not leave the groups: that could wait for ranks that wait for this one.
                 _fail(error)
+            enter("as it left its groups")
+        enter("as it ended")
         if settings.run.save is not None:
             ignore_sigterm()
     except Exception as error:
@@ -59,17 +71,26 @@ def main() -> None:
 def _fail(error: Exception) -> NoReturn:
     """Report the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
-    from rrfp.runtime.protocols import PeerLostError, PeerSilentError
+    from rrfp.runtime.protocols import PeerLostError, PeerSilentError, StallError
 
     text, detail = first_line(str(error)), ""
     if isinstance(error, RrfpError):
         sentence, exit_code = text, error.exit_code
         detail = str(error).partition("\n")[2]
+    elif is_of_too_many(error):
+        sentence, exit_code = told_of_too_many(), RrfpError.exit_code
     else:
         sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
     is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)
     is_lost = isinstance(error, PeerLostError) or is_torchs_loss(error)
-    FailureReport(sentence, exit_code, is_lost and not is_silence, is_silence, detail).write()
+    culprit = error.culprit if isinstance(error, PeerLostError) else None
+    if isinstance(error, StallError):
+        culprit = Culprit(FoundBy.BOARD)
+    elif not is_lost and not is_silence:
+        culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
+    FailureReport(
+        sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit
+    ).write()
     logging.shutdown()
     os._exit(exit_code)
 
@@ -80,13 +101,6 @@ def _write_output_to(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-
-
-def _end_with_launcher(launcher: int) -> None:
-    """End this process when its launcher dies, because nothing else would."""
-    while os.getppid() == launcher:
-        time.sleep(_PARENT_CHECK_S)
-    os._exit(RrfpError.exit_code)
 
 
 if __name__ == "__main__":

@@ -1,79 +1,281 @@
-"""Whether the hosts of a run still reach each other, heard through the run's store.
+"""What the hosts of a run say to each other while it lasts: that they are there, how they failed,
+and that they have ended.
 
-Ranks notice a silent peer themselves, except in a collective of gloo's, which waits for minutes. If
-all ranks of a host wait there, only their launcher can end them.
+Ranks notice a silent peer themselves, except in a collective of gloo's, which waits for minutes. Of
+a rank that failed on another host they know only that its connections broke. So launchers talk,
+through the run's store: each host publishes its word under a key of its own, with a number that
+grows. Host 0 reads those of all others, and they read host 0's.
 """
 
+import json
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from enum import StrEnum
+from typing import Self
 
-from torch.distributed import Store
+from rrfp.errors import RrfpError, first_line
+from rrfp.runtime.decoding import integer, items, parsed, text
+from rrfp.train.ranks.answers import AnsweringStore
 
 _BEAT_S = 1.0
-_SILENT_S = 30.0
-"""Longer than ranks wait for each other's heartbeats, since they can say more about it."""
-_LEFT = 2**40
-"""More beats than a run has: the host has ended."""
+_QUICK_BEAT_S = 0.1
+"""While hosts come, and when they go."""
+_PAUSE_S = 2.0
+"""Nobody looks for so long only if this process itself was stopped."""
+_OVERDUE_S = 4.0
+_WORD_S = 8.0
+"""How long a host whose ranks have lost a peer waits for another one to say why: longer than that
+one takes to kill a rank that does not end."""
+_TELL_S = 2.0
+"""How long a host that ends waits for host 0 to have heard it."""
+_HEAR_S = 5.0
+"""How long host 0 waits for the others to have heard it, and to end as well."""
+_PARTING_S = 60.0
+"""How long hosts whose ranks have ended wait for the others."""
+_LOOK_S = 0.05
+_MOST_CHARS = 2000
+
+
+class State(StrEnum):
+    """How far a host is, in this order."""
+
+    HERE = "here"
+    ENDED = "ended"
+    """Its ranks have ended well."""
+    PARTED = "parted"
+    """It knows that those of all hosts have."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a host publishes."""
+
+    beat: int
+    state: State
+    name: str
+    """The host's own name."""
+    sentence: str = ""
+    """Why it failed."""
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Self:
+        """Raises ValueError if these are no host's words."""
+        beat, state, name, sentence = items(parsed(data), 4)
+        said = printable(text(name)), printable(text(sentence))
+        return cls(integer(beat), State(text(state)), *said)
+
+    def has_come_to(self, state: State) -> bool:
+        return [*State].index(self.state) >= [*State].index(state)
 
 
 class Pulse:
-    """One host's pulse, on another host than host 0; or those that host 0 listens to. They beat in
-    a thread of their own, from `start` to `close`."""
+    """One host's part. It beats on a thread of its own, from `start` to `close`."""
 
-    def __init__(self, store: Store, node_rank: int, num_hosts: int) -> None:
-        self._store = store
-        self._beat = 1 if node_rank > 0 else 0
-        self._hosts = [node_rank] if node_rank > 0 else [*range(1, num_hosts)]
-        self._heard_s = dict.fromkeys(self._hosts, 0.0)
-        self._ended = threading.Event()
+    def __init__(
+        self,
+        connect: Callable[[], AnsweringStore],
+        node_rank: int,
+        num_hosts: int,
+        silence_s: float,
+    ) -> None:
+        """`connect` opens a connection to the store, or raises RrfpError. A host that is not heard
+        for `silence_s` is lost."""
+        self._connect = connect
+        self._node_rank = node_rank
+        self._others = (0,) if node_rank > 0 else range(1, num_hosts)
+        self.silence_s = silence_s
+        self._own = Word(0, State.HERE, socket.gethostname())
+        self._published = State.HERE
+        self._words: dict[int, Word] = {}
+        self._misread = ""
+        self._heard_s: dict[int, float] = {}
+        """When hosts that have come were heard."""
+        self._looked_s = 0.0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._changed = threading.Event()
         # A daemon: a store behind a dead link never answers.
         self._thread = threading.Thread(target=self._run, name="rrfp-pulse", daemon=True)
 
     def start(self) -> None:
-        self._heard_s = dict.fromkeys(self._hosts, time.monotonic())
+        self._looked_s = time.monotonic()
+        if self._node_rank > 0:
+            self._heard_s[0] = self._looked_s
         self._thread.start()
 
     def close(self) -> None:
-        self._ended.set()
-        self._thread.join(_BEAT_S)
+        self._is_closed = True
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(_BEAT_S)
+
+    def has_come(self, host: int) -> bool:
+        return host in self._words
 
     def lost(self) -> str:
-        """A sentence about a host that was silent for too long; empty if there is none."""
-        now_s = time.monotonic()
-        for node_rank, heard_s in self._heard_s.items():
-            if now_s - heard_s > _SILENT_S:
-                other = 0 if self._beat else node_rank
-                return (
-                    f"host {other} was silent for {_SILENT_S:g} s; see whether it still runs and "
-                    "can be reached, and what its rrfp train says"
-                )
-        return ""
+        """A sentence about another host that has failed, or was silent for too long; empty if there
+        is none."""
+        failed = [word.sentence for word in self._words.values() if word.state is State.FAILED]
+        silent = [self._silence(host) for host in self._others if self.is_silent(host)]
+        return next(filter(None, [self._misread, *failed, *silent]), "")
+
+    def is_silent(self, host: int) -> bool:
+        """Whether a host that has come, and not ended, was not heard for too long: half as long
+        where this one has failed, and only waits for what is left to say."""
+        patience = 0.5 if self._own.state is State.FAILED else 1.0
+        return self._quiet_s(host) > patience * self.silence_s
+
+    def reason(self) -> str:
+        """Why ranks of this host have lost those of another: what that host says, or that it is not
+        heard itself. Waits for it, for a while; empty if there is no such reason."""
+        _await(lambda: self.lost() != "", _WORD_S)
+        overdue = [host for host in self._others if self._quiet_s(host) > _OVERDUE_S]
+        return self.lost() or (self._silence(overdue[0]) if overdue else "")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell the other hosts at once if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other hosts why this one ends, unless it has been told."""
+        if self._own.state is State.FAILED:
+            return
+        told = self.lost()
+        # What another host has said goes on as it is.
+        is_anothers = told != "" and told == str(error)
+        self._become(State.FAILED, told if is_anothers else f"{self._called()}: {_why(error)}")
+
+    def part(self) -> None:
+        """Wait until the ranks of all hosts have ended, for a while. Raises RrfpError naming a host
+        that fails, is silent, or takes too long."""
+        self._become(State.ENDED)
+        # Host 0 tells the others once it has heard it of all.
+        enough = State.PARTED if self._node_rank > 0 else State.ENDED
+        _await(lambda: self._all_are(enough) or self.lost() != "", _PARTING_S)
+        if sentence := self.lost():
+            raise RrfpError(sentence)
+        if not self._all_are(enough):
+            late = [host for host in self._others if not self._words[host].has_come_to(enough)]
+            raise RrfpError(
+                f"{self._called(late[0])} still runs {_PARTING_S:g} s after this host's ranks have "
+                "ended; see what its rrfp train says"
+            )
+        self._become(State.PARTED)
+
+    def await_heard(self) -> None:
+        """Wait, for a while, until the others know that this host has failed or parts: host 0 until
+        they end as well."""
+        if not self._thread.is_alive():
+            return
+        if self._node_rank == 0:
+            _await(lambda: self._all_are(State.PARTED), _HEAR_S)
+        else:
+            _await(lambda: self._published is self._own.state or self.is_silent(0), _TELL_S)
+
+    def _all_are(self, state: State) -> bool:
+        """Whether all that have come are so far, as far as they are heard."""
+        return all(
+            word.has_come_to(state) or self.is_silent(host) for host, word in self._words.items()
+        )
+
+    def _become(self, state: State, sentence: str = "") -> None:
+        with self._lock:
+            self._own = replace(self._own, state=state, sentence=sentence)
+        self._changed.set()
+
+    def _quiet_s(self, host: int) -> float:
+        """How long a host that has come, and not ended, was not heard."""
+        with self._lock:
+            now_s = time.monotonic()
+            if (paused_s := now_s - self._looked_s) > _PAUSE_S:
+                # Nobody could be heard meanwhile.
+                self._heard_s = {other: at_s + paused_s for other, at_s in self._heard_s.items()}
+            self._looked_s = now_s
+            word = self._words.get(host)
+            has_ended = word is not None and word.has_come_to(State.PARTED)
+            return 0.0 if has_ended else now_s - self._heard_s.get(host, now_s)
+
+    def _silence(self, host: int) -> str:
+        return (
+            f"{self._called(host)} was silent for {self._quiet_s(host):.0f} s towards "
+            f"{self._called()}; see whether it still runs, and the network between them"
+        )
+
+    def _called(self, host: int | None = None) -> str:
+        """A host by number and name; None is this one."""
+        if host is None:
+            return f"host {self._node_rank} ({self._own.name})"
+        return f"host {host} ({self._words[host].name})" if host in self._words else f"host {host}"
 
     def _run(self) -> None:
-        num_beats = dict.fromkeys(self._hosts, 0)
-        with suppress(RuntimeError):  # the store has gone, and with it host 0
-            while not self._ended.wait(_BEAT_S):
-                for node_rank in self._hosts:
-                    now = self._store.add(_key(node_rank), self._beat)
-                    if now != num_beats[node_rank] or now >= _LEFT:
-                        num_beats[node_rank] = now
-                        self._heard_s[node_rank] = time.monotonic()
-            if self._beat:
-                self._store.add(_key(self._hosts[0]), _LEFT)
+        store: AnsweringStore | None = None
+        while not self._is_closed:
+            try:
+                store = store or self._connect()
+                self._exchange(store)
+            except RrfpError:
+                # A new connection may be heard where this one is not: TCP doubles the time between
+                # its tries, so one that was cut stays deaf for as long again.
+                store = None
+            if self._node_rank > 0 and self._published in (State.PARTED, State.FAILED):
+                return  # before the store of the next meeting may be at the same place
+            are_all_here = self._own.state is State.HERE and len(self._words) == len(self._others)
+            self._changed.wait(_BEAT_S if are_all_here else _QUICK_BEAT_S)
+            self._changed.clear()
+
+    def _exchange(self, store: AnsweringStore) -> None:
+        with self._lock:
+            own = self._own = replace(self._own, beat=self._own.beat + 1)
+        store.set(_key(self._node_rank), json.dumps(astuple(own)))
+        self._published = own.state
+        for host in self._others:
+            data = store.find(_key(host))
+            if data is not None:
+                self._hear(host, data)
+
+    def _hear(self, host: int, data: bytes) -> None:
+        try:
+            word = Word.decoded(data)
+        except ValueError as error:
+            self._misread = (
+                f"the value of '{_key(host)}' in the run's store is not what host {host} says "
+                f"({error}); see whether it runs the same rrfp, and who else can reach that store"
+            )
+            return
+        if host not in self._words or word.beat != self._words[host].beat:
+            with self._lock:
+                self._words = {**self._words, host: word}
+                self._heard_s[host] = time.monotonic()
 
 
-@contextmanager
-def beating(store: Store, node_rank: int, num_hosts: int) -> Iterator[Pulse]:
-    """A pulse for the time of the block."""
-    pulse = Pulse(store, node_rank, num_hosts)
-    pulse.start()
-    try:
-        yield pulse
-    finally:
-        pulse.close()
+def _await(holds: Callable[[], bool], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not holds() and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
 
 
-def _key(node_rank: int) -> str:
-    return f"rrfp/pulse/{node_rank}"
+def _why(error: BaseException) -> str:
+    if isinstance(error, RrfpError):
+        return first_line(str(error))
+    if isinstance(error, Exception):
+        return f"{type(error).__name__}: {first_line(str(error))}"
+    return "it was told to stop"
+
+
+def printable(told: str) -> str:
+    """What another host says, as it may stand in a message."""
+    return "".join(char if char.isprintable() else "?" for char in told[:_MOST_CHARS])
+
+
+def _key(host: int) -> str:
+    return f"rrfp/pulse/{host}"

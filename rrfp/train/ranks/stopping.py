@@ -29,6 +29,18 @@ def stopping_on_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def failing_for_good() -> Iterator[None]:
+    """If the block fails, a SIGTERM that comes later is no request to end any more: it would make
+    a success of the failure."""
+    try:
+        yield
+    except Exception:
+        if signal.getsignal(signal.SIGTERM) is _stop:
+            ignore_sigterm()
+        raise
+
+
 def ignore_sigterm() -> None:
     """Let SIGTERM have no effect until this process ends: what it asks for has happened. Python
     itself drops handlers as it ends, so a late signal would kill the process."""

@@ -5,6 +5,7 @@ Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.meeting`
 """
 
 import os
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,15 @@ def file_store(directory: Path) -> dict[str, str]:
     }
 
 
-def port_store(host: str, port: int, own_address: str) -> dict[str, str]:
-    """The variables that tell a host's ranks that their store is at a port of host 0, and at which
-    address of their own host they listen."""
+def port_store(
+    host: str, port: int, own_address: str, sources: Collection[str] | None
+) -> dict[str, str]:
+    """The variables that tell a host's ranks that their store is at a port of host 0, at which
+    address of their own host they listen, and whom they let in there (None: anybody)."""
     return {
         variables.STORE: f"tcp:{host}:{port}",
         variables.ADDRESS: own_address,
+        **({} if sources is None else {variables.SOURCES: ",".join(sources)}),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.sending import Outbound
+from rrfp.runtime.links.states import LinkOptions, Output, State
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import forms_of, payload_of
-from rrfp.runtime.planes.plane import Posted, Pull
+from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.link import Link, LinkOptions, Outbound, Output, State, bare
 from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import ReceiveRecord
@@ -33,6 +36,8 @@ class LinkPlane:
 class DestinationLink(Link):
     """The end that receives messages and what is announced, and gives credits."""
 
+    is_source = False
+
     def __init__(
         self,
         rank: int,
@@ -41,11 +46,15 @@ class DestinationLink(Link):
         now_ns: int,
         num_credits: int,
         plane: LinkPlane | None = None,
+        far: Far | None = None,
     ) -> None:
         """The link must be able to hold `num_credits` messages that were not consumed; `plane`
         serves its posted messages."""
-        super().__init__(rank, peer, options, now_ns)
+        super().__init__(rank, peer, options, now_ns, far)
         self._plane = plane
+        if plane is not None and plane.lands:
+            # The peer's slot is free as soon as it knows.
+            self._heard.confirm_bytes = 1
         self._has_let_go = plane is None
         self._pulls: dict[int, Pull] = {}
         """What is being pulled, by its sequence number."""
@@ -124,15 +133,18 @@ class DestinationLink(Link):
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
         if self._releases:
-            return bare(Header(Purpose.RELEASED, number=self._releases.popleft()))
+            return Outbound(Header(Purpose.RELEASED, number=self._releases.popleft()))
         if self._num_unannounced < self._batch:
             return None
         number, self._num_unannounced = self._num_unannounced, 0
         self._num_announced += number
-        return bare(Header(Purpose.CREDIT, self._last_step, number=number))
+        return Outbound(Header(Purpose.CREDIT, self._last_step, number=number))
 
-    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
-        raise AssertionError("a destination sends no message")
+    def _sent(self, outbound: Outbound, now_ns: int) -> list[Output]:
+        return []
+
+    def _acknowledged(self, outbound: Outbound) -> list[Output]:
+        return []
 
     def _peer_left(self) -> list[Output]:
         return [Left(self.peer)]

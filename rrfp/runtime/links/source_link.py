@@ -11,25 +11,20 @@ lent to the peer from its frame on until the peer releases it.
 from collections import deque
 from collections.abc import Callable
 
+from rrfp.runtime.links.ends import Far
+from rrfp.runtime.links.link import Link
+from rrfp.runtime.links.sending import Outbound
+from rrfp.runtime.links.states import LinkOptions, Output, Released, State
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import payload_of
 from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.protocols import Message
-from rrfp.runtime.transport.link import (
-    Link,
-    LinkOptions,
-    Outbound,
-    Output,
-    Released,
-    State,
-    bare,
-)
+from rrfp.runtime.protocols import Message, PeerLostError
 from rrfp.runtime.transport.wire import (
     Frame,
     FrameError,
     Header,
     Purpose,
-    encode_header,
+    checksum_of,
     payload_bytes,
     tensor_bytes,
 )
@@ -37,10 +32,14 @@ from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, SendRecord
 
 _INLINE = str(TransportName.INLINE)
+_QUICK_BYTES = 2**18
+"""A message of fewer bytes is checksummed by whoever sends it."""
 
 
 class SourceLink(Link):
     """The end that sends messages, and announces what needs no credit."""
+
+    is_source = True
 
     def __init__(
         self,
@@ -50,10 +49,11 @@ class SourceLink(Link):
         now_ns: int,
         draw_delay_s: Callable[[], float] | None = None,
         plane: str = TransportName.INLINE,
+        far: Far | None = None,
     ) -> None:
         """`draw_delay_s` draws by how long each message is delayed, for tests of whole runs;
         `plane` is named in the records of posted messages."""
-        super().__init__(rank, peer, options, now_ns)
+        super().__init__(rank, peer, options, now_ns, far)
         self._plane = str(plane)
         self._lent: set[int] = set()
         """The offsets of slots that the peer has not released."""
@@ -90,22 +90,29 @@ class SourceLink(Link):
         return []
 
     def _tell_unsent(self, task: Task) -> list[Output]:
-        return self._tell(self._loss(f"has left or was lost before it was sent what {task} needs"))
+        told = self.ends.lost(f"has left or was lost before it was sent what {task} needs")
+        return self._tell(PeerLostError(told, self.ends.lost_culprit))
 
     @property
     def may_write_at_once(self) -> bool:
-        """Whether whoever sends may write by itself: no frame is half written."""
-        return self.state is State.OPEN and self._may_write and self._outbound is None
+        """Whether whoever sends may write by itself: no frame is half written, none is to be
+        written again, and there is no checksum of a large message to be computed."""
+        if self.state is not State.OPEN or not self._may_speak or self._sending.is_busy:
+            return False
+        if self.ends.checks_tensors and self._messages and not self._announcements:
+            message, _ = self._messages[0]
+            return isinstance(message, Posted) or payload_bytes(message.tensors) < _QUICK_BYTES
+        return True
 
     @property
     def waits_for_peer(self) -> bool:
         """Whether there is nothing to do before the peer says something."""
-        is_empty = self._outbound is None and not self._announcements
+        is_empty = not self._sending.is_busy and not self._announcements
         return is_empty and not (self._messages and self._num_credits)
 
     @property
     def due_ns(self) -> int | None:
-        if self._outbound is not None or not self._may_write:
+        if self._sending.is_busy or not self._may_speak:
             return None
         if not self._messages or self._num_credits == 0:
             return None
@@ -122,7 +129,7 @@ class SourceLink(Link):
 
     def _next_outbound(self, now_ns: int) -> Outbound | None:
         if self._announcements:
-            return bare(self._announcements.popleft())
+            return Outbound(self._announcements.popleft())
         if not self._messages or self._num_credits == 0:
             return None
         message, queued_ns = self._messages[0]
@@ -146,26 +153,25 @@ class SourceLink(Link):
         tensors = message.tensors if isinstance(message, Message) else message.inline
         assert tensors is not None
         header = Header(Purpose.MESSAGE, message.step, message.task, sequence)
-        buffers = [memoryview(encode_header(header, tensors))]
-        buffers += [
+        payload = [
             tensor_bytes(tensor) for tensor in tensors if tensor is not None and tensor.numel()
         ]
-        return Outbound(buffers, header, message, queued_ns, start_ns)
+        checksum = checksum_of(payload) if self.ends.checks_tensors else 0
+        return Outbound(header, tensors, payload, checksum, message, queued_ns, start_ns)
 
     def _posting(self, posted: Posted, sequence: int, start_ns: int | None) -> Outbound:
         self._lent.add(posted.offset)
         purpose = Purpose.LENT if posted.is_lent else Purpose.POSTED
         header = Header(purpose, posted.step, posted.task, sequence, posted.offset)
-        buffers = [memoryview(encode_header(header, posted.forms))]
-        return Outbound(buffers, header, posted, posted.queued_ns, start_ns)
+        return Outbound(header, posted.forms, (), 0, posted, posted.queued_ns, start_ns)
 
-    def _sent(self, outbound: Outbound, message: Message | Posted, now_ns: int) -> list[Output]:
+    def _sent(self, outbound: Outbound, now_ns: int) -> list[Output]:
+        message = outbound.message
+        if message is None:
+            return []
         self._free_ns = now_ns
-        outputs: list[Output] = []
-        if isinstance(message, Posted) and message.inline is not None:
-            outputs.append(Released(message.offset))
         if not self._options.keeps_records:
-            return outputs
+            return []
         start_ns = outbound.start_ns
         assert start_ns is not None
         plane, copy_ns = _INLINE, 0
@@ -175,7 +181,7 @@ class SourceLink(Link):
             num_bytes = payload_of(message.forms)
         else:
             num_bytes = payload_bytes(message.tensors)
-        outputs.append(
+        return [
             SendRecord(
                 start_ns,
                 now_ns,
@@ -190,8 +196,13 @@ class SourceLink(Link):
                 start_ns - outbound.queued_ns,
                 copy_ns,
             )
-        )
-        return outputs
+        ]
+
+    def _acknowledged(self, outbound: Outbound) -> list[Output]:
+        message = outbound.message
+        if isinstance(message, Posted) and message.inline is not None:
+            return [Released(message.offset)]
+        return []
 
     def _peer_left(self) -> list[Output]:
         # A later `send` tells it, and what the peer sent comes on another link.

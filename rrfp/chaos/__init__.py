@@ -1,0 +1,1 @@
+"""Training under faults that are injected on purpose, and what becomes of it."""

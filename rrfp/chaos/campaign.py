@@ -1,0 +1,229 @@
+"""A campaign: an undisturbed training first, then the same one under faults, again and again.
+
+A session that a fault ends is resumed, and the next fault comes in that session. A training that
+has borne its faults trains to its end, and must have come out as the undisturbed one.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rrfp.chaos.disk import Disk
+from rrfp.chaos.injecting import Injected, Pace, await_moment, inject
+from rrfp.chaos.judging import GRACE_S, Seen, Verdict, judge, last_sentence
+from rrfp.chaos.learned import Learned, learned
+from rrfp.chaos.plan import Fault, FaultKind, Stage
+from rrfp.chaos.session import TrainingSession, newest_step
+from rrfp.errors import RrfpError, UsageError
+from rrfp.trace.rundir import RunDir
+from rrfp.train.checkpoints.directory import CheckpointDir
+from rrfp.train.settings import TrainSettings
+
+_LOOK_S = 0.05
+_UNDISTURBED_S = 3600.0
+"""The most that a training may take that nothing disturbs."""
+_MORE_STEPS = 2
+"""So many later steps show that a run goes on: one may have been all but finished."""
+_MOST_TRIES = 5
+"""How often a fault may come too late, before it is given up."""
+_ENDING = frozenset({FaultKind.KILL, FaultKind.STOP})
+
+
+class Campaign:
+    """Trains below a directory, of a short name."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        directory: Path,
+        disk: Disk,
+        keep: Path | None,
+        tell: Callable[[Verdict], None],
+    ) -> None:
+        """`disk` is where the disturbed trainings write, and `keep` where those go in which a fault
+        did not pass. `tell` receives each verdict at once, before the training has ended."""
+        self._settings = settings
+        self._directory = directory
+        self._disk = disk
+        self._temporary = directory / "t"
+        self._temporary.mkdir(mode=0o700)
+        self._keep = keep
+        self._tell = tell
+        self._sessions: list[Path] = []
+        """The directories of the sessions of the training under way."""
+        self._reference: Learned
+        self._pace: Pace
+
+    def train_undisturbed(self) -> None:
+        """Train what is to come out of the others. Raises what `rrfp train` says of settings that
+        it does not take, and RrfpError if it fails."""
+        settings = self._settings_in(self._directory / "undisturbed")
+        session = self._session(settings)
+        try:
+            self._pace = _pace_of(session, settings.num_steps)
+        finally:
+            session.end()
+        if session.exit_code != 0:
+            error = UsageError if session.exit_code == UsageError.exit_code else RrfpError
+            raise error(last_sentence(session.said()).removeprefix("rrfp: "))
+        self._reference = learned(session.run, session.checkpoints)
+
+    def disturb(self, trainings: Sequence[Sequence[Fault]]) -> Iterator[list[Verdict]]:
+        """Train under the faults of each training, and give what became of them. Faults that come
+        too late come again, a little earlier, in trainings of their own."""
+        waiting = [*trainings]
+        tries: dict[int, int] = {}
+        while waiting:
+            verdicts, missed = self._train(waiting.pop(0))
+            yield verdicts
+            for fault in missed:
+                tries[fault.number] = tries.get(fault.number, 0) + 1
+                if tries[fault.number] == _MOST_TRIES:
+                    raise RrfpError(
+                        f"fault {fault.number} ({fault.kind}) came too late {_MOST_TRIES} times; "
+                        "give the training more --steps"
+                    )
+            if missed:
+                waiting.append([_earlier(fault) for fault in missed])
+
+    def _train(self, faults: Sequence[Fault]) -> tuple[list[Verdict], list[Fault]]:
+        """One training: what became of its faults, and those that came too late."""
+        for directory in (self._temporary, *self._sessions, *self._disk.path.iterdir()):
+            shutil.rmtree(directory)
+        self._sessions.clear()
+        self._temporary.mkdir(mode=0o700)
+        settings = self._settings_in(self._disk.path)
+        checkpoints = CheckpointDir(self._disk.path / "ck")
+        verdicts: list[Verdict] = []
+        pending, difference = [*faults], ""
+        while not difference:
+            session = self._session(settings)
+            try:
+                borne = self._bear(session, pending)
+                exit_code = session.exit_code
+            finally:
+                session.end()
+            del pending[: len(borne)]
+            verdicts += borne
+            if exit_code == 0 and newest_step(checkpoints) == settings.num_steps:
+                break
+            if not borne:
+                told = last_sentence(session.said())
+                difference = f"a session failed although nothing disturbed it: {told}"
+                if not verdicts:
+                    raise RrfpError(difference)
+        if not difference:
+            found = learned(RunDir(self._disk.path / "run"), checkpoints)
+            difference = found.difference(self._reference) or "; ".join(self._left_files())
+        verdicts = [verdict.compared(difference) for verdict in verdicts]
+        if self._keep is not None and not all(verdict.has_passed for verdict in verdicts):
+            self._keep_training(self._keep / f"fault-{verdicts[0].fault.number}")
+        return verdicts, pending
+
+    def _keep_training(self, path: Path) -> None:
+        """Copy what a training has left: its run, and the output of its sessions."""
+        shutil.copytree(self._disk.path / "run", path, dirs_exist_ok=True)
+        for number, session in enumerate(self._sessions, start=1):
+            shutil.copyfile(session / "output", path / f"session-{number}.txt")
+
+    def _bear(self, session: TrainingSession, pending: Sequence[Fault]) -> list[Verdict]:
+        """The faults that a session bears, one after the other, until it ends."""
+        verdicts: list[Verdict] = []
+        for fault in pending:
+            if not await_moment(session, fault, self._pace, _UNDISTURBED_S):
+                break
+            newest = newest_step(session.checkpoints)
+            injected = inject(session, fault, self._disk)
+            if injected is None:
+                break
+            verdicts.append(judge(fault, self._see(session, fault, injected, newest)))
+            self._tell(verdicts[-1])
+            if not verdicts[-1].seen.went_on:
+                return verdicts
+        if not _await_end(session, _UNDISTURBED_S):
+            raise RrfpError(f"a training did not end within {_UNDISTURBED_S:.0f} s")
+        if verdicts and session.exit_code != 0:
+            late = f"it ended later: {last_sentence(session.said())}"
+            verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
+        return verdicts
+
+    def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:
+        """Watch a session until it has ended, or gone on, or taken too long."""
+        limit_s, went_on = GRACE_S + self._settings.run.silence, False
+        is_to_go_on = fault.kind not in _ENDING or fault.signal == "SIGTERM"
+        if fault.stage is Stage.START and is_to_go_on:
+            # What is left of the start takes its time.
+            limit_s += self._pace.start_s
+        while not (has_ended := session.has_ended):
+            seconds = time.monotonic() - injected.at_s
+            went_on = fault.kind not in _ENDING and (
+                session.num_finished >= injected.num_finished + _MORE_STEPS
+            )
+            if went_on or seconds > limit_s:
+                break
+            time.sleep(_LOOK_S)
+        seconds = time.monotonic() - injected.at_s
+        exit_code = session.exit_code
+        left: list[str] = []
+        if not went_on:
+            left += [f"it left {each}" for each in session.end()]
+        # A launcher that was killed leaves its files to the next one.
+        if has_ended and exit_code in (0, 1):
+            left += self._left_files()
+        reached = newest_step(session.checkpoints)
+        if reached < newest:
+            left.append(f"the checkpoint of step {newest} is lost")
+        return Seen(
+            injected,
+            seconds,
+            limit_s,
+            exit_code,
+            went_on,
+            ending=None if went_on else session.ending,
+            output=session.said(),
+            steps_lost=0 if went_on else max(0, session.num_finished - reached),
+            left=tuple(left),
+        )
+
+    def _left_files(self) -> list[str]:
+        """The temporary files that are there, without torch's cache, which is the user's."""
+        names = (entry.name for entry in self._temporary.iterdir())
+        left = sorted(name for name in names if not name.startswith("torchinductor_"))
+        return [f"it left the temporary file {name}" for name in left]
+
+    def _settings_in(self, directory: Path) -> TrainSettings:
+        return self._settings.changed(out=directory / "run", save=directory / "ck", resume=True)
+
+    def _session(self, settings: TrainSettings) -> TrainingSession:
+        self._sessions.append(self._directory / f"s{len(self._sessions)}")
+        return TrainingSession(settings, self._sessions[-1], self._temporary)
+
+
+def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
+    """Watch a training that nothing disturbs to its end. The figures mean nothing if it fails."""
+    session.await_that(lambda: session.num_finished > 0, _UNDISTURBED_S)
+    start_s = time.monotonic() - session.began_s
+    session.await_that(lambda: session.num_finished >= num_steps, _UNDISTURBED_S)
+    trained_s = time.monotonic()
+    while session.exit_code is None and any(each.rank is not None for each in session.processes):
+        time.sleep(_LOOK_S)
+    close_s = time.monotonic() - trained_s
+    _await_end(session, _UNDISTURBED_S)
+    return Pace(start_s, (trained_s - session.began_s - start_s) / num_steps, close_s)
+
+
+def _await_end(session: TrainingSession, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not session.has_ended:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _earlier(fault: Fault) -> Fault:
+    after_step = fault.after_step if fault.stage is Stage.CLOSE else fault.after_step // 2
+    stage = Stage.STEP if fault.stage is Stage.SAVE else fault.stage
+    return replace(fault, stage=stage, after_step=after_step, share=fault.share / 2)

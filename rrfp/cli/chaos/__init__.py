@@ -1,0 +1,1 @@
+"""`rrfp chaos`: a training under faults."""

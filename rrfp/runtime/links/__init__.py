@@ -1,0 +1,1 @@
+"""The links between ranks as protocols alone: their frames, states and counts, and no socket."""

@@ -1,0 +1,67 @@
+"""Drives the receiving end of a link: its thread alone writes."""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import current_thread
+
+import torch
+
+from rrfp.errors import RrfpError
+from rrfp.runtime.links.destination_link import DestinationLink
+from rrfp.runtime.links.states import Released
+from rrfp.runtime.planes.plane import Pull, Puller
+from rrfp.runtime.transport.driver import LinkDriver
+from rrfp.runtime.transport.reconnecting import Awaiting
+
+
+class DestinationDriver(LinkDriver[DestinationLink]):
+    """The end that receives."""
+
+    puller: Puller | None = None
+    """What takes messages out of the peer's outbox; set before the thread starts."""
+
+    def _serve(self, output: Pull | Released) -> None:
+        assert isinstance(output, Pull)
+        assert self.puller is not None
+        self.puller.pull(output, self._pulled, self._link.release)
+
+    def _pulled(self, pull: Pull, pulled: Sequence[torch.Tensor | None] | RrfpError) -> None:
+        with self._lock:
+            if isinstance(pulled, RrfpError):
+                outputs = self._link.fail(pulled)
+            else:
+                outputs = self._link.pulled(pull, pulled, self._clock())
+            if current_thread() is not self._thread:
+                self._wake()
+        self._tell(outputs)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            may_detach = self._link.may_detach
+        if self.puller is not None and may_detach:
+            self.puller.detach()
+            with self._lock:
+                self._link.let_go()
+
+    def consumed(self, step: int) -> None:
+        """The compute thread took a message: give its credit back."""
+        with self._lock:
+            if self._link.consumed(step):
+                self._wake()
+
+    def grant(self, num_credits: int) -> None:
+        """Raise the bound on messages in flight; a smaller one changes nothing."""
+        with self._lock:
+            if self._link.grant(num_credits):
+                self._wake()
+
+    def offer(self, awaiting: Awaiting, connection: socket.socket, attempt: int) -> None:
+        """The source has connected again; on a thread of the listener. Takes the connection."""
+        if awaiting.offer(connection, attempt):
+            with self._lock:
+                self._wake()
+            return
+        # It has not heard the answer to its farewell.
+        with connection, suppress(OSError):
+            connection.sendall(self._link.parting_words())

@@ -1,0 +1,160 @@
+"""One rank's process, as its launcher holds it: started, looked at, and ended for certain."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rrfp.errors import RrfpError
+from rrfp.runtime import variables
+from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
+from rrfp.train.ranks.liveness.heartbeat import STACK_SIGNAL
+from rrfp.train.ranks.liveness.page import StatusPage, page_file
+from rrfp.train.ranks.liveness.vigil import Standstill
+
+_ANSWER_S = 1.5
+"""How long a rank may take to write the stacks of its threads."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank's process failed."""
+
+    pid: int
+    exit_code: int
+    """If negative, the signal that killed it."""
+    ended_s: float
+    """When it reported the failure, or was found to have ended, on this host's monotonic clock."""
+    report: FailureReport | None
+    """The contents of its error file."""
+    was_ended: bool = False
+    """Whether a signal of the launcher's killed it."""
+    standstill: Standstill | None = None
+    """How it was found, if it stood still."""
+    stacks: str = ""
+    """What its threads did then, in faulthandler's words."""
+
+
+class Child:
+    """A rank's process, in a session of its own."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], error_file: Path
+    ) -> None:
+        """Start it with these variables besides this process' own. Raises OSError if it cannot be
+        started."""
+        self._error_file = error_file
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (read when it stands still)
+        with page_file() as page:
+            self.page = StatusPage(page.fileno())
+            shared = (page.fileno(), self._stacks.fileno())
+            ours = {
+                ERROR_FILE: str(error_file),
+                variables.LAUNCHER: str(os.getpid()),
+                variables.LIVENESS: ",".join(map(str, shared)),
+            }
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment, **ours},
+                    start_new_session=True,
+                    pass_fds=shared,
+                )
+            except OSError:
+                self._stacks.close()
+                raise
+        self._exit_code: int | None = None
+        self._ended_by: set[int] = set()
+        self._standstill: Standstill | None = None
+        self._told = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended. What it had started ends with it, even if that was stopped: a
+        group of processes keeps its number until its leader is asked for its exit code."""
+        if self._exit_code is None:
+            ended = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            if os.waitid(os.P_PID, self.pid, ended) is not None:
+                self._signal(signal.SIGKILL)
+                self._exit_code = self._process.wait()
+        return self._exit_code is not None
+
+    def tell(self, number: signal.Signals) -> None:
+        """Pass on a signal that does not end it."""
+        if not self.has_ended:
+            self._signal(number)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send it, and what it has started, a signal that ends it."""
+        if not self.has_ended:
+            self._ended_by.add(number)
+            self._signal(number)
+            # What is stopped takes no other signal than SIGKILL before it goes on.
+            self._signal(signal.SIGCONT)
+
+    def end_still(self, standstill: Standstill) -> None:
+        """Kill it, as it stands still, once it has told the stacks of its threads. If a signal has
+        stopped it, it goes on for this moment."""
+        self._standstill = standstill
+        # Before its first beat it would die of this signal.
+        if self.page.beats and not self.has_ended:
+            os.kill(self.pid, STACK_SIGNAL)
+            os.kill(self.pid, signal.SIGCONT)
+            self._told = self._await_stacks()
+        self.end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of its files."""
+        self._stacks.close()
+
+    def failure(self) -> Failure | None:
+        """How it failed; None if it has not."""
+        if self._standstill is None and not (self.has_ended and self._exit_code):
+            return None
+        # Not even SIGKILL ends what waits inside the kernel.
+        exit_code = self._exit_code if self.has_ended else -signal.SIGKILL
+        assert exit_code is not None
+        try:
+            report = FailureReport.read(json.loads(self._error_file.read_bytes()))
+        except (OSError, ValueError):
+            report = None
+        ended_s = time.monotonic() if report is None else report.at_s
+        was_ended = -exit_code in self._ended_by
+        return Failure(
+            self.pid, exit_code, ended_s, report, was_ended, self._standstill, self._told
+        )
+
+    def _await_stacks(self) -> str:
+        """What it has written, once that is no longer growing."""
+        deadline_s = time.monotonic() + _ANSWER_S
+        before, now = -1, 0
+        while (now == 0 or now != before) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            before, now = now, os.fstat(self._stacks.fileno()).st_size
+        self._stacks.seek(0)
+        return self._stacks.read().decode(errors="replace")
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+
+def started(command: Sequence[str], environment: Mapping[str, str], error_file: Path) -> Child:
+    """A rank's process. Raises RrfpError if it cannot be started."""
+    try:
+        return Child(command, environment, error_file)
+    except OSError as error:
+        raise RrfpError(
+            f"a rank's process cannot be started ({error}); see whether this host allows one more"
+        ) from None

@@ -1,0 +1,73 @@
+"""A rank's own part: it shows its launcher that it lives, and ends when its launcher is gone."""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+from rrfp.errors import RrfpError
+from rrfp.runtime import variables
+from rrfp.train.ranks.liveness.page import StatusPage, Waits
+from rrfp.train.ranks.liveness.stack import frames_of, standing_at, waits_of
+
+BEAT_S = 1.0
+STACK_SIGNAL = signal.SIGUSR2
+"""On which a rank writes the stacks of its threads to the file that its launcher gave it, even
+while no thread of it can run Python."""
+
+_PR_SET_PDEATHSIG = 1
+
+_page: StatusPage | None = None
+
+
+def end_with_launcher() -> None:
+    """Have the kernel kill this process when its launcher ends, even while it is stopped. Called as
+    early as can be."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have ended before.
+    if os.getppid() != _launcher():
+        os._exit(RrfpError.exit_code)
+
+
+def show_life(*, waits_on_device: bool) -> None:
+    """Beat from now on, in a thread that ends with the process, so also while that closes. With
+    `waits_on_device` this process waits for a device without a sign of it in its stack."""
+    global _page
+    told = os.environ.pop(variables.LIVENESS, None)
+    if told is not None:
+        page, stacks = map(int, told.split(","))
+        _page = StatusPage(page)
+        os.close(page)
+        os.set_inheritable(stacks, False)
+        faulthandler.register(STACK_SIGNAL, stacks)
+    arguments = (_page, threading.main_thread().ident, _launcher(), waits_on_device)
+    threading.Thread(target=_beat, args=arguments, name="rrfp-beat", daemon=True).start()
+
+
+def enter(stage: str) -> None:
+    """Note what this rank does from now on: `in step 7`."""
+    if _page is not None:
+        _page.enter(stage)
+
+
+def _beat(
+    page: StatusPage | None, main_thread: int, launcher: int, waits_on_device: bool
+) -> NoReturn:
+    while os.getppid() == launcher:
+        if page is not None:
+            frames = [*frames_of(sys._current_frames().get(main_thread))]
+            waits = waits_of(frames)
+            if waits_on_device and waits is Waits.NOTHING:
+                waits = Waits.PERHAPS
+            page.beat(waits, standing_at(frames))
+        time.sleep(BEAT_S)
+    # Where the kernel does not do it.
+    os._exit(RrfpError.exit_code)
+
+
+def _launcher() -> int:
+    return int(os.environ[variables.LAUNCHER])

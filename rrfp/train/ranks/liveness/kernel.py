@@ -1,0 +1,90 @@
+"""What the kernel says of a process, which needs no answer of it: proc(5)."""
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_TRACED_BY = re.compile(rb"^TracerPid:\s+(\d+)", re.MULTILINE)
+_SESSION, _MAJOR_FAULTS = 3, 9
+"""Fields of `stat`, counted from the state on."""
+
+_BUSY = 0.25
+"""The share of the time for which a thread that computes has run, or waited for a processor.
+Threads that only look now and then stay far below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """A process at one moment."""
+
+    state: str
+    """The kernel's letter: T if a signal has stopped it, D if it waits inside the kernel."""
+    is_traced: bool
+    """By a debugger."""
+    major_faults: int
+    """How often it waited for memory that lay on a disk."""
+    threads_ns: dict[int, tuple[int, int]]
+    """By thread, how long it has run, and how long it was ready to, but had no processor. The main
+    thread's number is the process'."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state == "T"
+
+    def main_thread_ns(self, pid: int) -> int | None:
+        """How long the main thread has run; None if this system does not tell."""
+        ran_ns, _ = self.threads_ns.get(pid, (None, 0))
+        return ran_ns
+
+    def is_busy_since(self, before: "Sight", elapsed_s: float) -> bool:
+        """Whether any thread has computed, or would have, had it had a processor."""
+        least_ns = elapsed_s * _BUSY * 1e9
+        return any(
+            sum(now_ns) - sum(before.threads_ns[thread]) > least_ns
+            for thread, now_ns in self.threads_ns.items()
+            if thread in before.threads_ns
+        )
+
+
+def sight(pid: int) -> Sight | None:
+    """A process as it is now; None if it has ended, or this system does not tell."""
+    try:
+        stat = _stat(pid)
+        traced_by = _TRACED_BY.search((_PROC / str(pid) / "status").read_bytes())
+    except OSError:
+        return None
+    return Sight(
+        stat[0],
+        traced_by is not None and traced_by[1] != b"0",
+        int(stat[_MAJOR_FAULTS]),
+        _threads_ns(pid),
+    )
+
+
+def session_of(leader: int) -> list[int]:
+    """The other processes of a session: what a rank has started."""
+    found = []
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                if int(_stat(int(folder.name))[_SESSION]) == leader:
+                    found.append(int(folder.name))
+    return [pid for pid in found if pid != leader]
+
+
+def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
+    threads = {}
+    # A thread may end meanwhile.
+    with suppress(OSError):
+        for folder in (_PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):
+                ran_ns, waited_ns, _ = (folder / "schedstat").read_bytes().split()
+                threads[int(folder.name)] = int(ran_ns), int(waited_ns)
+    return threads
+
+
+def _stat(pid: int) -> list[str]:
+    # A name may hold spaces and brackets.
+    return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,0 +1,171 @@
+"""The launcher's part: it finds the rank that stands still, wherever that stands.
+
+Two things show it. A rank whose page has no new beat, though it is not at work: a signal has
+stopped it, or none of its threads can run. And a rank that beats, but whose main thread has not run
+for one moment, while it waits for no other rank: it hangs in a read, in a lock, in a sleep.
+
+Whoever computes is at work however long it takes: its threads run, or would if they had a
+processor. So is whoever waits for others, for that is decided elsewhere (the stall board, gloo),
+and whoever a debugger holds. Only what passes while this process looks counts, so that it may
+itself be stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rrfp.train.ranks.liveness.kernel import Sight, session_of, sight
+from rrfp.train.ranks.liveness.page import StatusPage, Waits
+
+LOOK_S = 1.0
+_MOST_LOOK_S = 2 * LOOK_S
+"""What one look counts for at the most: between two that are further apart, this process was
+itself stopped."""
+_UNSURE = 10
+"""How many times the silence one waits for what may only be slow: a disk, a server, a device."""
+
+
+class Why(StrEnum):
+    """How a rank was found to stand still."""
+
+    STOPPED = "a signal had stopped it"
+    IN_KERNEL = "it waited inside the kernel, as for a disk that does not answer"
+    SILENT = "none of its threads ran"
+    INERT = "its main thread did not run, and waited for no other rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """A rank that stands still, as it was found."""
+
+    why: Why
+    seen_s: float
+    """How long it was seen to stand still."""
+    stage: str
+    """`in step 7`"""
+    place: str
+    """The innermost line of its own code, where that is known."""
+    waiting: Sequence[int]
+    """The ranks that waited for others meanwhile."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    pid: int
+    page: StatusPage
+    beats: int = 0
+    now: Sight | None = None
+    silent_s: float = 0.0
+    """How long it has neither beaten nor worked."""
+    inert_s: float = 0.0
+    """How long its main thread has not run, and no other worked."""
+    waiting_s: float = 0.0
+    """How long it was seen to wait for others."""
+    processes: dict[int, Sight] = field(default_factory=dict)
+    """Those that it has started, at the last look."""
+
+
+class Vigil:
+    """Watches the ranks of one host; `look` is called about every `LOOK_S`."""
+
+    def __init__(self, silence_s: float, *, sees_all: bool) -> None:
+        """`sees_all` says that the run has no other hosts."""
+        self._silence_s = silence_s
+        self._sees_all = sees_all
+        self._ranks: dict[int, _Watched] = {}
+        self._looked_s: float | None = None
+
+    def add(self, rank: int, pid: int, page: StatusPage) -> None:
+        self._ranks[rank] = _Watched(pid, page)
+
+    def look(self, now_s: float) -> tuple[int, Standstill] | None:
+        """The rank that has stood still for the silence, if one has."""
+        elapsed_s = LOOK_S if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        for watched in self._ranks.values():
+            self._see(watched, elapsed_s)
+        reasons = {rank: why for rank in self._ranks if (why := self._why(rank)) is not None}
+        if not reasons:
+            return None
+        rank = min(reasons, key=lambda rank: self._precedence(reasons[rank], self._ranks[rank]))
+        return rank, self._standstill(rank, reasons[rank])
+
+    def stopped(self) -> tuple[int, Standstill] | None:
+        """A rank that a signal has stopped, for however short a time."""
+        for rank, watched in self._ranks.items():
+            now = sight(watched.pid)
+            if now is not None and now.is_stopped:
+                return rank, self._standstill(rank, Why.STOPPED)
+        return None
+
+    def _see(self, watched: _Watched, elapsed_s: float) -> None:
+        last, now = watched.now, sight(watched.pid)
+        watched.now = now
+        beats, last_beats = watched.page.beats, watched.beats
+        watched.beats = beats
+        if last is None or now is None or now.is_traced:
+            watched.silent_s = watched.inert_s = watched.waiting_s = 0.0
+            return
+        works = now.major_faults != last.major_faults or now.is_busy_since(last, elapsed_s)
+        if max(watched.silent_s, watched.inert_s) > self._silence_s / 2:
+            works = self._has_busy_process(watched, elapsed_s) or works
+        # A system that does not tell what threads do leaves no more to judge by than a stop.
+        works = works or not (now.threads_ns or now.is_stopped)
+        has_run = works or last.main_thread_ns(watched.pid) != now.main_thread_ns(watched.pid)
+        waits = watched.page.waits is Waits.OTHERS
+        counted_s = min(elapsed_s, _MOST_LOOK_S)
+        watched.silent_s = 0.0 if works or beats != last_beats else watched.silent_s + counted_s
+        watched.inert_s = 0.0 if has_run else watched.inert_s + counted_s
+        watched.waiting_s = watched.waiting_s + counted_s if waits else 0.0
+
+    def _has_busy_process(self, watched: _Watched, elapsed_s: float) -> bool:
+        """Whether a process that the rank has started works for it."""
+        last, watched.processes = watched.processes, {}
+        for pid in session_of(watched.pid):
+            if (now := sight(pid)) is not None:
+                watched.processes[pid] = now
+        return any(
+            pid in last and now.is_busy_since(last[pid], elapsed_s)
+            for pid, now in watched.processes.items()
+        )
+
+    def _why(self, rank: int) -> Why | None:
+        """Why a rank is found to stand still; None if it is not."""
+        watched = self._ranks[rank]
+        if watched.now is None:
+            return None
+        in_kernel = watched.now.state == "D"
+        if watched.silent_s >= self._silence_s * (_UNSURE if in_kernel else 1):
+            if watched.now.is_stopped:
+                return Why.STOPPED
+            return Why.IN_KERNEL if in_kernel else Why.SILENT
+        if watched.beats > 0 and self._is_inert(watched, is_unsure=in_kernel):
+            return Why.IN_KERNEL if in_kernel else Why.INERT
+        return None
+
+    def _is_inert(self, watched: _Watched, *, is_unsure: bool) -> bool:
+        """Whether a main thread hangs by itself. No other rank of the host may be at work: this one
+        might wait for it in a way that its stack does not show."""
+        waits = watched.page.waits
+        is_unsure = is_unsure or waits is Waits.PERHAPS
+        if waits is Waits.OTHERS or (is_unsure and not self._sees_all):
+            return False
+        return watched.inert_s >= self._silence_s * (_UNSURE if is_unsure else 1) and all(
+            other.now is None or max(other.inert_s, other.waiting_s) >= self._silence_s
+            for other in self._ranks.values()
+        )
+
+    def _precedence(self, why: Why, watched: _Watched) -> tuple[int, Waits, float]:
+        return [*Why].index(why), watched.page.waits, -max(watched.silent_s, watched.inert_s)
+
+    def _standstill(self, rank: int, why: Why) -> Standstill:
+        found = self._ranks[rank]
+        waiting = [
+            other
+            for other, watched in self._ranks.items()
+            if watched is not found
+            and watched.now is not None
+            and watched.page.waits is Waits.OTHERS
+        ]
+        seen_s = max(found.silent_s, found.inert_s)
+        return Standstill(why, seen_s, found.page.stage, found.page.place, waiting)

@@ -1,0 +1,391 @@
+"""Whether a rank lives: what its page shows, how its launcher judges it, and what is left of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rrfp.train.ranks.children import run_to_end
+from rrfp.train.ranks.liveness import vigil as vigil_module
+from rrfp.train.ranks.liveness.child import Failure
+from rrfp.train.ranks.liveness.kernel import Sight, sight
+from rrfp.train.ranks.liveness.page import StatusPage, Waits, page_file
+from rrfp.train.ranks.liveness.stack import (
+    Frame,
+    frames_in_dump,
+    frames_of,
+    standing_at,
+    waits_of,
+)
+from rrfp.train.ranks.liveness.vigil import Standstill, Vigil, Why
+
+STD = threading.__file__
+TORCHS = f"{Path(pytest.__file__).parent.parent}/torch/distributed/distributed_c10d.py"
+MEGATRONS = f"{Path(pytest.__file__).parent.parent}/megatron/core/optimizer.py"
+TRAINING = f"{Path(vigil_module.__file__).parents[3]}/train/training.py"
+WORKER = f"{Path(vigil_module.__file__).parents[3]}/runtime/worker.py"
+RECORDER = f"{Path(vigil_module.__file__).parents[3]}/runtime/recorder.py"
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits"),
+    [
+        ([Frame(TORCHS, 1, "all_reduce"), Frame(TRAINING, 2, "_shared")], Waits.OTHERS),
+        ([Frame(STD, 1, "wait"), Frame(WORKER, 2, "_wait")], Waits.OTHERS),
+        ([Frame(TRAINING, 2, "train_step"), Frame(WORKER, 2, "_run")], Waits.NOTHING),
+        ([Frame("/home/me/data.py", 2, "__getitem__")], Waits.NOTHING),
+        ([Frame(RECORDER, 2, "flush"), Frame(TRAINING, 2, "train_step")], Waits.NOTHING),
+        # What a collective returns is waited for in a call that has no frame of its own.
+        ([Frame(MEGATRONS, 1, "finish_grad_sync", True), Frame(TRAINING, 2, "_")], Waits.PERHAPS),
+        ([Frame(STD, 1, "wait"), Frame("/home/me/data.py", 2, "__next__")], Waits.PERHAPS),
+        ([], Waits.NOTHING),
+    ],
+)
+def test_a_stack_tells_whom_it_waits_for(frames: list[Frame], waits: Waits) -> None:
+    assert waits_of(frames) == waits
+
+
+def test_the_place_is_the_innermost_line_of_no_library() -> None:
+    frames = [Frame(STD, 1, "wait"), Frame(MEGATRONS, 5, "step"), Frame(TRAINING, 7, "train_step")]
+    assert standing_at(frames) == "rrfp/train/training.py:7 in train_step"
+    assert standing_at(frames[:2]) == f"{STD}:1 in wait"
+    assert standing_at([]) == ""
+
+
+def test_frames_that_run_and_frames_in_a_dump_are_read() -> None:
+    here = next(frames_of(sys._getframe()))
+    assert (here.file, here.function) == (
+        __file__,
+        "test_frames_that_run_and_frames_in_a_dump_are_read",
+    )
+    dump = (
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/a.py", line 1 in beat\n\n'
+        "Current thread 0x2 (most recent call first):\n"
+        '  File "/b c.py", line 22 in <module>\n'
+        "  ...\n"
+    )
+    assert frames_in_dump(dump) == [Frame("/b c.py", 22, "<module>")]
+    assert frames_in_dump("") == []
+
+
+def test_a_page_shows_the_other_side_what_was_written() -> None:
+    with page_file() as file:
+        ranks, launchers = StatusPage(file.fileno()), StatusPage(file.fileno())
+    assert (launchers.beats, launchers.stage, launchers.place) == (0, "in start-up", "")
+    ranks.enter("in step 7")
+    ranks.beat(Waits.OTHERS, "a.py:1 in f")
+    assert (launchers.beats, launchers.waits) == (1, Waits.OTHERS)
+    assert (launchers.stage, launchers.place) == ("in step 7", "a.py:1 in f")
+    ranks.beat(Waits.NOTHING, "\u00e4" * 5000)
+    assert launchers.place.startswith("\u00e4" * 400)
+
+
+class Watched:
+    """Ranks whose processes are told to a vigil instead of being looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, sees_all: bool) -> None:
+        monkeypatch.setattr(vigil_module, "sight", self._sight)
+        monkeypatch.setattr(vigil_module, "session_of", lambda _: [])
+        self.vigil = Vigil(5.0, sees_all=sees_all)
+        self._now_s = 0.0
+        self._sights: dict[int, Sight] = {}
+        self._pages: list[StatusPage] = []
+        for rank in range(num_ranks):
+            with page_file() as file:
+                self._pages.append(StatusPage(file.fileno()))
+            self._sights[rank] = Sight("S", False, 0, {rank: (0, 0)})
+            self.vigil.add(rank, rank, self._pages[rank])
+
+    def _sight(self, pid: int) -> Sight | None:
+        return self._sights.get(pid)
+
+    def pass_s(
+        self, *ways: str, for_s: float, look_s: float = 1.0
+    ) -> tuple[float, int, Standstill] | None:
+        """Look again and again at ranks that behave in these ways; what is found, and when."""
+        start_s = self._now_s
+        while self._now_s - start_s < for_s:
+            self._now_s += look_s
+            for rank, way in enumerate(ways):
+                self._behave(rank, way, look_s)
+            if (found := self.vigil.look(self._now_s)) is not None:
+                return self._now_s - start_s, *found
+        return None
+
+    def _behave(self, rank: int, way: str, look_s: float) -> None:
+        state, ran, runnable, traced, faults = "S", 0.0, 0.0, False, 0
+        page, last = self._pages[rank], self._sights[rank]
+        waits = Waits.NOTHING
+        match way:
+            case "stopped":
+                state = "T"
+            case "traced":
+                state, traced = "t", True
+            case "hangs-in-kernel":
+                state = "D"
+            case "computes-and-holds-the-gil":
+                state, ran = "R", 0.9
+            case "has-no-processor":
+                state, runnable = "R", 1.0
+            case "swaps":
+                state, faults = "D", 3
+            case "waits":
+                waits = Waits.OTHERS
+            case "polls":
+                waits, ran = Waits.OTHERS, 0.001
+            case "waits-perhaps":
+                waits = Waits.PERHAPS
+            case "computes":
+                ran = 1.0
+            case "silent" | "inert":
+                pass
+        if way in ("waits", "polls", "waits-perhaps", "computes", "inert", "disk"):
+            page.beat(waits, f"{way}.py:1 in f")
+        if way == "disk":
+            state = "D"
+        ran_ns, waited_ns = last.threads_ns[rank]
+        threads = {
+            rank: (
+                ran_ns + round(ran * look_s * 1e9),
+                waited_ns + round(runnable * look_s * 1e9),
+            )
+        }
+        self._sights[rank] = Sight(state, traced, last.major_faults + faults, threads)
+
+
+@pytest.mark.parametrize(
+    ("ways", "why"),
+    [
+        (["waits", "stopped", "polls"], Why.STOPPED),
+        (["waits", "silent", "polls"], Why.SILENT),
+        (["waits", "inert", "polls"], Why.INERT),
+        # Whoever waits for one that is stopped may be unable to beat meanwhile.
+        (["silent", "stopped", "silent"], Why.STOPPED),
+        (["waits-perhaps", "inert", "waits"], Why.INERT),
+    ],
+)
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_who_stands_still_is_found_after_the_silence(
+    monkeypatch: pytest.MonkeyPatch, ways: list[str], why: Why, sees_all: bool
+) -> None:
+    watched = Watched(monkeypatch, 3, sees_all)
+    assert watched.pass_s("computes", "computes", "computes", for_s=3) is None
+    found = watched.pass_s(*ways, for_s=60)
+    assert found is not None
+    after_s, rank, standstill = found
+    assert (rank, standstill.why) == (1, why)
+    assert 5 <= after_s <= 7
+    assert [*standstill.waiting] == [
+        each for each, way in enumerate(ways) if way in ("waits", "polls")
+    ]
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["computes", "inert", "waits"],  # it may wait for rank 0, unseen
+        ["computes-and-holds-the-gil", "waits", "waits"],
+        ["has-no-processor", "waits", "waits"],
+        ["swaps", "waits", "waits"],
+        ["traced", "waits", "waits"],
+        ["waits", "polls", "waits"],
+    ],
+)
+def test_who_works_or_waits_for_others_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, ways: list[str]
+) -> None:
+    assert Watched(monkeypatch, 3, sees_all=True).pass_s(*ways, for_s=600) is None
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("hangs-in-kernel", Why.IN_KERNEL),
+        ("disk", Why.IN_KERNEL),
+        ("waits-perhaps", Why.INERT),
+    ],
+)
+def test_what_may_only_be_slow_is_given_longer(
+    monkeypatch: pytest.MonkeyPatch, way: str, why: Why
+) -> None:
+    found = Watched(monkeypatch, 2, sees_all=True).pass_s("waits", way, for_s=600)
+    assert found is not None
+    after_s, rank, standstill = found
+    assert (rank, standstill.why) == (1, why)
+    assert 50 <= after_s <= 53
+
+
+def test_another_host_may_be_what_one_perhaps_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=False)
+    assert watched.pass_s("waits", "waits-perhaps", for_s=600) is None
+
+
+def test_a_short_stop_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    for _ in range(10):
+        assert watched.pass_s("waits", "stopped", for_s=4) is None
+        assert watched.pass_s("waits", "computes", for_s=1) is None
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    assert watched.pass_s("waits", "stopped", for_s=1) is None
+    assert watched.pass_s("waits", "stopped", for_s=3000, look_s=3000) is None
+
+
+def test_one_that_others_have_given_up_is_told_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    assert watched.vigil.stopped() is None
+    watched.pass_s("waits", "stopped", for_s=2)
+    found = watched.vigil.stopped()
+    assert found is not None
+    assert (found[0], found[1].why) == (1, Why.STOPPED)
+
+
+def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    idle = subprocess.Popen(["sleep", "60"])
+    try:
+        before = [sight(busy.pid), sight(idle.pid)]
+        time.sleep(1.0)
+        idle.send_signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + 10
+        while not ((now := sight(idle.pid)) and now.is_stopped):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        after = [sight(busy.pid), now]
+        told = [
+            now.is_busy_since(last, 1.0)
+            for last, now in zip(before, after, strict=True)
+            if last is not None and now is not None
+        ]
+        assert told == [True, False]
+    finally:
+        for process in (busy, idle):
+            process.kill()
+            process.wait()
+    assert sight(idle.pid) is None
+
+
+RANK = """
+import os, pathlib, signal, subprocess, sys, threading, time
+from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+end_with_launcher()
+how, here = sys.argv[1].split(",")[int(os.environ["RANK"])], pathlib.Path(sys.argv[2])
+child = subprocess.Popen(["sleep", "300"])
+(here / f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {child.pid}")
+if how == "stop-before-it-beats":
+    os.kill(os.getpid(), signal.SIGSTOP)
+show_life(waits_on_device=False)
+enter("in step 7")
+def hang():
+    time.sleep(300)
+def compute(until_s):
+    while time.monotonic() < until_s:
+        sum(range(10**5))
+now_s = time.monotonic()
+if how == "hang":
+    hang()
+elif how == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif how == "stop-its-child-too":
+    child.send_signal(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif how == "compute":
+    compute(now_s + 6)
+elif how == "hold-the-gil":
+    sys.setswitchinterval(100)
+    compute(now_s + 6)
+elif how == "leave-it-to-a-process":
+    busy = f"import time\\nwhile time.monotonic() < {now_s + 6}: pass"
+    subprocess.run([sys.executable, "-c", busy])
+elif how == "stop-shortly":
+    threading.Timer(0.5, lambda: None).start()
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif how == "stop-as-it-ends":
+    import atexit
+    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+"""
+
+SILENCE_S = 3.0
+
+
+def run(directory: Path, *ways: str, silence_s: float = SILENCE_S) -> dict[int, Failure]:
+    command = (sys.executable, "-c", RANK, ",".join(ways), str(directory))
+    environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
+    return run_to_end(command, environments, directory, silence_s=silence_s)
+
+
+def pids_of(directory: Path) -> list[int]:
+    """The processes of all ranks, and those that they have started."""
+    return [int(pid) for path in directory.glob("pids-*") for pid in path.read_text().split()]
+
+
+def await_end(pids: list[int]) -> None:
+    deadline_s = time.monotonic() + 10
+    while left := [pid for pid in pids if (now := sight(pid)) and now.state not in "ZX"]:
+        assert time.monotonic() < deadline_s, f"processes {left} are left"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    await_end(pids_of(tmp_path))
+
+
+def test_ranks_that_work_or_stop_shortly_end_by_themselves(tmp_path: Path) -> None:
+    ways = ("compute", "hold-the-gil", "leave-it-to-a-process", "stop-shortly")
+    assert run(tmp_path, *ways) == {}
+
+
+@pytest.mark.parametrize(
+    ("way", "why", "stage", "function"),
+    [
+        ("stop-its-child-too", Why.STOPPED, "in step 7", "<module>"),
+        ("hang", Why.INERT, "in step 7", "hang"),
+        ("stop-before-it-beats", Why.STOPPED, "in start-up", None),
+        pytest.param("stop-as-it-ends", Why.STOPPED, "in step 7", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
+    tmp_path: Path, way: str, why: Why, stage: str, function: str | None
+) -> None:
+    failures = run(tmp_path, way)
+    (failure,) = failures.values()
+    assert failure.standstill is not None
+    assert (failure.standstill.why, failure.standstill.stage) == (why, stage)
+    assert failure.was_ended or way == "stop-as-it-ends"  # it does once it goes on
+    if function is not None:
+        assert frames_in_dump(failure.stacks)[0].function == function
+
+
+def test_a_stopped_rank_ends_with_its_launcher(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, sys\n"
+        "from rrfp.train.ranks.children import run_to_end\n"
+        "run_to_end(sys.argv[2:], {0: {'RANK': '0'}}, pathlib.Path(sys.argv[1]))"
+    )
+    rank = (sys.executable, "-c", RANK, "stop", str(tmp_path))
+    launcher = subprocess.Popen([sys.executable, "-c", program, str(tmp_path), *rank])
+    try:
+        deadline_s = time.monotonic() + 60
+        while not (pids := pids_of(tmp_path)) or not ((now := sight(pids[0])) and now.is_stopped):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        await_end(pids[:1])
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,158 @@
+"""A rank that a signal stops, at every stage of a run: the run ends soon, and names it."""
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.trained import ENDLESS, Training, await_no_process, pid_of, processes_of, read_metrics
+
+STOPS = Path(__file__).parent / "stops"
+"""What stops a rank at a place, put on the path of the run."""
+WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where rank 1 stops."""
+
+    module: str
+    name: str = ""
+    """The function, or that the module is imported."""
+    nth: int = 1
+    flags: str = "--pp 2 --steps 6"
+    told: str = "in start-up"
+    """What the sentence says about it."""
+
+
+SAVING = "--pp 2 --save saved --save-every 2"
+STAGES = {
+    "before-its-first-beat": Stage("rrfp.train.settings"),
+    "import-of-torch": Stage("torch"),
+    "import-of-megatron": Stage("megatron.core"),
+    "joining-the-world": Stage("torch.distributed.distributed_c10d", "init_process_group"),
+    "making-groups": Stage("torch.distributed.distributed_c10d", "new_group", 4),
+    "introducing-itself": Stage("rrfp.runtime.introduction", "introduce"),
+    "opening-data": Stage("rrfp.train.data.open", "open_data"),
+    "building-the-model": Stage("rrfp.train.models.model", "build_model"),
+    "connecting": Stage(
+        "rrfp.runtime.transport.socket_transport", "SocketTransport.open", told="in step 0"
+    ),
+    "a-step": Stage("rrfp.train.training", "Trainer.train_step", 3, told="in step 2"),
+    "a-task": Stage("rrfp.runtime.worker", "Worker._run", 20, told="in step 2"),
+    "a-task-of-megatrons": Stage(
+        *("megatron.core.pipeline_parallel.schedules", "forward_step", 10),
+        "--pp 2 --steps 6 --dispatch megatron",
+        told="in step 2",
+    ),
+    "the-optimizer": Stage(
+        *("megatron.core.optimizer.clip_grads", "get_grad_norm_fp32", 3),
+        "--pp 2 --dp 2 --steps 6",
+        told="in the optimizer of step 2",
+    ),
+    "a-collective-after-it": Stage(
+        "rrfp.train.training", "Trainer._shared", 3, told="in the optimizer of step 2"
+    ),
+    "an-evaluation": Stage(
+        *("rrfp.train.evaluation", "Evaluation.loss", 2),
+        "--pp 2 --model vlm --steps 6 --heldout-every 2",
+        told="in the evaluation after step 3",
+    ),
+    "a-checkpoint": Stage(
+        *("rrfp.train.checkpoints.saving", "Saver._request", 2),
+        f"{SAVING} --steps 6",
+        told="in the checkpoint after step 3",
+    ),
+    "a-checkpoint-beside-training": Stage(
+        *("rrfp.train.checkpoints.saving", "Saver._told", 1),
+        f"{SAVING} --save-async --steps 40",
+        told="in the checkpoint after step ",
+    ),
+    "closing-links": Stage(
+        "rrfp.megatron.dropin", "ForwardBackward.close", told="after the last step"
+    ),
+    "leaving-groups": Stage(
+        *("torch.distributed.distributed_c10d", "destroy_process_group"),
+        told="as it left its groups",
+    ),
+    "ending": Stage("threading", "_shutdown", told="as it ended"),
+}
+QUICK = {"a-collective-after-it"}
+"""Others would wait there for gloo's 300 s."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in STAGES]
+)
+def test_a_rank_stopped_at_any_stage_ends_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stage = STAGES[name]
+    where = f"1:{stage.module}:{stage.name}:{stage.nth}"
+    monkeypatch.setenv("RRFP_STOP", where)
+    monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
+    flags = stage.flags.replace("saved", str(tmp_path / "saved")).split()
+    silence = ["--silence", "3"] if name in QUICK else []
+    with Training(tmp_path / "run", *flags, *silence) as training:
+        training.await_that(lambda: is_stopped(tmp_path / "run"), f"stop at {where}")
+        code, _, err = training.ended(timeout_s=WITHIN_S)
+        assert code == 1
+        sentence = err.splitlines()[-1]
+        assert sentence.startswith("rrfp: rank 1 (pid "), err
+        assert " stood still " in sentence
+        assert "a signal had stopped it" in sentence
+        assert stage.told in sentence
+        assert "Traceback" not in err
+        assert not processes_of(training.run)
+
+
+def is_stopped(run: Path) -> bool:
+    """Whether a signal has stopped a rank."""
+    return any(state_of(pid) == "T" for pid in processes_of(run, "rrfp.train.ranks.process"))
+
+
+def state_of(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+@pytest.mark.slow
+def test_short_stops_leave_no_mark_in_what_is_learnt(tmp_path: Path) -> None:
+    flags = ("--pp", "2", "--steps", "40")
+    with Training(tmp_path / "calm", *flags) as training:
+        assert training.ended()[0] == 0
+    with Training(tmp_path / "run", *flags) as training:
+        for num_steps, rank in ((2, 0), (8, 1), (16, 1), (24, 0)):
+            training.await_steps(num_steps)
+            pid = pid_of(training.run, rank)
+            os.kill(pid, signal.SIGSTOP)
+            training.await_that(lambda pid=pid: state_of(pid) == "T", "stop")  # type: ignore[misc]
+            stopped_for_s(3.0)
+            os.kill(pid, signal.SIGCONT)
+        code, _, err = training.ended()
+        assert code == 0, err
+    calm, stopped = (read_metrics(tmp_path / name) for name in ("calm", "run"))
+    assert [line["loss"] for line in calm] == [line["loss"] for line in stopped]
+    assert [line["grad_norm"] for line in calm] == [line["grad_norm"] for line in stopped]
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_launcher_even_if_it_is_stopped(tmp_path: Path) -> None:
+    with Training(tmp_path / "run", *ENDLESS, "--pp", "2") as training:
+        training.await_steps(2)
+        os.kill(pid_of(training.run, 1), signal.SIGSTOP)
+        training.process.kill()
+        training.process.wait()
+        await_no_process(training.run, timeout_s=20)
+
+
+def stopped_for_s(seconds: float) -> None:
+    """Let time pass; nothing shows that a stopped process does nothing."""
+    import time
+
+    time.sleep(seconds)
