@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.errors"}
-"""What every room may use: the version, how the core runs, and the errors."""
+ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.errors", "rrfp.json_text"}
+"""What every room may use: the version, how the core runs, the errors, and how JSON is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ ROOMS = {
     "rrfp": room(),
     "rrfp.compiled": room(),
     "rrfp.errors": room(),
+    "rrfp.json_text": room(),
     "rrfp.__main__": room("cli"),
     "rrfp.schedule": room(),
     "rrfp.inputs": room("schedule"),

@@ -9,12 +9,13 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from rrfp.analyze import cache, parquet
+from rrfp.analyze import cache
 from rrfp.analyze import frames as module
 from rrfp.analyze import structural_steps as structural
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.cache import CachedTrace, load_frames
 from rrfp.analyze.deviations import deviations
+from rrfp.analyze.files import parquet
 from rrfp.analyze.frames import (
     COUNTERS,
     MESSAGES,

@@ -31,6 +31,15 @@ def test_a_quick_reader_refuses_in_a_sentence(
             attempt()
 
 
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_whole_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Else a reader would refuse every input for that reason."""
+    monkeypatch.chdir(tmp_path)
+    READERS[name].make(tmp_path)
+    told = str(READERS[name].attempts[0]())
+    assert not told.startswith(("1: rrfp: ", "2: ")), told
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_reader_takes_or_refuses_what_is_damaged(tmp_path: Path) -> None:

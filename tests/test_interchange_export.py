@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from rrfp.analyze.export import TABLES
+from rrfp.analyze.files.export import TABLES
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.interchange.chrome import write_chrome

@@ -511,19 +511,6 @@ def check_recording(recording: Recording) -> None:
         assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns
 
 
-def test_a_database_gives_no_more_than_it_holds(ran: list[list[Timed]], tmp_path: Path) -> None:
-    """A column that is computed would make a text of half a gigabyte of every row."""
-    path = exports(ran, tmp_path)[0]
-    with sqlite3.connect(path) as database:
-        database.executescript(
-            "DROP TABLE StringIds; CREATE TABLE StringIds (id INTEGER PRIMARY KEY, "
-            "value TEXT AS (hex(zeroblob(250000000))));"
-            "INSERT INTO StringIds (id) SELECT textId FROM NVTX_EVENTS;"
-        )
-    with pytest.raises(RrfpError, match="cannot be read as SQLite"):
-        import_run([path])
-
-
 def test_a_database_without_an_end_is_refused(
     ran: list[list[Timed]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

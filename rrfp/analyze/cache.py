@@ -21,9 +21,9 @@ from polars.exceptions import PolarsError
 
 import rrfp
 from rrfp.analyze.chosen import choose
+from rrfp.analyze.files.parquet import TABLES, read_tables, write_tables
+from rrfp.analyze.files.seal import is_sealed, seal, sealed, unsealed
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.parquet import TABLES, read_tables, write_tables
-from rrfp.analyze.seal import is_sealed, seal, sealed, unsealed
 from rrfp.errors import RrfpError
 from rrfp.trace.files.whole_file import open_whole
 

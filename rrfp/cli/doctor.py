@@ -40,7 +40,7 @@ def doctor(
     if output_format is PlainFormat.JSON:
         print(json.dumps({"checks": [check.as_json() for check in checks]}))
     else:
-        from rrfp.cli.console import console
+        from rrfp.cli.terminal.console import console
 
         console().print(_table(checks))
     for check in checks:

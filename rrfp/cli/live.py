@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rrfp.cli.console import console
+from rrfp.cli.terminal.console import console
 from rrfp.train.settings import TrainSettings
 
 _POLL_S = 0.2

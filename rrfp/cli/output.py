@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rrfp.cli.csv_cells import csv_of
 from rrfp.cli.options import Format
+from rrfp.cli.tables.csv_cells import csv_of
 from rrfp.errors import GateError, UsageError
 from rrfp.trace.steps import EVALUATION, counted, step_names
 
@@ -60,7 +60,7 @@ def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
     if markdown:
         print("\n".join(sheet.markdown() for sheet in sheets), end="")
         return
-    from rrfp.cli.console import console
+    from rrfp.cli.terminal.console import console
 
     terminal = console()
     for sheet in sheets:

@@ -30,7 +30,7 @@ def progress(
         TimeRemainingColumn,
     )
 
-    from rrfp.cli.console import console
+    from rrfp.cli.terminal.console import console
 
     columns = (
         TextColumn("{task.description}"),
@@ -66,7 +66,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from rrfp.cli.console import console
+    from rrfp.cli.terminal.console import console
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)

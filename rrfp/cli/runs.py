@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.options import RowFormat
+from rrfp.cli.tables.csv_cells import print_csv
 from rrfp.errors import UsageError
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending
 from rrfp.trace.rundir import RUNS, RunDir, began_ns, runs_in
 from rrfp.trace.sessions import read_description

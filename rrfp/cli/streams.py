@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from rrfp.cli.terminal import guarded
+from rrfp.cli.terminal.guard import guarded
 
 
 @contextmanager

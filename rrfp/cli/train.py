@@ -321,7 +321,7 @@ def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
     # Lines that a full disk did not take may be missing.
     found = CheckpointDir(settings.run.save).newest()
     saved = 0 if found is None else found.step
-    return max([saved, *(line["step"] + 1 for line in _metrics(run))])
+    return max([saved, *(int(line["step"]) + 1 for line in _metrics(run))])
 
 
 def _metrics(run: "RunDir") -> list[dict[str, Any]]:

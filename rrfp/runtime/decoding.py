@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar, get_type_hints
 
-from rrfp.trace.json_text import parsed as parsed
+from rrfp.json_text import parsed as parsed
 
 T = TypeVar("T")
 

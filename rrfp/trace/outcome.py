@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import IO, Any, Self
 
 from rrfp.errors import RrfpError, StoppedError, first_line
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import read_description
 from rrfp.trace.spills.spill import hold, is_being_written

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 from rrfp.trace.records import (
     CostRecord,
     RankRecords,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from rrfp.errors import RrfpError
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 from rrfp.trace.records import RankInfo, RankRecords
 from rrfp.trace.spills.segments import number_of, segment_after
 from rrfp.trace.spills.spill import add_flush, header_of

@@ -8,9 +8,10 @@ import sqlite3
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
+import polars as pl
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from tests.fuzz.octets import damaged
@@ -179,7 +180,10 @@ def _sqlite(draw: random.Random, data: bytes) -> bytes:
         tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master")]
         for _ in range(draw.choice((1, 2, 5))):
             table = draw.choice(tables)
-            column = draw.choice(database.execute(f"PRAGMA table_info({table})").fetchall())[1]
+            columns = database.execute(f"PRAGMA table_info({table})").fetchall()
+            if not columns:  # It was renamed before.
+                continue
+            _, column, *_ = draw.choice(columns)
             value = draw.choice(
                 (None, -1, 0, 1, 2**62, 2**63 - 1, -(2**63), 0.5, 1e308, "x", "\x1b[2J", b"\xff")
             )
@@ -202,36 +206,34 @@ def _sqlite(draw: random.Random, data: bytes) -> bytes:
         return bytes(database.serialize())
 
 
-def _parquet(draw: random.Random, data: bytes) -> bytes:
-    """Columns of other types and values, or missing."""
-    import polars as pl
-
+def _parquet(draw: random.Random, data: bytes) -> bytes | None:
+    """Columns of other types and values, or missing; None where there can be no such file."""
     frame = pl.read_parquet(io.BytesIO(data))
-    name = draw.choice(frame.columns)
+    octets = io.BytesIO()
+    with suppress(pl.exceptions.PolarsError, TypeError, OverflowError, UnicodeEncodeError):
+        _other_column(draw, frame, draw.choice(frame.columns)).write_parquet(octets)
+        return octets.getvalue()
+    return None
+
+
+def _other_column(draw: random.Random, frame: pl.DataFrame, name: str) -> pl.DataFrame:
     column = frame[name]
     match draw.randrange(6):
         case 0:
-            frame = frame.drop(name)
+            return frame.drop(name)
         case 1:
-            frame = frame.with_columns(pl.lit(None).alias(name))
+            return frame.with_columns(pl.lit(None).alias(name))
         case 2:
             types = (pl.String, pl.Float64, pl.Int8, pl.UInt64, pl.Binary, pl.Boolean)
-            frame = frame.with_columns(column.cast(draw.choice(types), strict=False))
+            return frame.with_columns(column.cast(draw.choice(types), strict=False))
         case 3:
-            frame = frame.rename({name: draw.choice(("x", "", "\x1b[2J"))})
+            return frame.rename({name: draw.choice(("x", "", "\x1b[2J"))})
         case 4:
-            frame = frame.sample(fraction=0.5, seed=draw.randrange(99))
-        case _:
-            values: list[Any] = column.to_list()
-            if values:
-                values[draw.randrange(len(values))] = draw.choice(ODD)
-            try:
-                frame = frame.with_columns(pl.Series(name, values, strict=False))
-            except (TypeError, OverflowError, UnicodeEncodeError):
-                frame = frame.drop(name)
-    octets = io.BytesIO()
-    frame.write_parquet(octets)
-    return octets.getvalue()
+            return frame.sample(fraction=0.5, seed=draw.randrange(99))
+    values: list[Any] = column.to_list()
+    if values:
+        values[draw.randrange(len(values))] = draw.choice(ODD)
+    return frame.with_columns(pl.Series(name, values, strict=False))
 
 
 _OF_ENDINGS: dict[str, Callable[[random.Random, bytes], bytes | None]] = {

@@ -34,14 +34,17 @@ first_share = 0.375
 length = "images"
 """
 _MODEL = """\
+split = "layers"
 [device]
-flops_per_s = 1e14
+flops_per_s = 60e12
+layer_s = 2e-4
 [language]
 layers = 4
 hidden = 256
+ffn = 1024
 heads = 4
 vocabulary = 1000
-median_tokens = 128
+tokens = { median = 128, sigma = 0.5 }
 """
 _CUT = """\
 [cut]

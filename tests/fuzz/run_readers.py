@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rrfp.analyze.cache import load_frames
 from rrfp.race.entries import Failure, RaceFiles, Turn
+from rrfp.trace.ending.flight import FlightRing, ring_of
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
@@ -41,6 +42,16 @@ def _records(directory: Path, session: int = 1) -> RunDir:
             writer.flush()
         writer.close()
     return run
+
+
+def _dead_run(directory: Path) -> None:
+    """A run whose ranks were killed in the middle of a step."""
+    run = _records(directory)
+    for records in recording().ranks:
+        ring = FlightRing(ring_of(run.rank_records(records.info.rank)))
+        for found in records.by_name().values():
+            for each in found:
+                ring.put(each)
 
 
 def _ended_run(directory: Path) -> None:
@@ -136,6 +147,16 @@ READERS = (
             rrfp("analyze", "bubbles", "run"),
         ),
         share=3,
+    ),
+    Reader(
+        "flight records",
+        _dead_run,
+        ("run/records/*.ring",),
+        (
+            rrfp("trace", "check", "run"),
+            rrfp("analyze", "run"),
+            rrfp("watch", "--once", "run"),
+        ),
     ),
     Reader(
         "run directory",

@@ -80,7 +80,7 @@ def findings(
         case Format.TABLE:
             parts = _parts(found, name, steps)
             lead, last = _lead(found), [*_rest(found, frames), f"Next: {following}"]
-            from rrfp.cli.console import console
+            from rrfp.cli.terminal.console import console
 
             terminal = console()
             for line in fitted(terminal, lead, parts, last):

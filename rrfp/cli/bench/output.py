@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import print_sheets
 from rrfp.cli.progress import working
 from rrfp.cli.report_extra import missing_for_charts
+from rrfp.cli.tables.csv_cells import print_csv
 from rrfp.runtime.pace import MOST_OVER_PACE
 
 if TYPE_CHECKING:

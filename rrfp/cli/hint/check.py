@@ -43,7 +43,7 @@ def _print_peaks(order: Order) -> None:
     from rich import box
     from rich.table import Table
 
-    from rrfp.cli.console import console
+    from rrfp.cli.terminal.console import console
 
     print("The most at once, in activations of one chunk and microbatch:")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

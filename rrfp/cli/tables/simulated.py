@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from rrfp.cli.csv_cells import print_csv
 from rrfp.cli.sweep import Asked, field_of
+from rrfp.cli.tables.csv_cells import print_csv
 from rrfp.schedule.hints.auto import AUTO
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.simulate.trial import Row

@@ -52,7 +52,7 @@ def export_run(
         print(f"{out} opens in ui.perfetto.dev and chrome://tracing")
     else:
         from rrfp.analyze.cache import CachedTrace
-        from rrfp.analyze.export import export_tables
+        from rrfp.analyze.files.export import export_tables
 
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file; choose a directory for the Parquet files with -o")

@@ -19,8 +19,6 @@ from rrfp.errors import RrfpError
 from rrfp.interchange.unnamed.gpu import Kernel, is_nccl_transfer
 
 MAGIC = b"SQLite format 3\0"
-_MOST_BYTES = 1 << 20
-"""Of a row."""
 _STEPS_OF_A_BYTE, _LEAST_STEPS, _STEPS_AT_ONCE = 1000, 10**8, 10**6
 """How much SQLite's machine may work for each byte of a file; reading takes it a few steps."""
 _MOST_NS = 1 << 61
@@ -110,11 +108,9 @@ def read_processes(path: Path) -> list[Process]:
 
 
 def _bound(database: sqlite3.Connection, num_bytes: int) -> None:
-    """Let a file of that size ask for no more than it holds: its columns may be computed, and its
-    pages may name each other without an end."""
-    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
-    num_left = (num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE
-    left = iter(range(num_left))
+    """Let a file of that size cost no more than it can hold: pages of a damaged one may name each
+    other without an end."""
+    left = iter(range((num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE))
     database.set_progress_handler(lambda: next(left, None) is None, _STEPS_AT_ONCE)
 
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rrfp.errors import RrfpError
+from rrfp.json_text import parsed
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.files.whole_lines import WholeLines
-from rrfp.trace.json_text import parsed
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record, num_times
 from rrfp.trace.spills.segments import segment_of

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 
 FILE = "checkpoint.json"
 METRICS = "metrics.jsonl"

@@ -69,6 +69,9 @@ def check_continues(
                 f"{where}, which --resume cannot change; give the same, or start a new run with "
                 "another --save"
             )
+    problem = _not_settings(saved)
+    if problem:
+        raise UsageError(f"{where} is damaged ({problem}); start a new run with another --save")
     for name, of, advice in _COMPUTED:
         if of(asked) != of(saved):
             raise UsageError(
@@ -80,6 +83,14 @@ def check_continues(
             f"--steps is {settings.num_steps} and {where} has {checkpoint.step}; ask for more, or "
             "start a new run with another --save"
         )
+
+
+def _not_settings(saved: Mapping[str, Any]) -> str:
+    """What a checkpoint's settings lack of what is computed from several; empty if nothing."""
+    for flag in ("dp", "microbatches", "pp", "chunks", "layers"):
+        if type(saved.get(flag)) is not int:
+            return f"its {flag} is {saved.get(flag)!r:.40}"
+    return "" if "model" in saved else "it names no model"
 
 
 def _global_batch(told: Mapping[str, Any]) -> int:

@@ -124,7 +124,7 @@ class Saver:
         if sentence:
             self._fail(sentence, pending.saving)
             return
-        error: Exception | None = None
+        error: BaseException | None = None
         with plans_exchanged():
             for finalize in pending.finalize:
                 try:

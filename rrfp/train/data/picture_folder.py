@@ -9,6 +9,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from PIL import Image, ImageOps
 from rrfp.errors import UsageError
 from rrfp.train.data.documents import Document, Part, Pixels
 from rrfp.train.data.sampling import sample_at
-from rrfp.train.data.text_files import check_no_pipe, files_in, json_line
+from rrfp.train.data.text_files import check_no_pipe, check_within, files_under, json_line
 from rrfp.train.settings import TrainSettings
 
 _ONE_HELD_OUT_IN = 20
@@ -105,8 +106,9 @@ class PictureFolder:
         patches."""
         with _opened(line) as opened:
             try:
-                ImageOps.exif_transpose(opened, in_place=True)
-                image = _in_colours(opened)
+                with _own_words():
+                    ImageOps.exif_transpose(opened, in_place=True)
+                    image = _in_colours(opened)
             except Exception as error:  # decoders raise anything for a damaged file
                 raise UsageError(
                     f"{line.place}: the image {line.image} is damaged ({error}); replace or remove "
@@ -149,12 +151,18 @@ def _whole_patches(edge: int, patch_size: int) -> slice:
     return slice(spare // 2, spare // 2 + edge - spare)
 
 
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Pillow warns about large and damaged images, of which we tell by errors of our own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _opened(line: _Line) -> Image.Image:
     assert line.image is not None
     try:
-        with warnings.catch_warnings():
-            # Pillow warns about large images; our own bound below says it in our own words.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with _own_words():
             image = Image.open(line.image, formats=_FORMATS)
     except Exception as error:  # headers can be as damaged as image data
         raise UsageError(
@@ -183,7 +191,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
             f"{folder} is not a folder; with --model vlm, --data takes a folder with images and a "
             ".jsonl of captions"
         )
-    files = [file for file in files_in(folder) if file.suffix == ".jsonl"]
+    files = [file for file in files_under(folder) if file.suffix == ".jsonl"]
     if not files:
         raise UsageError(
             f"the folder {folder} holds no .jsonl; give it one, with lines like "
@@ -191,6 +199,7 @@ def _lines(folder: Path) -> Iterator[_Line]:
         )
     root = folder.resolve()
     for file in files:
+        check_within(file, folder)
         check_no_pipe(file)
         try:
             with file.open("rb") as lines:

@@ -51,8 +51,11 @@ def text_files(path: Path | None) -> list[Path]:
     if not path.is_dir():
         check_no_pipe(path)
         return [path]
-    files = list(files_in(path))
-    for file in files:
+    files = []
+    for file in files_under(path):
+        check_within(file, path)
+        if file.is_dir():
+            continue
         if file.suffix in (".bin", ".idx"):
             raise UsageError(
                 f"the folder {path} holds {file.name}; give --data the .bin/.idx pair itself"
@@ -63,6 +66,7 @@ def text_files(path: Path | None) -> list[Path]:
                 "--model vlm"
             )
         check_no_pipe(file)
+        files.append(file)
     return files
 
 
@@ -92,21 +96,20 @@ def check_no_pipe(path: Path) -> None:
         raise UsageError(f"the data {path} is not a regular file; save its text to one first")
 
 
-def files_in(folder: Path) -> Iterator[Path]:
-    """All files of a folder that a user names, as `_walk` gives them. Raises UsageError for a link
-    that leads out of the folder: it would make data of what nobody meant to be."""
-    root = os.path.realpath(folder)
-    for path in _walk(folder):
-        if path.is_symlink() and not Path(target := os.path.realpath(path)).is_relative_to(root):
-            raise UsageError(
-                f"the folder {folder} holds the link {path.relative_to(folder)} to {target}, which "
-                "lies outside; copy it into the folder, or remove the link"
-            )
-        if not path.is_dir():
-            yield path
+def check_within(path: Path, folder: Path) -> None:
+    """Raise UsageError for a link that leads out of the folder that a user names: it would make
+    data of what nobody meant to be."""
+    if not path.is_symlink():
+        return
+    target = Path(os.path.realpath(path))
+    if not target.is_relative_to(os.path.realpath(folder)):
+        raise UsageError(
+            f"the folder {folder} holds the link {path.relative_to(folder)} to {target}, which is "
+            "outside of it; copy it into the folder, or remove the link"
+        )
 
 
-def _walk(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
+def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
     """All files and links that are not hidden, in the same order on every machine. Links to folders
     are not followed."""
     for where, folders, files in os.walk(folder):
@@ -182,7 +185,7 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
 
 def _library_files() -> Iterator[Path]:
     num_bytes = 0
-    for file in _walk(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
+    for file in files_under(Path(sysconfig.get_path("stdlib")), _LIBRARY_SKIPS):
         if file.suffix != ".py":
             continue
         num_bytes += file.stat().st_size

@@ -20,7 +20,7 @@ import numpy as np
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs.text_files import sha256_of
-from rrfp.trace.json_text import parsed
+from rrfp.json_text import parsed
 from rrfp.train.data.indexed import indexed_documents, token_type, with_suffix, write_index
 from rrfp.train.data.text_files import text_files, texts
 from rrfp.train.data.tokenizer import Tokenizer, named_end, tokenizer_file

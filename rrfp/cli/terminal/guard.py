@@ -4,7 +4,7 @@ Names, errors and settings come from files that others may have made. A control 
 could move the cursor, change the title or hide what follows, and a bidirectional one could show it
 in another order. While a command runs, stdout and stderr are therefore `guarded`
 (`rrfp.cli.streams`). rich passes by them, for its colours are such characters; what it draws is
-guarded by `rrfp.cli.console`.
+guarded by `rrfp.cli.terminal.console`.
 """
 
 import re
@@ -26,7 +26,7 @@ def shown(text: str) -> str:
 
 def guarded(stream: TextIO) -> TextIO:
     """The same stream, to which only what is shown is written."""
-    return cast(TextIO, stream if isinstance(stream, _Guarded) else _Guarded(stream))
+    return cast(TextIO, _Guarded(stream))
 
 
 class _Guarded:

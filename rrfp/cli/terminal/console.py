@@ -1,11 +1,11 @@
-"""What tables and live pages are drawn with; `rrfp.cli.terminal` says why not with rich alone."""
+"""What draws tables and live pages; `rrfp.cli.terminal.guard` says why rich alone does not."""
 
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from rrfp.cli.terminal import shown
+from rrfp.cli.terminal.guard import shown
 
 
 def console(*, stderr: bool = False) -> Console:
