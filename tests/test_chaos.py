@@ -220,11 +220,7 @@ def test_only_marked_processes_are_found_and_signalled() -> None:
 def test_a_disk_is_full_for_a_while(kind: str, tmp_path: Path) -> None:
     """In a process of its own, which may come to be alone with what it mounts."""
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.test_chaos import fill; fill({kind!r}, {str(tmp_path)!r})",
-        ],
+        [sys.executable, "-m", "tests.full_disk", kind, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=100,
@@ -275,6 +271,21 @@ def test_what_makes_no_sense_is_refused(
     done = rrfp_here(tmp_path, "chaos", *flags)
     assert done.returncode == UsageError.exit_code
     assert sentence in done.stderr
+
+
+def test_one_of_several_under_a_scheduler_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done = rrfp_here(tmp_path, "chaos")
+    assert done.returncode == UsageError.exit_code
+    assert "this command is one of 2 that were started together" in done.stderr
 
 
 def test_a_file_of_settings_may_not_say_where_to_save(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import subprocess
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from traceback import StackSummary
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -50,7 +50,10 @@ from rrfp.train.checkpoints.matching import check_continues
 from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import differences, read_tensors
 from rrfp.train.data.contents import data_contents
-from rrfp.train.ranks import children, meeting
+from rrfp.train.ranks import children
+from rrfp.train.ranks.hosts import gathering, meeting
+from rrfp.train.ranks.hosts.meeting import Met
+from rrfp.train.ranks.hosts.pulse import Pulse
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
@@ -608,8 +611,8 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
-    start = children._start
-    monkeypatch.setattr(children, "_start", lambda _, *rest: start((program,), *rest))
+    start = children.started
+    monkeypatch.setattr(children, "started", lambda _, *rest: start((program,), *rest))
 
 
 @pytest.mark.usefixtures("handlers_are_restored")
@@ -635,16 +638,20 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
 def test_sigterm_while_hosts_part_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
 ) -> None:
+    def connect(*_: Any) -> NoReturn:
+        raise AssertionError("there is no other host")
+
     @contextmanager
-    def parting(*_: Any) -> Iterator[dict[str, str]]:
+    def parting(*_: Any) -> Iterator[Met]:
         try:
-            yield file_store(tmp_path)
+            yield Met(file_store(tmp_path), Pulse(connect, node_rank, 2, 15.0), connect)
         finally:
             signal.raise_signal(SIGTERM)
 
     reported: list[RunDir] = []
     ranks_are(monkeypatch, program)
     monkeypatch.setattr(meeting, "meeting", parting)
+    monkeypatch.setattr(gathering, "gathering", lambda *_: nullcontext())
     monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
     hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)

@@ -25,6 +25,8 @@ rank, here = os.environ["RANK"], pathlib.Path(sys.argv[1])
 how = sys.argv[2].split(",")[int(rank)]
 if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if how == "abort-when-asked":
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGABRT))
 (here / f"pid-{rank}").write_text(str(os.getpid()))
 while len(list(here.glob("pid-*"))) < len(sys.argv[2].split(",")):
     time.sleep(0.01)
@@ -36,7 +38,7 @@ if how == "garbage":
     pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text("{")
 if how == "die":
     os.kill(os.getpid(), signal.SIGKILL)
-if how in ("wait", "stubborn"):
+if how in ("wait", "stubborn", "abort-when-asked"):
     time.sleep(60)
 sys.exit(0 if how == "end" else 3)
 """
@@ -98,6 +100,13 @@ def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
 def test_a_process_that_is_killed_is_told_so(tmp_path: Path) -> None:
     failures = run(tmp_path, "die", "end")
     assert failures[0].exit_code == -signal.SIGKILL
+
+
+def test_the_first_that_was_killed_stays_the_first(tmp_path: Path) -> None:
+    """As C++ aborts where a peer is lost."""
+    failures = run(tmp_path, "abort-when-asked", "die")
+    assert failures[0].exit_code == -signal.SIGABRT
+    assert failures[1].ended_s < failures[0].ended_s
 
 
 def test_another_host_that_is_lost_ends_them_all(tmp_path: Path) -> None:

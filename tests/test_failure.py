@@ -145,7 +145,7 @@ def test_the_first_line_that_says_something() -> None:
     ],
 )
 def test_the_error_says_who_is_to_blame(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
-    error = _first_failure({1: failure}, RunDir(tmp_path), num_hosts=1)
+    error = _first_failure({1: failure}, RunDir(tmp_path), elsewhere=str)
     assert isinstance(error, RunFailedError)
     assert error.culprit == culprit
 

@@ -72,7 +72,7 @@ def flown(path: Path) -> Flight:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """The number of slots of a small ring."""
-    monkeypatch.setattr(flight, "_NUM_SLOTS", 7)
+    monkeypatch.setattr(flight, "MOST_RECORDS", 7)
     return 7
 
 
@@ -82,7 +82,7 @@ def test_the_last_records_are_there_as_they_were_taken(
 ) -> None:
     path = tmp_path_factory.mktemp("ring") / "rank-0.ring"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(flight, "_NUM_SLOTS", 11)
+        patched.setattr(flight, "MOST_RECORDS", 11)
         ring = FlightRing(path)
         for record in taken:
             ring.put(record)
@@ -191,7 +191,7 @@ def test_a_process_that_is_killed_leaves_its_last_records(tmp_path: Path) -> Non
     ]
     gaps = [later - earlier for earlier, later in pairwise(numbers)]
     # One may have been under way.
-    assert len(numbers) >= flight._NUM_SLOTS - 1
+    assert len(numbers) >= flight.MOST_RECORDS - 1
     assert set(gaps) == {1}
 
 

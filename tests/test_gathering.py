@@ -13,10 +13,10 @@ from torch.distributed import HashStore
 
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spill import is_being_written
-from rrfp.train.ranks import gathering
-from rrfp.train.ranks.answers import AnsweringStore
-from rrfp.train.ranks.meeting import Met
-from rrfp.train.ranks.pulse import Pulse
+from rrfp.train.ranks.hosts import gathering
+from rrfp.train.ranks.hosts.answers import AnsweringStore
+from rrfp.train.ranks.hosts.meeting import Met
+from rrfp.train.ranks.hosts.pulse import Pulse
 from rrfp.train.settings import TrainSettings
 
 PREFIX = "rrfp/gathered"

@@ -52,12 +52,14 @@ class Wires:
         self.made.append((rank, peer, connection))
         return connection
 
-    def cut(self, choose: Callable[[list[socket.socket]], list[socket.socket]] = list) -> None:
-        """Shut some down, by default all, in the midst of whatever they carry."""
+    def cut(self, choose: Callable[[list[socket.socket]], list[socket.socket]] = list) -> int:
+        """Shut some down, by default all, in the midst of whatever they carry; gives how many."""
         alive = [made for _, _, made in self.made if made.fileno() >= 0]
-        for each in choose(alive):
+        chosen = choose(alive)
+        for each in chosen:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        return len(chosen)
 
 
 def exchanged(
@@ -317,11 +319,15 @@ def test_strangers_do_not_keep_a_link_from_being_made_again() -> None:
 # Training.
 
 
+MOST_CUTS = 20
+"""Of a rank: a training on a slow machine is not to be cut for ever."""
+
+
 def train_beside_cuts(
     settings: dict[str, Any], variants: list[dict[str, Any]], allow_unix: bool
 ) -> tuple[list[RankRun], list[RankRun], int]:
-    """Train on this rank as it is, and once more while its connections are cut; with how many were
-    made in all."""
+    """Train on this rank as it is, and once more while some of its connections are cut; with how
+    many were made in all."""
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
@@ -331,8 +337,9 @@ def train_beside_cuts(
     draws = random.Random(int(os.environ["RANK"]))
 
     def cut() -> None:
-        while not is_over.wait(0.05 + 0.1 * draws.random()):
-            wires.cut(lambda alive: [draws.choice(alive)] if alive else [])
+        num_cuts = 0
+        while num_cuts < MOST_CUTS and not is_over.wait(0.03 + 0.07 * draws.random()):
+            num_cuts += wires.cut(lambda alive: [draws.choice(alive)] if alive else [])
 
     cutting = threading.Thread(target=cut)
     chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
@@ -358,13 +365,13 @@ def train_beside_cuts(
     ],
 )
 def test_a_training_whose_connections_are_cut_is_the_same(pp: int, allow_unix: bool) -> None:
-    dispatches = (
-        [{}] if pp == 2 else [{}, {"dispatch": "fixed"}, {"hint": "1f1b", "patience": "auto"}]
-    )
+    dispatches = ["ready", "fixed"] if pp == 4 else ["ready"]
     settings = {**SMALL, "pp": pp, "steps": 6}
-    ranks = run_ranks(pp, train_beside_cuts, settings, dispatches, allow_unix, timeout_s=110)
-    for calm, cut, num_made in ranks:
-        assert num_made > 3 * len(dispatches) * 2, "too few connections were cut"
+    variants = [{"dispatch": each} for each in dispatches]
+    ranks = run_ranks(pp, train_beside_cuts, settings, variants, allow_unix, timeout_s=300)
+    num_ends = 4 * (pp - 1) * len(variants)
+    assert sum(num_made for *_, num_made in ranks) > num_ends + 4, "no connection was made again"
+    for calm, cut, _ in ranks:
         for before, after in zip(calm, cut, strict=True):
             assert before.losses == after.losses
             assert before.grad_norms == after.grad_norms

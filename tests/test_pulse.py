@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
-from rrfp.train.ranks import pulse
-from rrfp.train.ranks.answers import AnsweringStore
-from rrfp.train.ranks.pulse import Pulse
+from rrfp.train.ranks.hosts import pulse
+from rrfp.train.ranks.hosts.answers import AnsweringStore
+from rrfp.train.ranks.hosts.pulse import Pulse
 
 SILENCE_S = 1.0
 NAME = socket.gethostname()

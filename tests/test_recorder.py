@@ -142,7 +142,8 @@ def test_a_full_disk_switches_recording_off_with_one_warning(
             recorder.flush(step)
         recorder.close()
     assert [record.message for record in caplog.records] == [
-        "recording is switched off, the training goes on: [Errno 28] No space left on device"
+        f"recording is switched off in step 1, as its records cannot be written ({path}: No space "
+        "left on device); the training goes on, and the trace lacks what comes from there on"
     ]
     assert not recorder.is_on
     assert _waits(path) == [WaitRecord(0, 1, 0, "drain")]

@@ -46,6 +46,14 @@ def test_runs_are_named_by_time_and_hint() -> None:
     assert ordered.path.name.endswith("-my-order")
 
 
+def test_a_path_that_leaves_no_room_for_the_runs_files_is_refused(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["d" * 200] * 19)
+    with pytest.raises(UsageError, match=r"bytes, and its files need 128 of the 4095"):
+        create_run_dir(deep / ("e" * 150), False, "bf")
+    assert not deep.exists()
+    assert create_run_dir(tmp_path.joinpath(*["d" * 200] * 3), False, "bf").path.is_dir()
+
+
 def test_the_latest_is_the_newest_run_that_has_a_trace() -> None:
     first = create_run_dir(None, False, "bf")
     _spill(first, make_recording(2, 1, 1))

@@ -1,7 +1,9 @@
 """A rank that a signal stops, at every stage of a run: the run ends soon, and names it."""
 
 import os
+import random
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,7 +134,7 @@ def test_short_stops_leave_no_mark_in_what_is_learnt(tmp_path: Path) -> None:
             pid = pid_of(training.run, rank)
             os.kill(pid, signal.SIGSTOP)
             training.await_that(lambda pid=pid: state_of(pid) == "T", "stop")  # type: ignore[misc]
-            stopped_for_s(3.0)
+            time.sleep(3.0)  # nothing shows that a stopped process does nothing
             os.kill(pid, signal.SIGCONT)
         code, _, err = training.ended()
         assert code == 0, err
@@ -151,8 +153,36 @@ def test_no_rank_outlives_its_launcher_even_if_it_is_stopped(tmp_path: Path) -> 
         await_no_process(training.run, timeout_s=20)
 
 
-def stopped_for_s(seconds: float) -> None:
-    """Let time pass; nothing shows that a stopped process does nothing."""
-    import time
+RANDOM = [
+    ("--pp 4", "ready"),
+    ("--pp 2 --dp 2", "ready"),
+    ("--pp 2 --tp 2", "fixed"),
+    ("--pp 4", "megatron"),
+    ("--pp 2 --chunks 2", "ready"),
+    ("--pp 2 --save saved --save-every 2 --save-async", "ready"),
+]
+"""Layouts and dispatches, each of which has a rank stopped at a random moment of a short run."""
 
-    time.sleep(seconds)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(len(RANDOM)))
+def test_a_rank_stopped_at_any_time_ends_the_run_and_is_named(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    layout, dispatch = RANDOM[seed % len(RANDOM)]
+    flags = layout.replace("saved", str(tmp_path / "saved")).split()
+    with Training(tmp_path / "run", *flags, "--dispatch", dispatch, "--steps", "30") as training:
+        rank = draw.randrange(2)
+        pid = training.await_start(rank)
+        # From its first line of code to its last step, and what follows that.
+        at_step = draw.choice([0, 0, 1, 10, 20, 30, 30])
+        training.await_steps(at_step)
+        time.sleep(draw.uniform(0, 3 if at_step == 0 else 0.3))
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except ProcessLookupError:
+            pytest.skip("the run was over before its rank could be stopped")
+        code, _, err = training.ended(timeout_s=WITHIN_S)
+        if code == 0:
+            pytest.skip("the rank had ended before the signal stopped it")
+        assert err.splitlines()[-1].startswith(f"rrfp: rank {rank} (pid {pid}) stood still "), err
+        assert not processes_of(training.run)

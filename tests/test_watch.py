@@ -27,6 +27,7 @@ from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording
 from rrfp.trace.run_files import write_run_files
 from rrfp.trace.rundir import RunDir
+from rrfp.trace.segments import number_of, segments_in
 from rrfp.trace.spill import SpillWriter, row_of
 from rrfp.watch import follow as follow_module
 from rrfp.watch.alarms import Kind
@@ -61,14 +62,22 @@ def follow() -> Iterator[Follow]:
 class Live:
     """A recording that is written as its ranks would write it, a step at a time."""
 
-    def __init__(self, path: Path, recording: Recording, session: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        recording: Recording,
+        session: int = 1,
+        most_bytes: int | None = None,
+    ) -> None:
         self.run = RunDir(path, session)
         self._recording = recording
         path.mkdir(exist_ok=True)
         described = {**recording.settings, "settings": {"steps": 30}}
         self.run.run_json.write_text(json.dumps(described))
         self._writers = {
-            records.info.rank: SpillWriter(self.run.rank_records(records.info.rank), records.info)
+            records.info.rank: SpillWriter(
+                self.run.rank_records(records.info.rank), records.info, most_bytes
+            )
             for records in recording.ranks
         }
 
@@ -107,6 +116,37 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path, follow: Fo
     assert follower.look().steps == []
     live.write(2, ranks=(2, 3))
     assert [each.figures.step for each in follower.look().steps] == [2]
+    live.end()
+
+
+def test_a_run_whose_records_are_bounded_is_followed_from_segment_to_segment(
+    tmp_path: Path, follow: Follow
+) -> None:
+    live = Live(tmp_path / "run", record(SETTING, 12), most_bytes=40_000)
+    follower = follow(live.run.path)
+    seen: list[int] = []
+
+    def look() -> None:
+        while True:
+            news = follower.look()
+            seen.extend(each.figures.step for each in news.steps)
+            if not news.has_more:
+                return
+
+    for step in range(12):
+        live.write(step)
+        look()
+        assert follower.stand()[0] is Stand.GOING
+    segments = segments_in(live.run.records)
+    assert all(number_of(paths[0]) > 1 for paths in segments.values())
+    assert seen == [*range(12)]
+    assert not follower.begins_late
+    # One that comes later reads what is left.
+    late = follow(live.run.path)
+    while late.look().has_more:
+        continue
+    assert late.begins_late
+    assert late.steps[-1].step == 11
     live.end()
 
 

@@ -151,11 +151,7 @@ class Campaign:
 
     def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:
         """Watch a session until it has ended, or gone on, or taken too long."""
-        limit_s, went_on = GRACE_S + self._settings.run.silence, False
-        is_to_go_on = fault.kind not in _ENDING or fault.signal == "SIGTERM"
-        if fault.stage is Stage.START and is_to_go_on:
-            # What is left of the start takes its time.
-            limit_s += self._pace.start_s
+        limit_s, went_on = self._limit_s(fault), False
         while not (has_ended := session.has_ended):
             seconds = time.monotonic() - injected.at_s
             went_on = fault.kind not in _ENDING and (
@@ -187,6 +183,19 @@ class Campaign:
             left=tuple(left),
         )
 
+    def _limit_s(self, fault: Fault) -> float:
+        """How long a session may take to end, or to show that it goes on."""
+        limit_s = GRACE_S + self._settings.run.silence
+        is_request = fault.signal == "SIGTERM"
+        if fault.kind in _ENDING and not is_request:
+            return limit_s
+        # What is left of the start, or of the end, takes its time.
+        if fault.stage is Stage.START:
+            limit_s += self._pace.start_s
+        if fault.stage is Stage.CLOSE or is_request:
+            limit_s += self._pace.end_s
+        return limit_s
+
     def _left_files(self) -> list[str]:
         """The temporary files that are there, without torch's cache, which is the user's."""
         names = (entry.name for entry in self._temporary.iterdir())
@@ -211,7 +220,8 @@ def _pace_of(session: TrainingSession, num_steps: int) -> Pace:
         time.sleep(_LOOK_S)
     close_s = time.monotonic() - trained_s
     _await_end(session, _UNDISTURBED_S)
-    return Pace(start_s, (trained_s - session.began_s - start_s) / num_steps, close_s)
+    end_s = time.monotonic() - trained_s
+    return Pace(start_s, (trained_s - session.began_s - start_s) / num_steps, close_s, end_s)
 
 
 def _await_end(session: TrainingSession, timeout_s: float) -> bool:

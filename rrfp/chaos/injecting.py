@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from rrfp.chaos.disk import Disk
 from rrfp.chaos.plan import OF_LINKS, Fault, FaultKind, Stage
 from rrfp.chaos.processes import Process
-from rrfp.chaos.session import LOOK_S, TrainingSession
+from rrfp.chaos.session import TrainingSession
 from rrfp.runtime.transport.faults import LinkFault, order, shown_links
 
 _SAVE_S = 0.15
 """What a small checkpoint takes."""
 _PROCESS_S = 30.0
 """How long the process of a rank may take to be there."""
+_LOOK_S = 0.05
 _OBEY_S = 10.0
 """How long a link may take to obey: its heartbeats make it look every second."""
 
@@ -28,6 +29,8 @@ class Pace:
     """For another step."""
     close_s: float
     """For the end of its ranks, after the last step."""
+    end_s: float
+    """For the end of the launcher, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def _process(session: TrainingSession, fault: Fault) -> Process | None:
         process = session.processes.rank(fault.rank)
         if process is not None:
             return process
-        time.sleep(LOOK_S)
+        time.sleep(_LOOK_S)
     return None
 
 

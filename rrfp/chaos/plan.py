@@ -72,7 +72,7 @@ class Fault:
     share: float
     """How far into the stage, of 1."""
     rank: int | None = None
-    """Whose process; None is the launcher's, or that of no fault of processes."""
+    """Whose process; None: the launcher's, or the fault is none of processes."""
     signal: str = ""
     """What a kill sends."""
     link: int = 0

@@ -18,7 +18,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.settings import DECLARED, TrainSettings
 
-LOOK_S = 0.005
+_LOOK_S = 0.005
 _IMPORTED_FROM = str(Path(__file__).parents[2])
 
 
@@ -102,7 +102,7 @@ class TrainingSession:
         while not holds():
             if self.exit_code is not None or time.monotonic() > deadline_s:
                 return False
-            time.sleep(LOOK_S)
+            time.sleep(_LOOK_S)
         return True
 
     def sleep(self, seconds: float) -> bool:

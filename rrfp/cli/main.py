@@ -23,7 +23,7 @@ from rrfp.cli.train import train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify
 from rrfp.cli.watch.command import watch
-from rrfp.train.ranks.answers import is_asking
+from rrfp.train.ranks.hosts.answers import is_asking
 
 app = typer.Typer(
     name="rrfp",

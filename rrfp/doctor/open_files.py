@@ -12,9 +12,8 @@ def open_files(allowed: int | None = None) -> Check:
     """The soft limit, unless another is given."""
     if allowed is None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    state = (
-        State.FAILS if allowed < FILES_OF_A_RANK else State.SLOW if allowed < _ENOUGH else State.OK
-    )
+    needed = FILES_OF_A_RANK
+    state = State.FAILS if allowed < needed else State.SLOW if allowed < _ENOUGH else State.OK
     advice = {
         State.OK: "may be open in a process",
         State.SLOW: "may be open in a process, too few with many peers; raise it: ulimit -n 4096",

@@ -17,6 +17,7 @@ from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checks import check_settings
+from rrfp.train.ranks.place import among_started
 from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -24,14 +25,10 @@ if TYPE_CHECKING:
 
 _PANEL = "Faults"
 _OWN = {
-    "out": "each training gets a directory of its own",
-    "force": "each training gets a directory of its own",
-    "save": "each training saves to a directory of its own",
-    "keep": "each training saves to a directory of its own",
+    **dict.fromkeys(("out", "force"), "each training gets a directory of its own"),
+    **dict.fromkeys(("save", "keep"), "each training saves to a directory of its own"),
     "resume": "a training that a fault has ended is resumed",
-    "nnodes": "faults are injected on one host",
-    "node_rank": "faults are injected on one host",
-    "rdzv_endpoint": "faults are injected on one host",
+    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), "faults are injected on one host"),
 }
 """The settings that are the campaign's own, and why."""
 _TINY: dict[str, Any] = {
@@ -90,6 +87,11 @@ def chaos(
     given = {name: value for name, value in flags.items() if value is not None}
     settings = _settings(given, config)
     check_settings(settings)
+    if (num_started := among_started(settings).run.nnodes) > 1:
+        raise UsageError(
+            f"this command is one of {num_started} that were started together, and faults are "
+            "injected on one host; run it by itself"
+        )
     kinds = _kinds(fault or (), settings)
     if platform.system() != "Linux":
         raise RrfpError("faults are injected by means of Linux; run rrfp chaos there")

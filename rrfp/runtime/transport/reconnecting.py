@@ -102,7 +102,8 @@ class Awaiting:
         return True
 
     def attempt(self, timeout_s: float, num_useless: int, pause: Pause) -> socket.socket:
-        pause(min(timeout_s, _KNOCK_S))
+        if not self.has_other:
+            pause(min(timeout_s, _KNOCK_S))
         with self._lock:
             other, self._other = self._other, None
         if other is not None:

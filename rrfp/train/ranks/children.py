@@ -114,7 +114,7 @@ def _watch(
         # Others may give up one that a signal has stopped before this process does.
         _end_still(children, vigil.stopped())
     _end(children, _ending_signal(end_on_request=end_on_request))
-    return failures | _failures(children)
+    return _failures(children) | failures  # as they were first found
 
 
 def _end_still(children: Mapping[int, Child], found: tuple[int, Standstill] | None) -> None:

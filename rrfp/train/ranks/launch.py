@@ -112,8 +112,8 @@ def _store(
         return
     # Imported late: only a launcher of several hosts needs torch.
     with _quiet():
-        from rrfp.train.ranks.gathering import gathering
-        from rrfp.train.ranks.meeting import meeting
+        from rrfp.train.ranks.hosts.gathering import gathering
+        from rrfp.train.ranks.hosts.meeting import meeting
 
     # Ranks with other work read other data.
     data = data_contents(settings)["data"] if work == TRAINING else ""

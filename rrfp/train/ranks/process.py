@@ -89,7 +89,7 @@ def _fail(error: Exception) -> NoReturn:
     elif not is_lost and not is_silence:
         culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
     FailureReport(
-        sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit
+        sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
     ).write()
     logging.shutdown()
     os._exit(exit_code)

@@ -1,7 +1,7 @@
 """A run's store: where the launcher puts it, and how a rank finds it.
 
 On one host it is a file in a directory that only the user may enter, so nothing needs to listen.
-Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.meeting`).
+Between hosts it is a port of host 0, at one address (`rrfp.train.ranks.hosts.meeting`).
 """
 
 import os

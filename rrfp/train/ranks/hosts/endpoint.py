@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 
 from rrfp.errors import UsageError
-from rrfp.train.ranks.answers import NoAnswerError, answer_of
+from rrfp.train.ranks.hosts.answers import NoAnswerError, answer_of
 
 _HELLO = b"\x00" + (0x3C85F7CE).to_bytes(4, "little") + b"\x0d"
 """What torch's client says first: that it is one, and that it wants the next four bytes back."""

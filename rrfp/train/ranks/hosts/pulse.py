@@ -19,7 +19,7 @@ from typing import Self
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.decoding import integer, items, parsed, text
-from rrfp.train.ranks.answers import AnsweringStore
+from rrfp.train.ranks.hosts.answers import AnsweringStore
 
 _BEAT_S = 1.0
 _QUICK_BEAT_S = 0.1

@@ -25,14 +25,14 @@ from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime.decoding import items, parsed, text
 from rrfp.runtime.rendezvous import own_address_towards
 from rrfp.runtime.transport.doorman import let_in
-from rrfp.train.ranks.answers import AnsweringStore, answer_of
-from rrfp.train.ranks.common import check_common, in_common
-from rrfp.train.ranks.endpoint import Endpoint, obstacle_at
+from rrfp.train.ranks.hosts.answers import AnsweringStore, answer_of
+from rrfp.train.ranks.hosts.common import check_common, in_common
+from rrfp.train.ranks.hosts.endpoint import Endpoint, obstacle_at
+from rrfp.train.ranks.hosts.pulse import Pulse, printable
+from rrfp.train.ranks.hosts.torchrun_store import TorchrunStore
 from rrfp.train.ranks.place import place_of
-from rrfp.train.ranks.pulse import Pulse, printable
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import port_store
-from rrfp.train.ranks.torchrun_store import TorchrunStore
 from rrfp.train.setting_groups import Network
 from rrfp.train.settings import TrainSettings
 

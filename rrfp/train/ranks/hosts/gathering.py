@@ -22,9 +22,9 @@ from rrfp.runtime.decoding import parsed
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.segments import segments_in
 from rrfp.trace.spill import NUM_SEGMENTS, hold
-from rrfp.train.ranks.answers import AnsweringStore
-from rrfp.train.ranks.meeting import Met
-from rrfp.train.ranks.pulse import Pulse, printable
+from rrfp.train.ranks.hosts.answers import AnsweringStore
+from rrfp.train.ranks.hosts.meeting import Met
+from rrfp.train.ranks.hosts.pulse import Pulse, printable
 from rrfp.train.settings import TrainSettings
 
 _PIECE_BYTES = 2**18
