@@ -9,6 +9,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,7 @@ from tests.effort import examples
 from tests.simulated import simulated
 from tests.step_times import MEGATRONS, OURS, equal_times, policy_of, random_times
 from tests.step_times import simulated as simulated_run
+from tests.trained import rrfp_here
 
 HOSTILE = "</script><script>parent.hacked=1</script><!--<img src=x onerror=hacked=1>\u2028\x00'\"&"
 
@@ -263,6 +265,44 @@ def test_text_of_a_trace_is_only_text() -> None:
     assert page.count("script") == 3
     # What cannot be shown is said, and that is only text, too.
     assert "</script><script>parent.hacked=1</script>" in page.text
+
+
+def hostile_trace(path: Path, cause: str | None = None) -> None:
+    recording = replayable()
+    recording.settings[HOSTILE] = HOSTILE
+    recording.settings["settings"] = {"hint": HOSTILE, HOSTILE: HOSTILE}
+    for records in recording.ranks:
+        records.info = replace(records.info, host=HOSTILE)
+        records.sends[:] = [send._replace(plane=HOSTILE) for send in records.sends]
+        if cause is not None:
+            records.waits[:] = [wait._replace(cause=cause) for wait in records.waits]
+    write_trace(path, recording)
+
+
+@pytest.mark.parametrize("kind", ["gantt", "progress", "hint"])
+def test_text_of_a_trace_is_only_text_in_a_picture(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hostile_trace(tmp_path / "a.pftrace", HOSTILE)
+    done = rrfp_here(tmp_path, "analyze", "chart", kind, "a.pftrace", "-o", "chart.svg")
+    assert done.returncode == 0, done.stderr
+    assert capfd.readouterr().err == ""
+    drawn = list(ElementTree.parse(tmp_path / "chart.svg").iter())
+    assert len(drawn) > 50
+    for each in drawn:
+        assert each.tag.rpartition("}")[2] not in ("script", "image", "foreignObject", "a")
+        assert not any(name.startswith("on") for name in each.attrib)
+
+
+def test_text_of_two_traces_is_only_text_in_a_comparison(tmp_path: Path) -> None:
+    for name in "ab":
+        hostile_trace(tmp_path / f"{name}.pftrace")
+    done = rrfp_here(tmp_path, "analyze", "compare", "a.pftrace", "b.pftrace", "-o", "c.html")
+    assert done.returncode == 0, done.stderr
+    source = (tmp_path / "c.html").read_text()
+    assert "<script>parent" not in source
+    assert "<img src=x" not in source
+    assert Reader(source).count("script") == 3
 
 
 @given(words=st.text(), value=st.recursive(st.text(), st.lists))

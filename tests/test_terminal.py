@@ -36,7 +36,7 @@ def test_a_guarded_stream_is_that_stream_to_everybody_else() -> None:
     print(ESCAPE, file=guarded(stream))
     guarded(stream).writelines([ESCAPE, "\n"])
     stream.flush()
-    assert stream.buffer.getvalue().decode() == f"{SHOWN}\n" * 2  # type: ignore[attr-defined]
+    assert stream.buffer.getvalue().decode() == f"{SHOWN}\n" * 2
     assert guarded(stream).buffer is stream.buffer
 
 

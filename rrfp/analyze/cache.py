@@ -25,6 +25,7 @@ from rrfp.analyze.files.parquet import TABLES, read_tables, write_tables
 from rrfp.analyze.files.seal import is_sealed, seal, sealed, unsealed
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
+from rrfp.json_text import parsed
 from rrfp.trace.files.whole_file import open_whole
 
 if TYPE_CHECKING:
@@ -115,8 +116,9 @@ class CachedTrace:
         A note that cannot be read is made anew."""
         path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
         place = f"{self._folder.name}/{path.name}"
-        with suppress(OSError, ValueError):
-            return read(json.loads(unsealed(place, path.read_bytes())))
+        # A note of another's making may hold anything under its seal.
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return read(parsed(unsealed(place, path.read_bytes())))
         found = find()
         with suppress(OSError), open_whole(path) as file:
             file.write(sealed(place, json.dumps(write(found)).encode()))

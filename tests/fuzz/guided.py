@@ -14,6 +14,12 @@ from pathlib import Path
 
 from rrfp.errors import RrfpError
 
+_GUIDING = (
+    *("rrfp.inputs", "rrfp.interchange", "rrfp.replay.cost_files", "rrfp.schedule.order"),
+    *("rrfp.simulate.costs", "rrfp.trace", "rrfp.train.checkpoints", "rrfp.train.data"),
+    *("rrfp.train.settings", "rrfp.watch"),
+)
+"""What reads, and so is worth following."""
 _MOST_MB = 2048
 """Of a whole process, instrumented and with all that it has loaded."""
 _LONGEST_S = 120
@@ -42,16 +48,18 @@ def _fuzz(name: str, num_inputs: str) -> None:
     """Does not return: libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["rrfp"]):
+    with atheris.instrument_imports(include=list(_GUIDING)):
         from tests.fuzz.readers import READERS
     from tests.fuzz.contents import damaged_inside
     from tests.fuzz.octets import damaged
 
     reader = READERS[name]
+    keep = Path("build/fuzz").absolute()
     folder = Path(tempfile.mkdtemp(prefix="rrfp-fuzz-"))
     whole, directory, corpus = (folder / each for each in ("whole", "input", "corpus"))
     whole.mkdir()
     corpus.mkdir()
+    keep.mkdir(parents=True, exist_ok=True)
     reader.make(whole)
     files = sorted(file for each in reader.damaged for file in whole.glob(each))
     # The first octet of an input says which file the rest is, and what is tried.
@@ -80,7 +88,13 @@ def _fuzz(name: str, num_inputs: str) -> None:
 
     limits = [f"-runs={num_inputs}", f"-rss_limit_mb={_MOST_MB}", f"-timeout={_LONGEST_S}"]
     longest = 2 * max(file.stat().st_size for file in files)
-    command = [sys.argv[0], *limits, f"-max_len={longest}", "-artifact_prefix=build/", str(corpus)]
+    command = [
+        sys.argv[0],
+        *limits,
+        f"-max_len={longest}",
+        f"-artifact_prefix={keep}/",
+        str(corpus),
+    ]
     atheris.Setup(command, one_input, custom_mutator=other_input)
     atheris.Fuzz()
 

@@ -49,7 +49,7 @@ def rrfp(*arguments: str) -> Attempt:
             out.flush()
         if os.environ.get(errors.DEBUG_VARIABLE):
             raise BrokenPromiseError(err.getvalue()[-3000:])
-        told = out.buffer.getvalue().decode("utf-8", "surrogateescape")  # type: ignore[attr-defined]
+        told = out.buffer.getvalue().decode("utf-8", "surrogateescape")
         _check(code, told, err.getvalue())
         return told if code == 0 else f"{code}: {err.getvalue()}"
 

@@ -156,7 +156,8 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
     )
     layers = [idle, work]
     if "microbatch" in ran.columns:
-        layers.append(_numbers(ran, rows, length))
+        # A wait of a cause that nobody knows has none.
+        layers.append(_numbers(ran.drop_nulls("microbatch"), rows, length))
     if not path.is_empty():
         told.append(_PATH_NOTE)
         layers += _path_lines(path, unit, labels)

@@ -8,6 +8,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from rrfp.json_text import parsed
+
 _SEAL = "seal.json"
 
 
@@ -22,7 +24,7 @@ def is_sealed(folder: Path, place: str, pattern: str) -> bool:
     """Whether the files that match the pattern are those that were sealed for this place, and as
     they were then."""
     try:
-        digests = json.loads(unsealed(place, (folder / _SEAL).read_bytes()))
+        digests = parsed(unsealed(place, (folder / _SEAL).read_bytes()))
         found = {file.name: _digest(file) for file in folder.glob(pattern)}
     except (OSError, ValueError):
         return False
