@@ -308,7 +308,7 @@ def borne(directory: Path, *flags: str) -> list[dict[str, Any]]:
     return faults
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(850)
 def test_a_killed_process_and_one_that_pauses(tmp_path: Path) -> None:
     faults = borne(tmp_path, "--faults=2", "--fault=kill", "--fault=cont", "--seed=5")
     assert {fault["kind"] for fault in faults} == {"kill", "cont"}
