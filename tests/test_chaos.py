@@ -310,7 +310,9 @@ def borne(directory: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(850)
 def test_a_killed_process_and_one_that_pauses(tmp_path: Path) -> None:
-    faults = borne(tmp_path, "--faults=2", "--fault=kill", "--fault=cont", "--seed=5")
+    # One rank, for each start of one takes seconds.
+    flags = ("--pp=1", "--faults=2", "--fault=kill", "--fault=cont", "--seed=5")
+    faults = borne(tmp_path, *flags)
     assert {fault["kind"] for fault in faults} == {"kill", "cont"}
     for fault in faults:
         assert fault["has_survived"] == (fault["kind"] == "cont")

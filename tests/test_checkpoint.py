@@ -54,6 +54,7 @@ from rrfp.train.ranks import children
 from rrfp.train.ranks.hosts import gathering, meeting
 from rrfp.train.ranks.hosts.meeting import Met
 from rrfp.train.ranks.hosts.pulse import Pulse
+from rrfp.train.ranks.liveness.child import started
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
@@ -612,8 +613,7 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
-    start = children.started
-    monkeypatch.setattr(children, "started", lambda _, *rest: start((program,), *rest))
+    monkeypatch.setattr(children, "started", lambda _, *rest: started((program,), *rest))
 
 
 @pytest.mark.usefixtures("handlers_are_restored")

@@ -247,6 +247,14 @@ def test_a_peer_that_never_comes_is_named(sends_to: list[int], receives_from: li
         lone_rank(1, sends_to=sends_to, receives_from=receives_from)
 
 
+def test_a_rank_without_peers_closes() -> None:
+    transport = opened(SocketTransport(0, HashStore(), [], [], Inbox(), num_credits=1))
+    closing = threading.Thread(target=transport.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+
+
 def test_several_ranks_connect_in_any_order() -> None:
     store = HashStore()
     inboxes = [Inbox() for _ in range(5)]

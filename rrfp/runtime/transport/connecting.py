@@ -120,7 +120,8 @@ class Listener:
 
     def accept(self) -> None:
         """Accept connections from now on, until `close`."""
-        self._thread.start()
+        if self._sockets:  # a rank without sources has none, and nothing would end the wait
+            self._thread.start()
 
     def wait(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """Wait until every source is connected; raises PeerLostError naming those that are not, or
