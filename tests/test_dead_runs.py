@@ -220,7 +220,7 @@ def test_of_a_step_whose_beginning_is_lost_nothing_passes_for_whole(
     dead: DeadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a ring went round since its rank last wrote, only the step that ran is of use."""
-    monkeypatch.setattr("rrfp.trace.ending.flight._NUM_SLOTS", 12)
+    monkeypatch.setattr("rrfp.trace.ending.flight.MOST_RECORDS", 12)
     end_ns = max(phase.end_ns for rank in dead.whole.ranks for phase in rank.phases)
     dead.record(0, begun(end_ns, Phase.OPTIMIZER), until_ns=end_ns)
     for rank in range(1, 4):

@@ -68,7 +68,7 @@ def share_the_links(rig: Rig) -> None:
     assert training is evaluation
     first = rig.run(training)
     opened = links()
-    assert len(opened) == 3, "one each way, and the outbox"
+    assert len(opened) == 4, "one each way, the outbox, and the listener"
     evaluation(
         forward_step_func=three_value_step,
         data_iterator=[rig.data(MICROBATCHES)],
