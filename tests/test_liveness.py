@@ -365,7 +365,8 @@ def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
     (failure,) = failures.values()
     assert failure.standstill is not None
     assert (failure.standstill.why, failure.standstill.stage) == (why, stage)
-    assert failure.was_ended or way == "stop-as-it-ends"  # it does once it goes on
+    # A signal had stopped the others: they go on to tell their stacks, and may end by themselves.
+    assert failure.was_ended or way != "hang"
     if function is not None:
         assert frames_in_dump(failure.stacks)[0].function == function
 
