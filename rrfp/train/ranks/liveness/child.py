@@ -15,6 +15,7 @@ from rrfp.errors import RrfpError
 from rrfp.runtime import variables
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 from rrfp.train.ranks.liveness.heartbeat import STACK_SIGNAL
+from rrfp.train.ranks.liveness.kernel import signal_main_thread
 from rrfp.train.ranks.liveness.page import StatusPage, page_file
 from rrfp.train.ranks.liveness.vigil import Standstill
 
@@ -109,7 +110,7 @@ class Child:
         self._standstill = standstill
         # Before its first beat it would die of this signal.
         if self.page.beats and not self.has_ended:
-            os.kill(self.pid, STACK_SIGNAL)
+            signal_main_thread(self.pid, STACK_SIGNAL)
             os.kill(self.pid, signal.SIGCONT)
             self._told = self._await_stacks()
         self.end(signal.SIGKILL)

@@ -1,6 +1,9 @@
 """What the kernel says of a process, which needs no answer of it: proc(5)."""
 
+import ctypes
+import os
 import re
+import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +75,16 @@ def session_of(leader: int) -> list[int]:
                 if int(_stat(int(folder.name))[_SESSION]) == leader:
                     found.append(int(folder.name))
     return [pid for pid in found if pid != leader]
+
+
+def signal_main_thread(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process' main thread alone. If that is stopped, it takes the signal before
+    it goes on; one sent to the process is taken by whichever thread goes on first."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "tgkill"):
+        libc.tgkill(pid, pid, int(number))
+    else:  # before glibc 2.30
+        os.kill(pid, number)
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:
