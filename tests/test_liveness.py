@@ -227,6 +227,20 @@ def test_another_host_may_be_what_one_perhaps_waits_for(monkeypatch: pytest.Monk
     assert watched.pass_s("waits", "waits-perhaps", for_s=600) is None
 
 
+def test_ranks_that_all_wait_for_another_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    assert watched.pass_s("waits", "polls", for_s=600) is None
+    found = watched.pass_s("waits", "waits", for_s=600)
+    assert found is not None
+    after_s, rank, standstill = found
+    assert (rank, standstill.why) == (0, Why.DEADLOCK)
+    assert 49 <= after_s <= 53
+
+
+def test_another_host_may_be_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Watched(monkeypatch, 2, sees_all=False).pass_s("waits", "waits", for_s=600) is None
+
+
 def test_a_short_stop_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     for _ in range(10):

@@ -359,7 +359,8 @@ class RunSettings:
     )
     silence: float = setting(
         15.0,
-        "Seconds for which a rank may stand still before the run ends and names it",
+        "Seconds for which a rank may stand still, or a host be out of reach, before the run ends "
+        "and names it",
         must=Must("a finite number of at least 3", lambda value: 3 <= value < math.inf),
         metavar="SECONDS",
     )

@@ -6,7 +6,7 @@ for one moment, while it waits for no other rank: it hangs in a read, in a lock,
 
 Whoever computes is at work however long it takes: its threads run, or would if they had a
 processor. So is whoever waits for others, for that is decided elsewhere (the stall board, gloo),
-and whoever a debugger holds. Only what passes while this process looks counts, so that it may
+unless all do, and whoever a debugger holds. Only what passes while this process looks counts, so that it may
 itself be stopped.
 """
 
@@ -32,6 +32,7 @@ class Why(StrEnum):
     IN_KERNEL = "it waited inside the kernel, as for a disk that does not answer"
     SILENT = "none of its threads ran"
     INERT = "its main thread did not run, and waited for no other rank"
+    DEADLOCK = "every rank of the run waited for another"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Vigil:
             return Why.IN_KERNEL if in_kernel else Why.SILENT
         if watched.beats > 0 and self._is_inert(watched, is_unsure=in_kernel):
             return Why.IN_KERNEL if in_kernel else Why.INERT
-        return None
+        return Why.DEADLOCK if self._is_deadlock() else None
 
     def _is_inert(self, watched: _Watched, *, is_unsure: bool) -> bool:
         """Whether a main thread hangs by itself. No other rank of the host may be at work: this one
@@ -153,6 +154,14 @@ class Vigil:
         return watched.inert_s >= self._silence_s * (_UNSURE if is_unsure else 1) and all(
             other.now is None or max(other.inert_s, other.waiting_s) >= self._silence_s
             for other in self._ranks.values()
+        )
+
+    def _is_deadlock(self) -> bool:
+        """Whether all ranks of the run wait for each other, and none has run for long."""
+        return self._sees_all and all(
+            watched.page.waits is Waits.OTHERS
+            and watched.inert_s >= self._silence_s * _UNSURE
+            for watched in self._ranks.values()
         )
 
     def _precedence(self, why: Why, watched: _Watched) -> tuple[int, Waits, float]:
