@@ -7,6 +7,7 @@ import queue
 import re
 import resource
 import shutil
+import tempfile
 import signal
 import subprocess
 import time
@@ -279,6 +280,9 @@ def test_nothing_is_made_for_a_run_that_is_done_and_gone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made_up(tmp_path, 2)
+    # Of a launcher that was killed as it closed.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "rrfp-run-abandoned").mkdir()
     done = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--resume", "--steps=2")
     assert done.returncode == 0, done.stderr
     assert f"The directory of the run, {tmp_path / 'run'}, is gone" in done.stderr

@@ -26,7 +26,7 @@ from tests.wire import Wire
 pytestmark = pytest.mark.timeout(400)
 
 _PORT = 29400
-_VISITS_A_STAGE = 5_000
+_VISITS_A_STAGE = 10_000
 _AT_ONCE = 500
 _NUM_STEPS = 10
 """Of a run that is compared with one under siege."""

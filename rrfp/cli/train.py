@@ -156,6 +156,7 @@ def _run(settings: TrainSettings) -> None:
     from rrfp.trace.rundir import RunDir
     from rrfp.train.checkpoints.beginning import beginning_of
     from rrfp.train.ranks.launch import launch
+    from rrfp.train.ranks.own_directory import remove_abandoned
 
     if settings.run.save is not None:
         # It stands in the run's files, which may be read from another working directory.
@@ -176,6 +177,8 @@ def _run(settings: TrainSettings) -> None:
     if beginning.first_step < settings.num_steps:
         _train(beginning, settings)
         return
+    # The launcher before may have been killed as it closed, and no other one starts here.
+    remove_abandoned()
     _tell(
         f"All {settings.num_steps} steps are trained; the metrics are in {beginning.metrics}, and "
         "--steps asks for more"

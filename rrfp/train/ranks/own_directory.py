@@ -18,7 +18,7 @@ _PREFIX = "rrfp-run-"
 @contextmanager
 def own_directory() -> Iterator[Path]:
     """A new directory that only this user may enter; it is removed when the block ends."""
-    _remove_abandoned()
+    remove_abandoned()
     path, lock = _locked_directory()
     try:
         yield path
@@ -39,7 +39,8 @@ def _locked_directory() -> tuple[Path, int]:
             os.close(lock)
 
 
-def _remove_abandoned() -> None:
+def remove_abandoned() -> None:
+    """Remove what launchers of this user have left that were killed."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # Somebody else's, somebody's who lives, or gone by now.
         with suppress(OSError):
