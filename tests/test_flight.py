@@ -266,8 +266,8 @@ def test_without_room_for_a_flight_record_recording_goes_on(
     assert b'"task",1,2,' in path.read_bytes()
     (record,) = caplog.records
     assert record.message == (
-        f"there is no room for the flight record {ring_of(path)} (No space left on device), the "
-        "training goes on without: should it die, the records of its last step are lost"
+        f"there is no room for the flight record {ring_of(path)} (No space left on device); the "
+        "training goes on without it, but if the run dies, the records of its last step are lost"
     )
 
 

@@ -88,7 +88,7 @@ def _complaints(
     elif seen.seconds > seen.limit_s:
         yield f"it took {seen.seconds:.0f} s, above the limit of {seen.limit_s:.0f} s"
     if not has_survived and fault.kind in PASSING:
-        yield f"it ended for what passes: {seen.sentence}"
+        yield f"it should have survived: {seen.sentence}"
     if named_right is False:
         yield f"it did not name {seen.injected.victim}: {seen.sentence}"
     if not has_survived and seen.exit_code not in _right_exit_codes(fault, seen):

@@ -16,8 +16,8 @@ def private_network() -> Check:
         advice = (
             f"cannot be made ({error}); let users make network namespaces "
             "(kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns, or "
-            "the container's seccomp profile), or share the host with nobody: gloo's ports take "
-            "anybody while a run starts"
+            "the container's seccomp profile), or use a host without other users: gloo's ports "
+            "accept anybody while a run starts"
         )
         return absent("private-network", advice)
     advice = "to make a network that only a run's own ranks can reach"

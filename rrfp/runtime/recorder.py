@@ -235,8 +235,8 @@ def _ring_at(path: Path) -> FlightRing | None:
         return FlightRing(path)
     except OSError as error:
         _log.warning(
-            "there is no room for the flight record %s (%s), the training goes on without: should "
-            "it die, the records of its last step are lost",
+            "there is no room for the flight record %s (%s); the training goes on without it, but "
+            "if the run dies, the records of its last step are lost",
             path,
             error.strerror,
         )

@@ -62,7 +62,7 @@ def chaos(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help=r"Where trainings are kept in which a fault did not pass \[nowhere].",
+            help=r"Where to keep a training whose fault did not pass \[nowhere].",
             rich_help_panel=_PANEL,
         ),
     ] = None,
@@ -94,7 +94,7 @@ def chaos(
         )
     kinds = _kinds(fault or (), settings)
     if platform.system() != "Linux":
-        raise RrfpError("faults are injected by means of Linux; run rrfp chaos there")
+        raise RrfpError("rrfp chaos injects its faults through Linux; run it there")
     from rrfp.train.ranks.stopping import StopRequestedError, stopping_on_sigterm
 
     verdicts: list[Verdict] = []

@@ -94,8 +94,8 @@ class ReportFile:
             file.close()
             raise RrfpError(
                 f"the run's directory {self._path.parent} was removed or moved away, and nobody "
-                "would find what else the run makes; start it again, with --save if it is to go on "
-                "without"
+                "would find the run's results; start it again (with --save a run goes on without "
+                "its directory)"
             )
         if not self._is_gone:
             self._is_gone = True

@@ -168,7 +168,8 @@ def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:
         # A small file can claim billions of rows that are alike.
         if num_rows > num_bytes:
             raise UsageError(
-                f"{path} claims {num_rows} rows in {num_bytes} bytes; give --data texts that differ"
+                f"{path} claims {num_rows} rows in {num_bytes} bytes, so nearly all would be the "
+                "same text; give --data another file"
             )
         batches = table.select(text_key).collect_batches(chunk_size=_ROWS)
         rows = chain.from_iterable(batch[text_key] for batch in batches)

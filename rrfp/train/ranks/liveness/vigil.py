@@ -5,9 +5,9 @@ stopped it, or none of its threads can run. And a rank that beats, but whose mai
 for one moment, while it waits for no other rank: it hangs in a read, in a lock, in a sleep.
 
 Whoever computes is at work however long it takes: its threads run, or would if they had a
-processor. So is whoever waits for others, for that is decided elsewhere (the stall board, gloo),
-unless all do, and whoever a debugger holds. Only what passes while this process looks counts, so that it may
-itself be stopped.
+processor. So is whoever a debugger holds, and whoever waits for others, for that is decided
+elsewhere (the stall board, gloo), unless all ranks do. Only the time in which this process looks
+counts, so that it may itself be stopped.
 """
 
 from collections.abc import Sequence
@@ -159,8 +159,7 @@ class Vigil:
     def _is_deadlock(self) -> bool:
         """Whether all ranks of the run wait for each other, and none has run for long."""
         return self._sees_all and all(
-            watched.page.waits is Waits.OTHERS
-            and watched.inert_s >= self._silence_s * _UNSURE
+            watched.page.waits is Waits.OTHERS and watched.inert_s >= self._silence_s * _UNSURE
             for watched in self._ranks.values()
         )
 
