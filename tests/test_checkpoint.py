@@ -7,9 +7,9 @@ import queue
 import re
 import resource
 import shutil
-import tempfile
 import signal
 import subprocess
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator

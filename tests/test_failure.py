@@ -101,7 +101,15 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
     }
     assert str(_first_failure(failures, run, str)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
-        f"stopped it, while rank 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
+        f"stopped it, while ranks 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
+    )
+
+
+def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None:
+    deadlock = Standstill(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
+    failures = {0: Failure(6, -signal.SIGKILL, 2.0, None, True, deadlock)}
+    assert "killed: every rank of the run waited for another; its output" in str(
+        _first_failure(failures, RunDir(tmp_path), str)
     )
 
 

@@ -154,7 +154,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
             for flags in (
                 "--tp=2 --dispatch=megatron",
                 "--dp=2 --distributed-optimizer --save=ck --save-every=1",
-                "--model=vlm --heldout-every=1 --admit=plan",
+                "--model=vlm --heldout-every=1 --admit=pyramid",
                 "--dp=2 --ep=2 --model=moe --save=ck --save-every=5 --save-async",
             )
         ),

@@ -224,8 +224,9 @@ def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str
     seconds = f" for {standstill.seen_s:.0f} s" if standstill.seen_s >= 1 else ""
     at = f", at {place}" if place else ""
     told = f"stood still {standstill.stage}{seconds}{at}, and was killed: {standstill.why}"
-    if standstill.waiting:
-        told += f", while rank {', '.join(map(str, standstill.waiting))} waited"
+    if standstill.waiting and standstill.why is not Why.DEADLOCK:
+        ranks = "rank" if len(standstill.waiting) == 1 else "ranks"
+        told += f", while {ranks} {', '.join(map(str, standstill.waiting))} waited"
     advice = "see who stops it" if standstill.why is Why.STOPPED else "--silence gives it longer"
     where = f"its stack is in {log}" if failure.stacks else f"its output is in {log}"
     return f"{told}; {where}, and {advice}"
