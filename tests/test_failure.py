@@ -101,7 +101,8 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
     }
     assert str(_first_failure(failures, run, str)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
-        f"stopped it, while ranks 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops it"
+        f"stopped it, while ranks 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops "
+        "it"
     )
 
 
