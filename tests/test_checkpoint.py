@@ -43,7 +43,7 @@ from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.cpu.checkpoints import _staged, _write
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints import beginning, loading
+from rrfp.train.checkpoints import beginning, loading, session
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
@@ -273,6 +273,31 @@ def test_copied_checkpoints_leave_the_run_of_the_first_ones_alone(
     assert beginning.run.path.parent == Path("runs")
     assert told[0].startswith("The run in run saves to another directory")
     assert beginning.first_step == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc", "..", "", ".", "step-1/../..", "step-00000001/x", ".saving-probe", "step-1"]
+)
+def test_what_is_no_checkpoints_name_leads_nowhere(tmp_path: Path, name: str) -> None:
+    found = CheckpointDir(tmp_path)
+    with pytest.raises(ValueError, match="is not the name of a checkpoint"):
+        found.saved(name)
+    begun = found.begin(12)
+    assert found.saved(begun.name) == begun
+    assert found.saved("step-00000012") == tmp_path / "step-00000012"
+
+
+def test_a_checkpoint_that_rank_0_names_elsewhere_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"session": 1, "name": str(tmp_path)}
+    monkeypatch.setattr(session, "broadcast_json", lambda _, decode: decode(told))
+    rank_1: Any = SimpleNamespace(rank=1)
+    with (
+        pytest.raises(ValueError, match="is not the name of a checkpoint"),
+        session.session_of(RunDir(tmp_path / "run"), settings_in(tmp_path), rank_1),
+    ):
+        pass
 
 
 def test_nothing_is_made_for_a_run_that_is_done_and_gone(

@@ -255,6 +255,30 @@ def test_a_rank_without_peers_closes() -> None:
     assert not closing.is_alive()
 
 
+def test_a_listener_goes_on_after_a_handshake_that_had_no_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = Listener(*(1, [], lambda *_: None), unix=False, tcp=True, address="127.0.0.1")
+    own.open()
+    own.accept()
+    assert own.where.tcp is not None
+    address = own.where.tcp.host, own.where.tcp.port
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "rrfp-handshake":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection(address, PATIENCE_S) as refused:
+            assert refused.recv(1) == b""
+    with socket.create_connection(address, PATIENCE_S) as taken:
+        assert taken.recv(1) != b""
+    own.close()
+
+
 def test_several_ranks_connect_in_any_order() -> None:
     store = HashStore()
     inboxes = [Inbox() for _ in range(5)]

@@ -1,15 +1,19 @@
 """What a failing rank tells its launcher."""
 
+import errno
 import json
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from rrfp.errors import first_line
+from rrfp.errors import UsageError, first_line
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
+from rrfp.train.ranks import process
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 from rrfp.train.ranks.launch import _first_failure
 from rrfp.train.ranks.liveness.child import Failure
@@ -121,6 +125,21 @@ def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path
     }
     told = str(_first_failure(failures, RunDir(tmp_path), str))
     assert told.startswith("rank 0 failed: no memory")
+
+
+def test_a_rank_ends_even_if_its_report_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: FailureReport) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def end(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(FailureReport, "write", full)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        process._fail(UsageError("no memory"))
+    assert ended.value.code == UsageError.exit_code
 
 
 def test_without_a_launcher_nothing_is_written(

@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+from rrfp.errors import RrfpError
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spills.spill import is_being_written
 from rrfp.train.ranks.hosts import gathering
@@ -136,13 +137,35 @@ def test_hosts_that_share_the_directory_send_nothing(hosts: Hosts) -> None:
     assert not hosts.store.check([f"{PREFIX}/1/0"])
 
 
+@pytest.mark.parametrize("planted", ["not JSON", "[true]", '[1, ""]', '"../x"', "\xff"])
+@pytest.mark.parametrize("key", ["token", "answer/1"])
+def test_what_no_host_says_of_its_directory_is_told(hosts: Hosts, key: str, planted: str) -> None:
+    hosts.store.set(f"{PREFIX}/{key}", planted)
+    with (
+        hosts.beating(0) if key == "token" else nullcontext(),
+        pytest.raises(RrfpError, match=f"the value of '{PREFIX}/{key}' at here is not what host"),
+    ):
+        hosts.be(1 if key == "token" else 0, nothing)
+
+
+def test_a_flight_record_may_come_before_its_ranks_records(hosts: Hosts) -> None:
+    hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
+    for number, piece in enumerate(
+        ("records/rank-2.ring\nring", "records/rank-2.jsonl\nlines", "")
+    ):
+        hosts.store.set(f"{PREFIX}/1/{number}", piece)
+    hosts.be(0, nothing)
+    for name, data in (("ring", b"ring"), ("jsonl", b"lines")):
+        assert (hosts.runs[0].path / f"records/rank-2.{name}").read_bytes() == data
+
+
 @pytest.mark.parametrize(
     "name", ["../stolen", "records/rank-1.jsonl", "/etc/passwd", "records/rank-2.jsonl/x", "\xff"]
 )
 def test_a_file_that_is_none_of_a_hosts_own_is_not_written(
     hosts: Hosts, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hosts.store.set(f"{PREFIX}/answer/1", "false")
+    hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
     hosts.store.set(f"{PREFIX}/1/0", f"{name}\ndata")
     hosts.be(0, nothing)
     assert [*hosts.runs[0].path.iterdir()] == []
@@ -153,7 +176,7 @@ def test_a_file_that_is_none_of_a_hosts_own_is_not_written(
 
 def test_a_host_that_sends_nothing_is_named(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
     hosts.silence_s = 0.5
-    hosts.store.set(f"{PREFIX}/answer/1", "false")
+    hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
     hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
     hosts.be(0, nothing)
     assert "host 1 sent no records for 0.5 s; the trace lacks the rest of ranks 2, 3" in caplog.text
@@ -165,7 +188,7 @@ def test_a_silent_host_is_not_waited_for_again(
 ) -> None:
     """Nor does a call that never returns keep the records from whoever opens the run."""
     hosts.silence_s = 1.0
-    hosts.store.set(f"{PREFIX}/answer/1", "false")
+    hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
     hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
     hosts.store.set("rrfp/pulse/1", '[1, "here", "node1", ""]')
     spill = hosts.runs[0].path / "records/rank-2.jsonl"
@@ -183,7 +206,7 @@ def test_a_silent_host_is_not_waited_for_again(
 
 def test_what_host_0_does_not_take_stays(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
     hosts.silence_s = 3.0
-    hosts.store.set(f"{PREFIX}/token", "unknown here")
+    hosts.store.set(f"{PREFIX}/token", '"0123abcd"')
     with hosts.beating(0):
         hosts.be(1, lambda: hosts.put(1, "records/rank-2.jsonl", b"mine"))
     (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]

@@ -136,6 +136,8 @@ class Watched:
                 state, runnable = "R", 1.0
             case "swaps":
                 state, faults = "D", 3
+            case "imports":
+                ran = 0.01
             case "waits":
                 waits = Waits.OTHERS
             case "polls":
@@ -239,6 +241,18 @@ def test_ranks_that_all_wait_for_another_are_found(monkeypatch: pytest.MonkeyPat
 
 def test_another_host_may_be_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Watched(monkeypatch, 2, sees_all=False).pass_s("waits", "waits", for_s=600) is None
+
+
+def test_who_only_reads_what_it_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    assert watched.pass_s("imports", "imports", for_s=100) is None
+    assert watched.pass_s("imports", "silent", for_s=10) is not None
+
+
+def test_who_has_ended_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    watched.vigil.remove(1)
+    assert watched.pass_s("computes", "silent", for_s=100) is None
 
 
 def test_a_short_stop_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None:

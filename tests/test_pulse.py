@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
-from rrfp.train.ranks.hosts import pulse
+from rrfp.train.ranks.hosts import answers, pulse
 from rrfp.train.ranks.hosts.answers import AnsweringStore
 from rrfp.train.ranks.hosts.pulse import Pulse
 
@@ -217,6 +218,24 @@ def test_what_is_no_word_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) 
         wire.store.set("rrfp/pulse/1", planted)  # type: ignore[arg-type]
         await_that(here.lost)
         assert here.lost().startswith("the value of 'rrfp/pulse/1' in the run's store is not what")
+
+
+def test_who_has_no_threads_left_for_a_while_is_heard_again(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_refused = 0
+
+    def refuse(*_: object) -> NoReturn:
+        nonlocal num_refused
+        num_refused += 1
+        raise RuntimeError("can't start new thread")
+
+    with beating(wire, 0) as here, beating(wire, 1):
+        await_that(lambda: here.has_come(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(answers, "answer_of", refuse)
+            await_that(lambda: num_refused > 3)
+        watch(here)
 
 
 def test_a_name_is_shown_without_control_characters(wire: Wire) -> None:

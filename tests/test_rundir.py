@@ -15,7 +15,7 @@ from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
 from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir, create_run_dir, runs_in
+from rrfp.trace.rundir import RunDir, create_run_dir, own_files, runs_in
 from rrfp.trace.spills.merge import encode_run
 from rrfp.trace.spills.spill import SpillWriter, row_of
 from tests.recordings import make_recording
@@ -113,6 +113,15 @@ def test_an_existing_directory_is_refused_unless_forced() -> None:
         create_run_dir(Path("out"), False, "bf")
     create_run_dir(Path("out"), True, "bf")
     assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+def test_an_existing_directory_becomes_its_users_alone_where_a_new_one_would_be() -> None:
+    Path("out").mkdir(mode=0o755)
+    create_run_dir(Path("out"), True, "bf")
+    assert Path("out").stat().st_mode & 0o777 == 0o755
+    with own_files():
+        create_run_dir(Path("out"), True, "bf")
+    assert Path("out").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_in_the_way_is_refused() -> None:

@@ -299,13 +299,14 @@ def _encode_what_is_there(run: "RunDir") -> None:
 
     if not run.path.is_dir():
         return
-    *_, session = run.sessions() or [run]
-    if not session.records.is_dir():
-        return
     try:
+        *_, session = run.sessions() or [run]
+        if not session.records.is_dir():
+            return
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
-    except RrfpError as error:
+    # Why the run failed is yet to be told, perhaps that its disk takes nothing any more.
+    except (RrfpError, OSError) as error:
         typer.echo(f"No trace was made: {error}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)

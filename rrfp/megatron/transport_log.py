@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.distributed import Store
 
-from rrfp.errors import reason_of
+from rrfp.errors import RrfpError, reason_of
 from rrfp.runtime.decoding import integer, member, parsed
 from rrfp.runtime.planes.settling import Settled, Taken
 from rrfp.trace.description import describe_transport
@@ -40,7 +40,7 @@ class TransportLog:
         if self._ranks and self._store.check([self._key(rank) for rank in self._ranks]):
             try:
                 self._write(taken)
-            except OSError as error:
+            except (RrfpError, OSError) as error:
                 _log.warning(
                     "%s does not say what carries the tensors of each link (%s)",
                     self._run.run_json,

@@ -144,6 +144,12 @@ def own_files(*, shared: bool = False) -> Iterator[None]:
         os.umask(before)
 
 
+def _makes_own_files() -> bool:
+    mask = os.umask(_OTHERS)
+    os.umask(mask)
+    return mask & _OTHERS == _OTHERS
+
+
 def expected_ranks(settings: Mapping[str, object]) -> set[int]:
     """The ranks that a run had by its settings; empty if the settings do not say."""
     listed = settings.get("ranks")
@@ -171,6 +177,10 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"{out} exists; choose another directory with --out, or replace the run in it "
                 f"with --force"
             ) from None
+        if _makes_own_files():
+            # Not everybody's may be changed, and then it is as its owner will have it.
+            with suppress(PermissionError):
+                out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
         for file in (
             *(run.run_json, run.metrics, run.admission, run.dealing),
             *(run.outcome, run.joined_trace),

@@ -120,7 +120,7 @@ class Listener:
 
     def accept(self) -> None:
         """Accept connections from now on, until `close`."""
-        if self._sockets:  # a rank without sources has none, and nothing would end the wait
+        if self._sockets:  # a rank without peers has none, and nothing would end the wait
             self._thread.start()
 
     def wait(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -206,9 +206,14 @@ class Listener:
                 oldest = next(iter(self._unproved))
                 evicted = self._unproved.pop(oldest)
                 _shut_down(oldest)
+            try:
+                handshake.start()
+            except RuntimeError:
+                # There may be no more threads for now; who is no stranger dials again.
+                connection.close()
+                return
             self._unproved[connection] = handshake
             self._handshakes.append(handshake)
-            handshake.start()
         if evicted is not None:
             evicted.join(_PAUSE_S)  # so that no more threads are made than can end
 

@@ -334,14 +334,14 @@ class SocketTransport:
             if self._is_closed:
                 return
             self._is_closed = True
-        drivers: list[SourceDriver | DestinationDriver]
-        drivers = [*self._destinations.values(), *self._sources.values()]
         deadline_ns = monotonic() + round(self._close_s * NS_PER_S)
         if farewell:
             self._planes.drain(self._close_s)
         elif self._listener is not None:
             # Who finds a connection closed looks here whether this rank is lost.
             self._listener.close()
+        drivers: list[SourceDriver | DestinationDriver]
+        drivers = [*self._destinations.values(), *self._sources.values()]
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
         have_left = [driver.join() for driver in drivers]

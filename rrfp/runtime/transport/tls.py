@@ -91,16 +91,16 @@ class Tunnels:
             tunnel.shake_hands(time.monotonic() + timeout_s)
             if fingerprint is not None and not hmac.compare_digest(tunnel.fingerprint, fingerprint):
                 raise TlsError("its certificate is not the one that it told of")
+            with self._lock:
+                plain = tunnel.start()
+                # Those of strangers have ended.
+                self._tunnels = [*(each for each in self._tunnels if each.is_alive), tunnel]
         except OSError as error:  # of ssl's, too
             connection.close()
             raise TlsError(f"{error}") from None
         except BaseException:
             connection.close()
             raise
-        with self._lock:
-            plain = tunnel.start()
-            # Those of strangers have ended.
-            self._tunnels = [*(each for each in self._tunnels if each.is_alive), tunnel]
         return plain
 
     def close(self, timeout_s: float) -> None:

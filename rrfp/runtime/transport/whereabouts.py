@@ -27,7 +27,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What a source must know to dial a rank."""
+    """What a peer must know to dial a rank, or to knock."""
 
     directory: str | None
     """Where its Unix socket is, with the secret; None: it has none."""

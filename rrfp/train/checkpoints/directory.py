@@ -24,6 +24,8 @@ from rrfp.train.checkpoints.manifest import FILE, Manifest, missing_part
 _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
+_SAVED = re.compile(rf"{_WHOLE.pattern}|{re.escape(_SAVING)}\d+-[0-9a-f]{{32}}")
+"""The names of checkpoints that are whole, or being written."""
 LOCK = ".lock"
 
 _LOCK_S = 30.0
@@ -65,6 +67,13 @@ class CheckpointDir:
             ) from None
         finally:
             shutil.rmtree(probe, ignore_errors=True)
+
+    def saved(self, name: str) -> Path:
+        """The checkpoint of this name, whole or being written. Raises ValueError for a name that
+        none has: one that another rank tells could lead out of this directory."""
+        if not _SAVED.fullmatch(name):
+            raise ValueError(f"'{name[:100]}' is not the name of a checkpoint")
+        return self.path / name
 
     def newest(self, tell: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
         """The newest whole checkpoint, or None. `tell` receives a sentence about each newer one

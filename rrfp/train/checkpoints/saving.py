@@ -194,11 +194,15 @@ class Saver:
                 name = self._directory.begin(step).name
             except OSError as error:
                 sentence = self._failed(step, error)
-        name, sentence = broadcast_json([name, sentence], _decode_begun)
+
+        def decode(value: object) -> tuple[str, Path | None]:
+            name, sentence = map(text, items(value, 2))
+            return sentence, None if sentence else self._directory.saved(name)
+
+        sentence, saving = broadcast_json([name, sentence], decode)
         if sentence:
             self._fail(sentence, None)
-            return None
-        return self._directory.path / name
+        return saving
 
     def _request(self, saving: Path) -> Any:
         """Plan the checkpoint with all ranks; returns Megatron's AsyncRequest."""
@@ -303,11 +307,6 @@ def _is_lasting(thread: "_Thread | None") -> bool:
 def _decode_problem(value: object) -> tuple[str, bool]:
     sentence, is_lasting = items(value, 2)
     return text(sentence), bool(integer(is_lasting))
-
-
-def _decode_begun(value: object) -> tuple[str, str]:
-    name, sentence = items(value, 2)
-    return text(name), text(sentence)
 
 
 def _decode_told(value: object) -> tuple[str, list[tuple[str, int]]]:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rrfp.errors import RrfpError
 from rrfp.runtime.decoding import integer, member, text
@@ -63,12 +64,14 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
             run = next_session(run.path)
             restore_metrics(run, found)
             told = {"session": run.session, "name": "" if found is None else found.path.name}
-        number, name = broadcast_json(
-            told, lambda value: (integer(member(value, "session")), text(member(value, "name")))
-        )
+
+        def decode(value: object) -> tuple[int, Path | None]:
+            name = text(member(value, "name"))
+            return integer(member(value, "session")), directory.saved(name) if name else None
+
+        number, path = broadcast_json(told, decode)
         checkpoint = None
-        if name:
-            path = directory.path / name
+        if path is not None:
             try:
                 checkpoint = Checkpoint(path, Manifest.read(path))
             except (OSError, ValueError) as error:

@@ -107,6 +107,9 @@ def _watch(
             return _failures(children)
         if (now_s := time.monotonic()) >= look_s:
             look_s = now_s + LOOK_S
+            for rank, child in children.items():
+                if child.has_ended:
+                    vigil.remove(rank)
             _end_still(children, vigil.look(now_s))
         time.sleep(_LOOK_S)
     time.sleep(_LOOK_S)  # others that fail now tell why themselves

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -88,9 +89,11 @@ def _fail(error: Exception) -> NoReturn:
         culprit = Culprit(FoundBy.BOARD)
     elif not is_lost and not is_silence:
         culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
-    FailureReport(
-        sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
-    ).write()
+    # Where the launcher looks for it, the disk may be full; the log says it, too.
+    with suppress(OSError):
+        FailureReport(
+            sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
+        ).write()
     logging.shutdown()
     os._exit(exit_code)
 

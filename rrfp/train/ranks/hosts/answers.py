@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from rrfp.errors import RrfpError, first_line
+from rrfp.runtime.decoding import parsed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -66,6 +67,20 @@ class AnsweringStore:
     def find(self, key: str) -> bytes | None:
         """The value of a key; None if it has none."""
         return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
+
+    def read(self, key: str, decode: Callable[[object], T], whose: str) -> T | None:
+        """What `decode` makes of the JSON under a key; None if there is none. Raises RrfpError if
+        that is not what `whose` rrfp writes there (`decode` raises ValueError)."""
+        data = self.find(key)
+        if data is None:
+            return None
+        try:
+            return decode(parsed(data))
+        except ValueError:
+            raise RrfpError(
+                f"the value of '{key}' at {self._where} is not what {whose} says; see whether it "
+                "runs the same rrfp, and who else can reach that port"
+            ) from None
 
     def take(self, key: str) -> bytes | None:
         """The same, and the key is gone."""

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from rrfp.errors import RrfpError, UsageError, first_line
-from rrfp.runtime.decoding import parsed
+from rrfp.runtime.decoding import items, text
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spills.segments import segments_in
 from rrfp.trace.spills.spill import NUM_SEGMENTS, hold
@@ -42,6 +42,8 @@ _NAME = re.compile(
     r"(?:records(?:-\d+)?/rank-(\d+)(?:(?:\.\d+)?\.jsonl|\.ring)|logs/rank-(\d+)\.log)"
 )
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -84,13 +86,15 @@ def _hosts_apart(store: AnsweringStore, run: RunDir, num_hosts: int, pulse: Puls
     mark = _mark(run, token)
     mark.touch()
     try:
-        store.set(f"{_PREFIX}/token", token)
+        store.set(f"{_PREFIX}/token", json.dumps(token))
         apart = []
         for host in range(1, num_hosts):
-            answer = parsed(_awaited(store, f"{_PREFIX}/answer/{host}", pulse))
-            if isinstance(answer, str):
-                raise UsageError(printable(answer))
-            if answer is False:
+            is_shared, problem = _awaited(
+                store, f"{_PREFIX}/answer/{host}", _decode_answer, host, pulse
+            )
+            if problem:
+                raise UsageError(printable(problem))
+            if not is_shared:
                 apart.append(host)
         return apart
     finally:
@@ -99,17 +103,17 @@ def _hosts_apart(store: AnsweringStore, run: RunDir, num_hosts: int, pulse: Puls
 
 def _shares(store: AnsweringStore, run: RunDir, node_rank: int, pulse: Pulse) -> bool:
     """The part of another host."""
-    token = _awaited(store, f"{_PREFIX}/token", pulse).decode()
+    token = _awaited(store, f"{_PREFIX}/token", _decode_token, 0, pulse)
     mark = _mark(run, token)
-    problem = None
+    problem = ""
     is_shared = mark.exists()
     if not is_shared and run.run_json.exists():
         problem = (
             f"{run.path} on host {node_rank} holds another run, and host 0's is not there; give "
             "that host another --out"
         )
-    store.set(f"{_PREFIX}/answer/{node_rank}", json.dumps(problem or is_shared))
-    if problem is not None:
+    store.set(f"{_PREFIX}/answer/{node_rank}", json.dumps([is_shared, problem]))
+    if problem:
         raise UsageError(problem)
     return is_shared
 
@@ -118,12 +122,27 @@ def _mark(run: RunDir, token: str) -> Path:
     return run.path / f".host-0-{token}"
 
 
-def _awaited(store: AnsweringStore, key: str, pulse: Pulse) -> bytes:
-    while (value := store.find(key)) is None:
+def _awaited(
+    store: AnsweringStore, key: str, decode: Callable[[object], T], host: int, pulse: Pulse
+) -> T:
+    while (told := store.read(key, decode, f"host {host}")) is None:
         if sentence := pulse.lost():
             raise RrfpError(sentence)
         time.sleep(_LOOK_S / 10)
-    return value
+    return told
+
+
+def _decode_token(value: object) -> str:
+    token = text(value)
+    bytes.fromhex(token)  # it becomes a part of a path
+    return token
+
+
+def _decode_answer(value: object) -> tuple[bool, str]:
+    is_shared, problem = items(value, 2)
+    if not isinstance(is_shared, bool):
+        raise ValueError(f"{is_shared!r} is neither true nor false")
+    return is_shared, text(problem)
 
 
 class _Part:
@@ -161,7 +180,7 @@ class _Part:
     def _try(self) -> None:
         try:
             self._work()
-        except (RrfpError, OSError, ValueError) as error:
+        except Exception as error:
             self._warn(first_line(str(error)))
 
     def _warn(self, problem: str) -> None:
@@ -229,6 +248,7 @@ class _Sender(_Part):
             # Asked before a last look: what was written by then is sent.
             is_ending = self._is_ending.is_set()
             due = [path for path in self._new() if is_ending or path.suffix != _RING]
+            due.sort(key=lambda path: path.suffix == _RING)
             has_sent = [self._send_next(path) for path in due]
             if not any(has_sent):
                 if is_ending:
@@ -341,6 +361,7 @@ class _Receiver(_Part):
                 if match[1]:
                     # Whoever reads the run sees that more is to come.
                     hold(self._files[name])
+                if match[1] and path.suffix != _RING:
                     self._remove_older(path, int(match[1]))
             self._files[name].write(data)
             self._files[name].flush()

@@ -22,7 +22,7 @@ from typing import TypeVar
 from torch.distributed import DistError, Store, TCPStore
 
 from rrfp.errors import RrfpError, UsageError, first_line
-from rrfp.runtime.decoding import items, parsed, text
+from rrfp.runtime.decoding import items, mapping, text
 from rrfp.runtime.rendezvous import own_address_towards
 from rrfp.runtime.transport.doorman import let_in
 from rrfp.train.ranks.hosts.answers import AnsweringStore, answer_of
@@ -211,21 +211,15 @@ class _Meeting:
     def _told_by(
         self, host: int, store: AnsweringStore, name: str, decode: Callable[[object], T]
     ) -> T:
-        key = f"rrfp/{name}/{host}"
-        while (data := store.find(key)) is None:
+        while (told := store.read(f"rrfp/{name}/{host}", decode, f"host {host}")) is None:
             self._wait(host)
-        try:
-            return decode(parsed(data))
-        except ValueError:
-            raise RrfpError(
-                f"the value of '{key}' at {self._endpoint.given} is not what host {host} says; see "
-                "whether it runs the same rrfp, and who else can reach that port"
-            ) from None
+        return told
 
     def _claim(self, store: AnsweringStore) -> None:
         """Take this host's place, which only one can have."""
         own = f"{socket.gethostname()} (process {os.getpid()})"
-        holder = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}").decode()
+        claimed = store.claim(f"rrfp/meeting/{self._node_rank}", f"{own} {self._token}")
+        holder = printable(claimed.decode(errors="replace"))
         if holder != f"{own} {self._token}":
             raise UsageError(
                 f"--node-rank {self._node_rank} is taken: {holder.rpartition(' ')[0]} came to "
@@ -287,23 +281,14 @@ class _Meeting:
     def _first(self, store: AnsweringStore) -> tuple[str, dict[str, object]]:
         """What host 0 says first: which run this is, and what its hosts have in common."""
         deadline_s = time.monotonic() + _ANSWER_S
-        while (data := store.find(_FIRST)) is None:
+        while (told := store.read(_FIRST, _decode_first, "host 0")) is None:
             if time.monotonic() > deadline_s:
                 raise UsageError(
                     f"a store listens at {self._endpoint.given}, and no host 0 of rrfp's has come "
                     "to it; give --rdzv-endpoint a port that no other job uses"
                 )
             time.sleep(_LOOK_S)
-        try:
-            token, common = items(parsed(data), 2)
-            if isinstance(common, dict):
-                return text(token), common
-        except ValueError:
-            pass
-        raise RrfpError(
-            f"the value of '{_FIRST}' at {self._endpoint.given} is not what host 0 says; see "
-            "whether it runs the same rrfp, and who else can reach that port"
-        )
+        return told
 
     def _ask(self, ask: Callable[[], T]) -> T:
         """The answer of torch, which is at hand where one is expected."""
@@ -346,6 +331,11 @@ class _Meeting:
         if self._place is None and host is not None:
             return f"run the same command there with --node-rank {host}"
         return "see whether it has started, and what it says"
+
+
+def _decode_first(value: object) -> tuple[str, dict[str, object]]:
+    token, common = items(value, 2)
+    return text(token), mapping(common)
 
 
 def _addresses(value: object) -> list[str]:

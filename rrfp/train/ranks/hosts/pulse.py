@@ -199,7 +199,9 @@ class Pulse:
             now_s = time.monotonic()
             if (paused_s := now_s - self._looked_s) > _PAUSE_S:
                 # Nobody could be heard meanwhile.
-                self._heard_s = {other: at_s + paused_s for other, at_s in self._heard_s.items()}
+                self._heard_s = {
+                    other: min(at_s + paused_s, now_s) for other, at_s in self._heard_s.items()
+                }
             self._looked_s = now_s
             word = self._words.get(host)
             has_ended = word is not None and word.has_come_to(State.PARTED)
@@ -223,9 +225,10 @@ class Pulse:
             try:
                 store = store or self._connect()
                 self._exchange(store)
-            except RrfpError:
-                # A new connection may be heard where this one is not: TCP doubles the time between
-                # its tries, so one that was cut stays deaf for as long again.
+            except (RrfpError, OSError, RuntimeError):
+                # There may be no more files or threads for now. And a new connection may be heard
+                # where this one is not: TCP doubles the time between its tries, so one that was cut
+                # stays deaf for as long again.
                 store = None
             if self._node_rank > 0 and self._published in (State.PARTED, State.FAILED):
                 return  # before the store of the next meeting may be at the same place

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from rrfp.runtime import variables
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
 from rrfp.train.ranks.liveness.heartbeat import STACK_SIGNAL
 from rrfp.train.ranks.liveness.kernel import signal_main_thread
-from rrfp.train.ranks.liveness.page import StatusPage, page_file
+from rrfp.train.ranks.liveness.page import StatusPage, nameless_file, page_file
 from rrfp.train.ranks.liveness.vigil import Standstill
 
 _ANSWER_S = 1.5
@@ -52,7 +51,7 @@ class Child:
         """Start it with these variables besides this process' own. Raises OSError if it cannot be
         started."""
         self._error_file = error_file
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (read when it stands still)
+        self._stacks = nameless_file()
         with page_file() as page:
             self.page = StatusPage(page.fileno())
             shared = (page.fileno(), self._stacks.fileno())

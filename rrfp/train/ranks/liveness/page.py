@@ -6,6 +6,7 @@ directory.
 """
 
 import mmap
+import os
 import struct
 import tempfile
 from enum import IntEnum
@@ -71,6 +72,14 @@ class StatusPage:
 
 def page_file() -> IO[bytes]:
     """An empty page, to be inherited by its rank."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 (its rank's process is given its descriptor)
+    file = nameless_file()
     file.truncate(_BYTES)
     return file
+
+
+def nameless_file() -> IO[bytes]:
+    """A file that no other process can open: on no disk, which could be full, where the system
+    can."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("rrfp"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)

@@ -79,6 +79,11 @@ class Vigil:
     def add(self, rank: int, pid: int, page: StatusPage) -> None:
         self._ranks[rank] = _Watched(pid, page)
 
+    def remove(self, rank: int) -> None:
+        """Watch a rank no longer, if it was watched: it has ended, and others may get its number of
+        a process."""
+        self._ranks.pop(rank, None)
+
     def look(self, now_s: float) -> tuple[int, Standstill] | None:
         """The rank that has stood still for the silence, if one has."""
         elapsed_s = LOOK_S if self._looked_s is None else now_s - self._looked_s
@@ -113,6 +118,8 @@ class Vigil:
         # A system that does not tell what threads do leaves no more to judge by than a stop.
         works = works or not (now.threads_ns or now.is_stopped)
         has_run = works or last.main_thread_ns(watched.pid) != now.main_thread_ns(watched.pid)
+        # Before its first beat it reads what it imports, perhaps over a network.
+        works = works or (has_run and beats == 0)
         waits = watched.page.waits is Waits.OTHERS
         counted_s = min(elapsed_s, _MOST_LOOK_S)
         watched.silent_s = 0.0 if works or beats != last_beats else watched.silent_s + counted_s
