@@ -19,7 +19,7 @@ LAYOUTS = {
     "pp2": ("--pp=2",),
     "pp3": ("--pp=3",),
     "pp4": ("--pp=4",),
-    "pp3-c2": ("--pp=3", "--chunks=2"),
+    "pp3-c2": ("--pp=3", "--chunks=2", "--microbatches=6"),
     "pp2-c2-v": ("--pp=2", "--chunks=2", "--placement=v", "--hint=zb-v"),
     "pp2-tp2-sp": ("--pp=2", "--tp=2", "--sequence-parallel"),
     "pp2-dp2-distopt": ("--pp=2", "--dp=2", "--distributed-optimizer"),
