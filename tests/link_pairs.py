@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.links.wire import Header, Purpose, encode_header
 from rrfp.runtime.planes.nixl_package import HOW_TO_INSTALL, is_installed
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -27,7 +28,6 @@ from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Port, Where
-from rrfp.runtime.transport.wire import Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
 

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.links.wire import MAGIC, VERSION
 from rrfp.runtime.protocols import (
     Arrived,
     Inbox,
@@ -28,7 +29,6 @@ from rrfp.runtime.transport.handshake import HandshakeError, accept_handshake, d
 from rrfp.runtime.transport.private_socket import connect_opened, open_private
 from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.transport.whereabouts import Where
-from rrfp.runtime.transport.wire import MAGIC, VERSION
 from tests.link_pairs import (
     PATIENCE_S,
     PREFIX,

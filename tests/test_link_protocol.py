@@ -21,8 +21,8 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.link import MOST_USELESS, Link
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import NEXT_STATES, LinkOptions, Output, State
+from rrfp.runtime.links.wire import FrameReader, Header, Purpose, encode_header
 from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.wire import FrameReader, Header, Purpose, encode_header
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 

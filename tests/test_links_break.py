@@ -17,6 +17,7 @@ import torch
 
 from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.links.link import MOST_USELESS
+from rrfp.runtime.links.wire import Purpose
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
@@ -24,7 +25,6 @@ from rrfp.runtime.transport import factory
 from rrfp.runtime.transport.door import Door
 from rrfp.runtime.transport.driver import Wrap
 from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.transport.wire import Purpose
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from rrfp.train.settings import TrainSettings

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from rrfp.runtime.links.wire import Header, Purpose, encode_header
 from rrfp.runtime.protocols import (
     Arrived,
     Failed,
@@ -22,7 +23,6 @@ from rrfp.runtime.protocols import (
     PeerLostError,
 )
 from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.transport.wire import Header, Purpose, encode_header
 from tests.link_pairs import (
     PATIENCE_S,
     Pair,

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.runtime.planes.packing import Form
-from rrfp.runtime.protocols import Message, monotonic
-from rrfp.runtime.transport.wire import (
+from rrfp.runtime.links.wire import (
     DTYPES,
     MAX_FORECAST_NS,
     Frame,
@@ -31,6 +29,8 @@ from rrfp.runtime.transport.wire import (
     prepare_message,
     tensor_bytes,
 )
+from rrfp.runtime.planes.packing import Form
+from rrfp.runtime.protocols import Message, monotonic
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.steps import evaluation_step
 

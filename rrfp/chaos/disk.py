@@ -5,7 +5,6 @@ starts see it, and nobody else; it is gone with the last of them. Elsewhere no p
 training may write to a file for a while, which it learns by another error than that of a full disk.
 """
 
-import ctypes
 import os
 import resource
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rrfp.chaos.processes import Marked, Process
+from rrfp.train import libc
 
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
@@ -44,10 +44,9 @@ class PrivateDisk:
     def __init__(self, path: Path) -> None:
         """Raises OSError where this process may not mount."""
         self.path = path
-        self._libc = ctypes.CDLL(None, use_errno=True)
         # Nobody else is to see it, nor to have to remove it.
-        self._call("unshare", _CLONE_NEWNS)
-        self._call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        libc.call("unshare", _CLONE_NEWNS)
+        libc.call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         self._mount(0, "mode=0700")
 
     def fill(self, processes: Marked) -> None:
@@ -69,17 +68,11 @@ class PrivateDisk:
         self._mount(_MS_REMOUNT, "size=50%")
 
     def close(self) -> None:
-        self._call("umount2", os.fsencode(self.path), _MNT_DETACH)
+        libc.call("umount2", os.fsencode(self.path), _MNT_DETACH)
 
     def _mount(self, flags: int, options: str) -> None:
         flags |= _MS_NOSUID | _MS_NODEV
-        self._call(
-            "mount", b"rrfp-chaos", os.fsencode(self.path), b"tmpfs", flags, options.encode()
-        )
-
-    def _call(self, name: str, *arguments: object) -> None:
-        if getattr(self._libc, name)(*arguments) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        libc.call("mount", b"rrfp-chaos", os.fsencode(self.path), b"tmpfs", flags, options.encode())
 
 
 class LimitedFiles:

@@ -51,8 +51,7 @@ def describe_run(
         ],
         **(session or {}),
     }
-    with open_whole(path) as file:
-        file.write(f"{json.dumps(described, indent=2)}\n".encode())
+    _write(path, described)
 
 
 def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
@@ -60,8 +59,7 @@ def describe_transport(run_json: Path, transport: Mapping[str, object]) -> None:
     Raises RrfpError or OSError if the file cannot be read or written."""
     description = read_description(run_json)
     description["transport"] = dict(transport)
-    with open_whole(run_json) as file:
-        file.write(f"{json.dumps(description, indent=2)}\n".encode())
+    _write(run_json, description)
 
 
 def describe_recording(run: RunDir, told: Mapping[str, object]) -> None:
@@ -75,10 +73,14 @@ def describe_recording(run: RunDir, told: Mapping[str, object]) -> None:
             return
         session |= missing
         status = run.run_json.stat()
-        with open_whole(run.run_json) as file:
-            file.write(f"{json.dumps(description, indent=2)}\n".encode())
+        _write(run.run_json, description)
         # The run did not begin now.
         os.utime(run.run_json, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _write(path: Path, description: Mapping[str, object]) -> None:
+    with open_whole(path) as file:
+        file.write(f"{json.dumps(description, indent=2)}\n".encode())
 
 
 class PolicyLog:
@@ -120,8 +122,7 @@ class PolicyLog:
             del self._untold[0]
         if self._untold:
             description[POLICIES] = [*told, *self._untold]
-            with open_whole(self._path) as file:
-                file.write(f"{json.dumps(description, indent=2)}\n".encode())
+            _write(self._path, description)
         self._untold = []
 
 

@@ -10,11 +10,11 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.link import Link
 from rrfp.runtime.links.sending import Outbound
 from rrfp.runtime.links.states import LinkOptions, Output, State
+from rrfp.runtime.links.wire import Frame, FrameError, Header, Purpose
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import forms_of, payload_of
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Arrived, Decided, Forecast, Left, Message, Reported
-from rrfp.runtime.transport.wire import Frame, FrameError, Header, Purpose
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import ReceiveRecord
 

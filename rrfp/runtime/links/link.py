@@ -23,8 +23,7 @@ from rrfp.runtime.links.ends import Ends, Far
 from rrfp.runtime.links.quiet import TRIES, Quiet
 from rrfp.runtime.links.sending import Heard, Outbound, Sending
 from rrfp.runtime.links.states import NEXT_STATES, Connection, LinkOptions, Output, State
-from rrfp.runtime.protocols import Failed, PeerLostError, PeerSilentError
-from rrfp.runtime.transport.wire import (
+from rrfp.runtime.links.wire import (
     Frame,
     FrameError,
     FrameReader,
@@ -33,6 +32,7 @@ from rrfp.runtime.transport.wire import (
     Purpose,
     encode_header,
 )
+from rrfp.runtime.protocols import Failed, PeerLostError, PeerSilentError
 from rrfp.trace.records import NS_PER_S
 
 MOST_USELESS = 10

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rrfp.runtime.planes.packing import Form
-from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.protocols import Message
-from rrfp.runtime.transport.wire import (
+from rrfp.runtime.links.wire import (
     UNCOUNTED,
     Frame,
     FrameError,
@@ -27,6 +24,9 @@ from rrfp.runtime.transport.wire import (
     Purpose,
     encode_header,
 )
+from rrfp.runtime.planes.packing import Form
+from rrfp.runtime.planes.plane import Posted
+from rrfp.runtime.protocols import Message
 
 CONFIRM_FRAMES = 64
 CONFIRM_BYTES = 4 * 2**20

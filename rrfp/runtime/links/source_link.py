@@ -15,11 +15,7 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.link import Link
 from rrfp.runtime.links.sending import Outbound
 from rrfp.runtime.links.states import LinkOptions, Output, Released, State
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.packing import payload_of
-from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.protocols import Message, PeerLostError
-from rrfp.runtime.transport.wire import (
+from rrfp.runtime.links.wire import (
     Frame,
     FrameError,
     Header,
@@ -28,6 +24,10 @@ from rrfp.runtime.transport.wire import (
     payload_bytes,
     tensor_bytes,
 )
+from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.planes.packing import payload_of
+from rrfp.runtime.planes.plane import Posted
+from rrfp.runtime.protocols import Message, PeerLostError
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, SendRecord
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.runtime import variables
-from rrfp.runtime.transport.wire import MAGIC
+from rrfp.runtime.links.wire import MAGIC
 
 
 class LinkFault(StrEnum):

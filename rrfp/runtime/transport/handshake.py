@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Container
 
-from rrfp.runtime.transport.wire import MAGIC, VERSION
+from rrfp.runtime.links.wire import MAGIC, VERSION
 
 SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32

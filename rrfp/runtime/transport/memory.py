@@ -16,9 +16,9 @@ from rrfp.runtime.links.destination_link import DestinationLink
 from rrfp.runtime.links.link import Link
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import LinkOptions, Output, Released, State
+from rrfp.runtime.links.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.runtime.planes.plane import Pull
 from rrfp.runtime.protocols import Inbox, Message
-from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
 

@@ -25,6 +25,7 @@ from rrfp.runtime.links.destination_link import DestinationLink, LinkPlane
 from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import LinkOptions
+from rrfp.runtime.links.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -40,7 +41,6 @@ from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
 from rrfp.runtime.transport.source_driver import SourceDriver
 from rrfp.runtime.transport.tls import Tunnels
 from rrfp.runtime.transport.whereabouts import Where
-from rrfp.runtime.transport.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 

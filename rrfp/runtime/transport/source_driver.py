@@ -3,11 +3,11 @@
 from rrfp.errors import RrfpError
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import Output, Released
+from rrfp.runtime.links.wire import Purpose
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Posted, Pull
 from rrfp.runtime.protocols import Message
 from rrfp.runtime.transport.driver import MAX_BUFFERS_PER_WRITE, LinkDriver
-from rrfp.runtime.transport.wire import Purpose
 from rrfp.schedule.tasks import Task
 
 

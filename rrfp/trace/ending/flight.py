@@ -25,7 +25,7 @@ from rrfp.trace.records import RECORD_TYPES, Record, num_times
 
 _MAGIC = b"rrfpring"
 _VERSION = 1
-_FILE_BYTES = 4 * 2**20
+FILE_BYTES = 4 * 2**20
 """Room for 29,000 records: seconds of most runs, and 0.3 s of 100,000 a second."""
 _HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8sI?")
@@ -39,7 +39,7 @@ _LONGEST_TEXT = _TEXT.size - 1
 _BEGIN = struct.Struct("<qB")
 """A record's number, counted from 1, and its type."""
 _SLOT_BYTES = 144
-MOST_RECORDS = (_FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
+MOST_RECORDS = (FILE_BYTES - _HEADER_BYTES) // _SLOT_BYTES
 
 
 class _Form:
@@ -81,11 +81,11 @@ class FlightRing:
         self._path = path
         with path.open("w+b") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, _FILE_BYTES)
+                os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
             except OSError:
                 path.unlink()
                 raise
-            self._map = mmap.mmap(file.fileno(), _FILE_BYTES)
+            self._map = mmap.mmap(file.fileno(), FILE_BYTES)
         self._view = memoryview(self._map)
         _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION, False)
         self._texts = _Texts(self._map)
@@ -104,7 +104,7 @@ class FlightRing:
     def clear(self) -> None:
         """Forget all records; nobody may put one meanwhile. It also brings all pages into memory,
         so that no later record waits for one."""
-        self._map[_HEADER_BYTES:] = bytes(_FILE_BYTES - _HEADER_BYTES)
+        self._map[_HEADER_BYTES:] = bytes(FILE_BYTES - _HEADER_BYTES)
         # One call of a C function, so that no two threads get the same place.
         offsets = [_HEADER_BYTES + slot * _SLOT_BYTES for slot in range(MOST_RECORDS)]
         places = zip(itertools.count(1), itertools.count(-2, -1), itertools.cycle(offsets))
@@ -182,8 +182,8 @@ def read_flight(path: Path) -> Flight | None:
     """What is in a flight record, however its rank ended; None if it is not one. Slots that are not
     whole or hold numbers that no run has are left out. May raise OSError."""
     with path.open("rb") as file:
-        data = file.read(_FILE_BYTES + 1)
-    if len(data) != _FILE_BYTES:
+        data = file.read(FILE_BYTES + 1)
+    if len(data) != FILE_BYTES:
         return None
     magic, version, is_closed = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, _VERSION):

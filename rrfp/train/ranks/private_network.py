@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime import variables
+from rrfp.train import libc
 from rrfp.train.ranks import network_maker
 from rrfp.train.setting_groups import DeviceKind, Network, RunSettings
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _CAPABILITY_VERSION_3 = 0x20080522
 _MAKE_S = 10.0
 
@@ -111,7 +111,7 @@ def enter_network() -> None:
             # All at first: from within a namespace of users the launcher's files are out of reach.
             namespaces = [opened.enter_context(Path(path).open("rb")) for path in paths]
             for namespace in namespaces:
-                _call("setns", namespace.fileno(), 0)
+                libc.call("setns", namespace.fileno(), 0)
         if len(paths) > 1:
             _drop_capabilities()
     except OSError as error:
@@ -126,13 +126,7 @@ def _drop_capabilities() -> None:
     what its user can, and no more."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
-    _call("capset", header, none)
-
-
-def _call(name: str, *arguments: object) -> None:
-    """A call of the C library. Python has setns from 3.12 on."""
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
-        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+    libc.call("capset", header, none)
 
 
 def told_network() -> str:

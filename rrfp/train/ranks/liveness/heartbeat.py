@@ -1,6 +1,5 @@
 """A rank's own part: it shows its launcher that it lives, and ends when its launcher is gone."""
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -11,6 +10,7 @@ from typing import NoReturn
 
 from rrfp.errors import RrfpError
 from rrfp.runtime import variables
+from rrfp.train import libc
 from rrfp.train.ranks.liveness.page import StatusPage, Waits
 from rrfp.train.ranks.liveness.stack import frames_of, standing_at, waits_of
 
@@ -27,7 +27,7 @@ _page: StatusPage | None = None
 def end_with_launcher() -> None:
     """Have the kernel kill this process when its launcher ends, even while it is stopped. Called as
     early as can be."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # It may have ended before.
     if os.getppid() != _launcher():
         os._exit(RrfpError.exit_code)

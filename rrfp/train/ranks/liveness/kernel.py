@@ -1,12 +1,13 @@
 """What the kernel says of a process, which needs no answer of it: proc(5)."""
 
-import ctypes
 import os
 import re
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from rrfp.train import libc
 
 _PROC = Path("/proc")
 _TRACED_BY = re.compile(rb"^TracerPid:\s+(\d+)", re.MULTILINE)
@@ -80,10 +81,9 @@ def session_of(leader: int) -> list[int]:
 def signal_main_thread(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process' main thread alone. If that is stopped, it takes the signal before
     it goes on; one sent to the process is taken by whichever thread goes on first."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "tgkill"):
-        libc.tgkill(pid, pid, int(number))
-    else:  # before glibc 2.30
+    try:
+        libc.call("tgkill", pid, pid, int(number))
+    except AttributeError:  # before glibc 2.30
         os.kill(pid, number)
 
 
