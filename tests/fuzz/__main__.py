@@ -68,8 +68,12 @@ def main() -> int:
             count = -(-asked.inputs * READERS[name].share // shares)
             numbers = range(asked.first, asked.first + count)
             tallies[name] = pool.submit(_fuzz, name, asked.seed, numbers, asked.keep.absolute())
-        for name, tally in tallies.items():
-            total += _show(name, tally.result())
+        try:
+            for name, tally in tallies.items():
+                total += _show(name, tally.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # nobody waits for the other readers
+            raise
     _say(f"{sum(total.values())} inputs in {time.monotonic() - begun_s:.0f} s: {dict(total)}")
     if total["found"]:
         _say(f"What was found is in {asked.keep}")
