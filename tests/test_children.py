@@ -27,7 +27,8 @@ if how == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if how == "abort-when-asked":
     signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGABRT))
-(here / f"pid-{rank}").write_text(str(os.getpid()))
+(here / f"own-{rank}").write_text(str(os.getpid()))
+(here / f"own-{rank}").rename(here / f"pid-{rank}")
 while len(list(here.glob("pid-*"))) < len(sys.argv[2].split(",")):
     time.sleep(0.01)
 if how == "tell":
@@ -64,7 +65,10 @@ def test_all_that_end_well_are_no_failures(tmp_path: Path) -> None:
     assert run(tmp_path, "end", "end") == {}
 
 
-def test_one_failure_ends_them_all_and_its_report_is_read(tmp_path: Path) -> None:
+def test_one_failure_ends_them_all_and_its_report_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "_LOOK_S", 1.0)  # both that fail have as long to do so
     failures = run(tmp_path, "wait", "tell", "stubborn", "garbage")
     assert {rank: failure.exit_code for rank, failure in failures.items()} == {
         0: -signal.SIGTERM,
@@ -137,7 +141,8 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it 
 time.sleep(0.3)  # a request that comes now counts, too
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-(here / f"pid-{rank}").write_text(str(os.getpid()))
+(here / f"own-{rank}").write_text(str(os.getpid()))
+(here / f"own-{rank}").rename(here / f"pid-{rank}")
 if how == "fail" and rank == "0":
     sys.exit(3)
 while not asked or how == "deaf":
