@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.chaos.injecting import Injected
-from rrfp.chaos.judging import Seen, Verdict, judge
+from rrfp.chaos.judging import Seen, Verdict, judge, names_disk
 from rrfp.chaos.plan import (
     OF_LINKS,
     PASSING,
@@ -173,6 +173,15 @@ def test_what_is_not_is_said(fault: Fault, seen: Seen, complaint: str) -> None:
     verdict = judge(fault, seen)
     assert any(complaint in each for each in verdict.complaints), verdict.complaints
     assert not verdict.compared("").has_passed
+
+
+def test_a_full_disk_is_named_by_an_end_that_comes_later() -> None:
+    told = "rrfp: the checkpoint of step 40 could not be written to /tmp/full/ck"
+    assert names_disk(OF_DISK, told)
+    assert not names_disk(
+        OF_DISK, "rrfp: rank 0 failed: no memory (see /tmp/full/run/logs/rank-0.log)"
+    )
+    assert not names_disk(OF_RANK, told)
 
 
 def test_a_training_that_comes_out_otherwise_fails_its_faults() -> None:

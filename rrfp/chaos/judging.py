@@ -121,12 +121,17 @@ def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
     if _was_asked(fault, seen) or _is_launcher_killed(fault, seen):
         return None
     if injected.path is not None:
-        # Every failure names the log, too.
-        return injected.path in seen.sentence.replace(f"{injected.path}/run/logs", "")
+        return names_disk(injected, seen.sentence)
     if injected.link is not None:
         named = None if culprit is None else culprit.link
         return named is not None and {*named} == {*injected.link}
     return culprit is not None and culprit.rank == injected.rank
+
+
+def names_disk(injected: Injected, sentence: str) -> bool:
+    """Whether an error names the disk that was filled. Every failure names the log, too."""
+    path = injected.path
+    return path is not None and path in sentence.replace(f"{path}/run/logs", "")
 
 
 def _found_by(fault: Fault, seen: Seen) -> str:
