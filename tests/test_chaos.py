@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.chaos.injecting import Injected
-from rrfp.chaos.judging import Seen, Verdict, judge, names_disk
+from rrfp.chaos.judging import Seen, Verdict, judge, judge_late_end
 from rrfp.chaos.plan import (
     OF_LINKS,
     PASSING,
@@ -175,13 +175,18 @@ def test_what_is_not_is_said(fault: Fault, seen: Seen, complaint: str) -> None:
     assert not verdict.compared("").has_passed
 
 
-def test_a_full_disk_is_named_by_an_end_that_comes_later() -> None:
-    told = "rrfp: the checkpoint of step 40 could not be written to /tmp/full/ck"
-    assert names_disk(OF_DISK, told)
-    assert not names_disk(
-        OF_DISK, "rrfp: rank 0 failed: no memory (see /tmp/full/run/logs/rank-0.log)"
-    )
-    assert not names_disk(OF_RANK, told)
+def test_a_full_disk_may_end_a_session_later_and_nothing_else_may() -> None:
+    for told, complaint in (
+        ("rrfp: the checkpoint of step 40 could not be written to /tmp/full/ck", ()),
+        ("rrfp: no memory (see /tmp/full/run/logs/rank-0.log)", ("it ended later: ",)),
+    ):
+        verdicts = [
+            judge(DISK, replace(WENT_ON, injected=OF_DISK)),
+            judge(DROP, replace(WENT_ON, injected=OF_LINK)),
+        ]
+        judge_late_end(verdicts, told)
+        assert verdicts[0].complaints == ()
+        assert tuple(each[:16] for each in verdicts[1].complaints) == complaint
 
 
 def test_a_training_that_comes_out_otherwise_fails_its_faults() -> None:

@@ -281,10 +281,10 @@ def test_copied_checkpoints_leave_the_run_of_the_first_ones_alone(
 def test_what_is_no_checkpoints_name_leads_nowhere(tmp_path: Path, name: str) -> None:
     found = CheckpointDir(tmp_path)
     with pytest.raises(ValueError, match="is not the name of a checkpoint"):
-        found.saved(name)
+        found.path_of(name)
     begun = found.begin(12)
-    assert found.saved(begun.name) == begun
-    assert found.saved("step-00000012") == tmp_path / "step-00000012"
+    assert found.path_of(begun.name) == begun
+    assert found.path_of("step-00000012") == tmp_path / "step-00000012"
 
 
 def test_a_checkpoint_that_rank_0_names_elsewhere_is_not_read(

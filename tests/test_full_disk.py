@@ -1,13 +1,18 @@
 """A run whose disk is full, or whose directory is removed: it trains on where it can, says what it
 could not write, and leaves nothing half-written."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from rrfp.cli.train import _encode_what_is_there
+from rrfp.trace import locate
 from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from tests.small_disks import fill, small_disk
 from tests.trained import Training, read_metrics, rrfp_here
@@ -69,3 +74,19 @@ def test_a_run_without_its_directory_ends_unless_it_saves(tmp_path: Path) -> Non
     assert found.step == STEPS
     lines = (found.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(STEPS)]
+
+
+def test_a_read_only_disk_does_not_hide_why_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is told after what is left of the run has become a trace, or has not."""
+
+    def refuse(_: Path) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    run = RunDir(tmp_path)
+    run.records.mkdir()
+    run.rank_records(0).touch()
+    monkeypatch.setattr(locate, "resolve_session", refuse)
+    _encode_what_is_there(run)
+    assert "No trace was made: " in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rrfp.chaos.disk import Disk
 from rrfp.chaos.injecting import Injected, Pace, await_moment, inject
-from rrfp.chaos.judging import GRACE_S, Seen, Verdict, judge, last_sentence, names_disk
+from rrfp.chaos.judging import GRACE_S, Seen, Verdict, judge, judge_late_end, last_sentence
 from rrfp.chaos.learned import Learned, learned
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
@@ -145,11 +145,7 @@ class Campaign:
         if not _await_end(session, _UNDISTURBED_S):
             raise RrfpError(f"a training did not end within {_UNDISTURBED_S:.0f} s")
         if verdicts and session.exit_code != 0:
-            told = last_sentence(session.said())
-            # The last checkpoint may be due before a full disk has room again.
-            if not any(names_disk(verdict.seen.injected, told) for verdict in verdicts):
-                late = f"it ended later: {told}"
-                verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
+            judge_late_end(verdicts, last_sentence(session.said()))
         return verdicts
 
     def _see(self, session: TrainingSession, fault: Fault, injected: Injected, newest: int) -> Seen:

@@ -121,14 +121,22 @@ def _is_named_right(fault: Fault, seen: Seen) -> bool | None:
     if _was_asked(fault, seen) or _is_launcher_killed(fault, seen):
         return None
     if injected.path is not None:
-        return names_disk(injected, seen.sentence)
+        return _names_disk(injected, seen.sentence)
     if injected.link is not None:
         named = None if culprit is None else culprit.link
         return named is not None and {*named} == {*injected.link}
     return culprit is not None and culprit.rank == injected.rank
 
 
-def names_disk(injected: Injected, sentence: str) -> bool:
+def judge_late_end(verdicts: list[Verdict], sentence: str) -> None:
+    """Add to the last verdict of a session that had gone on after its faults, and then failed."""
+    # The last checkpoint may be due before a full disk has room again.
+    if not any(_names_disk(verdict.seen.injected, sentence) for verdict in verdicts):
+        late = f"it ended later: {sentence}"
+        verdicts[-1] = replace(verdicts[-1], complaints=(*verdicts[-1].complaints, late))
+
+
+def _names_disk(injected: Injected, sentence: str) -> bool:
     """Whether an error names the disk that was filled. Every failure names the log, too."""
     path = injected.path
     return path is not None and path in sentence.replace(f"{path}/run/logs", "")

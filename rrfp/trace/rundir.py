@@ -178,7 +178,7 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"with --force"
             ) from None
         if _makes_own_files():
-            # Not everybody's may be changed, and then it is as its owner will have it.
+            # Another user's directory is as that user wants it.
             with suppress(PermissionError):
                 out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
         for file in (

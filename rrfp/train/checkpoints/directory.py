@@ -68,7 +68,7 @@ class CheckpointDir:
         finally:
             shutil.rmtree(probe, ignore_errors=True)
 
-    def saved(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """The checkpoint of this name, whole or being written. Raises ValueError for a name that
         none has: one that another rank tells could lead out of this directory."""
         if not _SAVED.fullmatch(name):

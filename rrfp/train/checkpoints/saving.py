@@ -197,7 +197,7 @@ class Saver:
 
         def decode(value: object) -> tuple[str, Path | None]:
             name, sentence = map(text, items(value, 2))
-            return sentence, None if sentence else self._directory.saved(name)
+            return sentence, None if sentence else self._directory.path_of(name)
 
         sentence, saving = broadcast_json([name, sentence], decode)
         if sentence:

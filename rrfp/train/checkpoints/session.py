@@ -67,7 +67,7 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
 
         def decode(value: object) -> tuple[int, Path | None]:
             name = text(member(value, "name"))
-            return integer(member(value, "session")), directory.saved(name) if name else None
+            return integer(member(value, "session")), directory.path_of(name) if name else None
 
         number, path = broadcast_json(told, decode)
         checkpoint = None
