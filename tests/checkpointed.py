@@ -13,10 +13,13 @@ from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
+from rrfp.train.checkpoints.manifest import METRICS, Manifest
 from rrfp.train.checkpoints.reading import read_tensors
 from rrfp.train.checks import check_settings
+from rrfp.train.data.contents import data_contents
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
+from tests.trained import TINY
 
 SMALL: dict[str, Any] = {
     "pp": 2,
@@ -28,6 +31,9 @@ SMALL: dict[str, Any] = {
     "save_every": 2,
     "no_trace": True,
 }
+
+FLAGS = ("--pp=2", *TINY)
+"""Such a run as a command line asks for it."""
 
 CUT_SHORT = 17
 """The exit code of a rank that ends in the middle of something."""
@@ -83,3 +89,18 @@ def newest(directory: Path) -> Checkpoint:
 def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """What a checkpoint holds."""
     return read_tensors(checkpoint.path)
+
+
+def made_up(directory: Path, *steps: int, **flags: Any) -> CheckpointDir:
+    """Checkpoints as far as a launcher looks at them."""
+    settings = settings_in(directory, steps=99, **flags)
+    found = CheckpointDir(directory / "ck")
+    found.prepare()
+    for step in steps:
+        saving = found.begin(step)
+        (saving / "tensors").write_bytes(b"x" * 100)
+        (saving / METRICS).write_text("".join(f'{{"step": {n}}}\n' for n in range(step)))
+        run = str((directory / "run").resolve())
+        told = settings.described()
+        found.finish(saving, Manifest(step, told, run, {}, {}, data_contents(settings)))
+    return found

@@ -3,78 +3,44 @@
 import errno
 import json
 import os
-import queue
 import re
 import resource
-import shutil
-import signal
-import subprocess
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from signal import SIGTERM
-from traceback import StackSummary
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 
-from rrfp.analyze.cache import load_frames
-from rrfp.cli import train as cli_train
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.cpu.checkpoints import _staged, _write
-from rrfp.trace.locate import resolve_trace
 from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints import beginning, loading, session
+from rrfp.train.checkpoints import session
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS, Manifest
 from rrfp.train.checkpoints.matching import check_continues
-from rrfp.train.checkpoints.plans import decoded, encoded, reason_of
 from rrfp.train.checkpoints.reading import differences, read_tensors
 from rrfp.train.data.contents import data_contents
-from rrfp.train.ranks import children
-from rrfp.train.ranks.hosts import gathering, meeting
-from rrfp.train.ranks.hosts.meeting import Met
-from rrfp.train.ranks.hosts.pulse import Pulse
-from rrfp.train.ranks.liveness.child import started
-from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
+    FLAGS,
+    made_up,
     newest,
     settings_in,
     tensors_of,
     train,
     train_cut_short,
-    work,
 )
 from tests.killed_runs import run_all
-from tests.ranks import RankFailedError, run_ranks
-from tests.trained import ENDLESS, TINY, Training, read_metrics, rrfp_here
+from tests.ranks import RankFailedError
+from tests.trained import read_metrics, rrfp_here
 
 pytestmark = pytest.mark.timeout(300)
 
 STEPS = 6
-FLAGS = ("--pp=2", *TINY)
 
 
 @pytest.fixture(scope="module")
@@ -170,77 +136,6 @@ def test_a_save_that_is_cut_short_does_not_count(
         assert [path.name for path in (tmp_path / "ck").glob(".saving-*")] == []
 
 
-def made_up(directory: Path, *steps: int, **flags: Any) -> CheckpointDir:
-    """Checkpoints as far as a launcher looks at them."""
-    settings = settings_in(directory, steps=99, **flags)
-    found = CheckpointDir(directory / "ck")
-    found.prepare()
-    for step in steps:
-        saving = found.begin(step)
-        (saving / "tensors").write_bytes(b"x" * 100)
-        (saving / METRICS).write_text("".join(f'{{"step": {n}}}\n' for n in range(step)))
-        run = str((directory / "run").resolve())
-        told = settings.described()
-        found.finish(saving, Manifest(step, told, run, {}, {}, data_contents(settings)))
-    return found
-
-
-def cut_off(path: Path) -> None:
-    (path / "tensors").write_bytes(b"x" * 99)
-
-
-def without(name: str, path: Path) -> None:
-    (path / name).unlink()
-
-
-def torn_description(path: Path) -> None:
-    (path / "checkpoint.json").write_text('{"format": ')
-
-
-def of_another_step(path: Path) -> None:
-    told = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps({**told, "step": 5}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (cut_off, "tensors has 99 bytes and not 100"),
-        (partial(without, "tensors"), "tensors is missing"),
-        (partial(without, "checkpoint.json"), "checkpoint.json is missing"),
-        (torn_description, "checkpoint.json is not JSON"),
-        (of_another_step, "checkpoint.json is that of step 5"),
-    ],
-)
-def test_a_damaged_checkpoint_is_passed_over(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
-) -> None:
-    found = made_up(tmp_path, 2, 4, 6)
-    damage(tmp_path / "ck" / "step-00000006")
-    told: list[str] = []
-    checkpoint = found.newest(told.append)
-    assert checkpoint is not None
-    assert checkpoint.step == 4
-    assert len(told) == 1
-    assert said in told[0]
-    # It is replaced when the run comes there again, and counts for nothing until then.
-    found.remove_older(1)
-    assert {path.name for path in (tmp_path / "ck").iterdir() if path.is_dir()} == {
-        "step-00000004",
-        "step-00000006",
-    }
-    made_up(tmp_path, 6)
-    again = found.newest()
-    assert again is not None
-    assert again.step == 6
-
-
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    found = made_up(tmp_path, 2, 4, 6, 8)
-    found.remove_older(3)
-    assert [path.name[-1] for path in sorted((tmp_path / "ck").glob("step-*"))] == ["4", "6", "8"]
-
-
 def test_without_a_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> None:
     told: list[str] = []
     settings = settings_in(tmp_path, resume=True)
@@ -248,56 +143,6 @@ def test_without_a_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> N
     assert told == [f"No checkpoint in {tmp_path / 'ck'} is whole, so training starts anew"]
     # The same command again, as a scheduler would give it after a crash before the first save.
     assert beginning_of(settings, told.append).run == RunDir(tmp_path / "run")
-
-
-def test_ranks_look_again_whether_the_directory_is_unused(tmp_path: Path) -> None:
-    """Another run may have saved there after the launcher looked."""
-    settings = settings_in(tmp_path)
-    run = beginning_of(settings, lambda _: None).run
-    made_up(tmp_path, 2)
-    with pytest.raises(RankFailedError, match="has the checkpoint of step 2 of another run"):
-        run_ranks(2, work, run, settings.to_json(), None, timeout_s=120)
-
-
-def test_copied_checkpoints_leave_the_run_of_the_first_ones_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = settings_in(tmp_path)
-    beginning_of(settings, lambda _: None)
-    made_up(tmp_path, 2)
-    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
-    told: list[str] = []
-    copied = settings.changed(save=tmp_path / "copied", out=None, resume=True)
-    beginning = beginning_of(copied, told.append)
-    assert beginning.run.path.parent == Path("runs")
-    assert told[0].startswith("The run in run saves to another directory")
-    assert beginning.first_step == 2
-
-
-@pytest.mark.parametrize(
-    "name", ["/etc", "..", "", ".", "step-1/../..", "step-00000001/x", ".saving-probe", "step-1"]
-)
-def test_what_is_no_checkpoints_name_leads_nowhere(tmp_path: Path, name: str) -> None:
-    found = CheckpointDir(tmp_path)
-    with pytest.raises(ValueError, match="is not the name of a checkpoint"):
-        found.path_of(name)
-    begun = found.begin(12)
-    assert found.path_of(begun.name) == begun
-    assert found.path_of("step-00000012") == tmp_path / "step-00000012"
-
-
-def test_a_checkpoint_that_rank_0_names_elsewhere_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {"session": 1, "name": str(tmp_path)}
-    monkeypatch.setattr(session, "broadcast_json", lambda _, decode: decode(told))
-    rank_1: Any = SimpleNamespace(rank=1)
-    with (
-        pytest.raises(ValueError, match="is not the name of a checkpoint"),
-        session.session_of(RunDir(tmp_path / "run"), settings_in(tmp_path), rank_1),
-    ):
-        pass
 
 
 def test_nothing_is_made_for_a_run_that_is_done_and_gone(
@@ -507,32 +352,8 @@ def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path: Path) -> 
     assert newest(tmp_path).step == STEPS
 
 
-def elsewhere_on_rank_1(directory: Path) -> None:
-    """Another host has another directory of the same name."""
-    from rrfp.train.checkpoints import saving
-
-    own = saving.Saver._begin
-
-    def begin(saver: Any, step: int) -> Path:
-        path = own(saver, step)
-        assert path is not None
-        return path if os.environ["RANK"] == "0" else directory / path.name
-
-    setattr(saving.Saver, "_begin", begin)  # noqa: B010
-
-
-def test_hosts_that_do_not_share_the_directory_make_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError) as raised:
-        train_cut_short(tmp_path, STEPS, partial(elsewhere_on_rank_1, tmp_path / "there"))
-    assert "although all ranks have written (__1_0.distcp is missing); choose a" in str(
-        raised.value
-    )
-    assert [path.name for path in (tmp_path / "ck").iterdir()] == [".lock"]
-
-
 def looking_together(directory: Path) -> None:
     """No rank has read the data before all of them read."""
-    from rrfp.train.checkpoints import session
 
     def look(settings: TrainSettings) -> dict[str, str]:
         (directory / f"looks-{os.environ['RANK']}").touch()
@@ -551,270 +372,6 @@ def test_no_rank_waits_while_another_reads_the_data(tmp_path: Path) -> None:
     """Who waits in a collective gives the others up after 300 s."""
     train_cut_short(tmp_path, 2, partial(looking_together, tmp_path))
     assert newest(tmp_path).manifest.contents == data_contents(settings_in(tmp_path))
-
-
-def slow_rank_1(seconds: float) -> None:
-    """Rank 1 writes for longer than collectives wait."""
-    from rrfp.megatron.cpu import checkpoints
-    from rrfp.train.checkpoints import saving
-    from rrfp.train.ranks import parallel
-
-    join, write = parallel._join_the_world, checkpoints._write
-
-    def late(*args: Any) -> None:
-        if os.environ["RANK"] == "1":
-            time.sleep(seconds)
-        write(*args)
-
-    patched: Any = (parallel, checkpoints, saving)
-    patched[0]._join_the_world = lambda backend, _: join(backend, seconds / 2)
-    patched[1]._write = late
-    patched[2]._AGREE_S = seconds / 8
-
-
-@pytest.mark.slow
-def test_ranks_wait_for_a_slow_writer(tmp_path: Path) -> None:
-    train_cut_short(tmp_path, 2, partial(slow_rank_1, 16.0))
-    assert newest(tmp_path).step == 2
-
-
-@pytest.mark.parametrize("said", ["Connection closed by peer [127.0.0.1]", "Timed out waiting"])
-def test_a_peer_lost_while_loading_is_no_fault_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
-    from megatron.core import dist_checkpointing
-
-    def lost(*_: Any, **__: Any) -> None:
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(loading, "prepare_checkpoints", lambda: None)
-    monkeypatch.setattr(dist_checkpointing, "load", lost)
-    checkpoint = made_up(tmp_path, 2).newest()
-    assert checkpoint is not None
-    nothing: Any = SimpleNamespace(
-        to_load=lambda _: [], pp=1, tp=1, dp=1, device=torch.device("cpu")
-    )
-    with pytest.raises(RuntimeError, match="^" + re.escape(said)):
-        loading.load(checkpoint, settings_in(tmp_path), nothing, nothing)
-
-
-def garbled(directory: Path) -> Path:
-    """Damage a checkpoint in a way that sizes do not show."""
-    file = newest(directory).path / "__1_0.distcp"
-    file.write_bytes(b"x" * file.stat().st_size)
-    return file
-
-
-def test_a_garbled_checkpoint_is_named(tmp_path: Path) -> None:
-    train(tmp_path, 2)
-    garbled(tmp_path)
-    with pytest.raises(RankFailedError, match=r"step-00000002 cannot be loaded \(on rank \d: "):
-        train(tmp_path, 4, resume=True)
-
-
-@pytest.fixture
-def handlers_are_restored() -> Iterator[None]:
-    before = signal.getsignal(SIGTERM)
-    yield
-    signal.signal(SIGTERM, before)
-
-
-@pytest.mark.usefixtures("handlers_are_restored")
-@pytest.mark.parametrize(
-    ("saved", "resume"), [(False, ("--resume",)), (True, ("--resume",)), (True, ())]
-)
-def test_sigterm_before_the_ranks_run_ends_with_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, resume: tuple[str, ...]
-) -> None:
-    """Without --resume what is saved is another run's."""
-    if saved:
-        made_up(tmp_path, 2)
-    monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
-    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", *resume)
-    said = (
-        "before training went on; --resume goes on after step 2"
-        if saved and resume
-        else "before the first step, so there is nothing to save"
-    )
-    assert (asked.returncode, asked.stderr) == (0, f"Stopped by SIGTERM {said}\n")
-    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
-
-
-def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Let the launcher start this program for every rank."""
-    monkeypatch.setattr(children, "started", lambda _, *rest: started((program,), *rest))
-
-
-@pytest.mark.usefixtures("handlers_are_restored")
-def test_sigterm_after_the_ranks_ran_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reported: list[RunDir] = []
-
-    def report(run: RunDir, *_: Any) -> None:
-        signal.raise_signal(SIGTERM)
-        reported.append(run)
-
-    ranks_are(monkeypatch, "true")
-    monkeypatch.setattr(cli_train, "_report", report)
-    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
-    assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
-    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
-
-
-@pytest.mark.usefixtures("handlers_are_restored")
-@pytest.mark.parametrize("node_rank", [0, 1])
-@pytest.mark.parametrize(("program", "code"), [("true", 0), ("false", 1)])
-def test_sigterm_while_hosts_part_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
-) -> None:
-    def connect(*_: Any) -> NoReturn:
-        raise AssertionError("there is no other host")
-
-    @contextmanager
-    def parting(*_: Any) -> Iterator[Met]:
-        try:
-            yield Met(file_store(tmp_path), Pulse(connect, node_rank, 2, 15.0), connect)
-        finally:
-            signal.raise_signal(SIGTERM)
-
-    reported: list[RunDir] = []
-    ranks_are(monkeypatch, program)
-    monkeypatch.setattr(meeting, "meeting", parting)
-    monkeypatch.setattr(gathering, "gathering", lambda *_: nullcontext())
-    monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
-    hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
-    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
-    assert asked.returncode == code, asked.stderr
-    assert "Stopped by SIGTERM" not in asked.stderr
-    assert ("ended with exit code 1" in asked.stderr) == (code == 1)
-    assert len(reported) == (code == 0 and node_rank == 0)
-
-
-def test_the_pace_is_that_of_this_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = RunDir(tmp_path)
-    overs = [{"tasks": 9, "of": 10, "worst_s": 1.0}, {"tasks": 0, "of": 10, "worst_s": 0.0}, None]
-    lines = [{"step": step, "over_pace": over} for step, over in enumerate(overs)]
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    cli_train.tell_pace(run, 1)
-    assert capsys.readouterr().err == (
-        "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
-    )
-
-
-def test_what_is_staged_and_written_is_let_go_of() -> None:
-    """A tensor that was gathered for a checkpoint is in memory once, and no longer than needed."""
-    gathered = torch.ones(3)
-    gone = weakref.ref(gathered)
-    buckets: list[Any] = [("path", "name", ([], [("item", gathered)]))]
-    del gathered
-    staged = _staged(buckets)
-    assert gone() is None
-    assert torch.equal(staged[0][2][1][0][1], torch.ones(3))
-    results: queue.Queue[Any] = queue.Queue()
-    writer = SimpleNamespace(write_preloaded_data=lambda *args: args[3].put((0, ["written"])))
-    _write(writer, [], 0, staged, results)
-    assert (results.get_nowait(), staged[0][2][1]) == ({0: ["written"]}, [])
-
-
-def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
-    run, flags = tmp_path / "run", ("--pp=2", "--dropout=0.1", f"--save={tmp_path / 'ck'}")
-    with Training(run, *flags, *ENDLESS) as training:
-        training.await_steps(2)
-        training.process.send_signal(signal.SIGTERM)
-        code, _, said = training.ended()
-    assert code == 0, said
-    num_steps = len(read_metrics(run))
-    assert f"Stopped by SIGTERM after {num_steps} of 1000000 steps" in said
-    assert newest(tmp_path).step == num_steps
-    steps = f"--steps={num_steps + 2}"
-    again = ("--hint=bfw", "--resume", steps)
-    with Training(run, *flags, *again) as training:
-        code, _, said = training.ended()
-    assert code == 0, said
-    assert f"Going on after step {num_steps}" in said
-    assert [line["step"] for line in read_metrics(run)] == [*range(num_steps + 2)]
-    assert newest(tmp_path).step == num_steps + 2
-    # Both sessions in one picture, and each by itself.
-    checked = rrfp_here(tmp_path, "trace", "check", str(run))
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert {path.name for path in run.glob("*.pftrace")} == {
-        "trace.pftrace",
-        "trace-2.pftrace",
-        "trace-joined.pftrace",
-    }
-    frames = load_frames(resolve_trace(run), with_warm_up=True)
-    assert frames.steps == [*range(num_steps + 2)]
-    assert load_frames(run / "trace-2.pftrace").steps == [num_steps, num_steps + 1]
-    # Nothing is left to train.
-    done = rrfp_here(tmp_path, "train", f"--out={run}", *TINY, *flags, *again)
-    assert (done.returncode, "steps are trained" in done.stderr) == (0, True), done.stderr
-
-
-PLAN = SavePlan(
-    [
-        WriteItem(
-            MetadataIndex("weight", torch.Size([0, 4]), 1),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(torch.Size([0, 4]), torch.Size([8, 4])),
-                TensorProperties(torch.bfloat16),
-                torch.Size([8, 8]),
-            ),
-        )
-    ],
-    planner_data={"weight": ("a", 1), 2: [None, 0.5, True]},
-)
-
-
-def test_plans_travel_as_json() -> None:
-    again = decoded(json.loads(json.dumps(encoded(PLAN))))
-    assert again == PLAN
-    assert isinstance(again.items[0].type, WriteItemType)
-    error, stack = decoded(
-        json.loads(json.dumps(encoded((OSError(28, "No space"), StackSummary()))))
-    )
-    assert (type(error), str(error), type(stack)) == (
-        RuntimeError,
-        "OSError: [Errno 28] No space",
-        StackSummary,
-    )
-
-
-def test_failures_of_ranks_travel_as_such() -> None:
-    failed = CheckpointException("", {1: (OSError(28, "No space"), StackSummary())})
-    again = decoded(json.loads(json.dumps(encoded(failed))))
-    assert isinstance(again, CheckpointException)
-    assert reason_of(again) == reason_of(failed) == "on rank 1: OSError: [Errno 28] No space"
-
-
-@pytest.mark.parametrize("planted", [os.system, subprocess.Popen, torch.load, Path("x"), b"x"])
-def test_a_plan_holds_nothing_else(planted: Any) -> None:
-    with pytest.raises(RrfpError, match="which ranks do not exchange"):
-        encoded([planted])
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        {"Popen": [["args", "true"]]},
-        {"torch": "load"},
-        {"torch": ["float32"]},
-        {"WriteItemType": "SYSTEM"},
-        {"SavePlan": [["unknown", 1]]},
-        {"SavePlan": "items"},
-        {"Size": ["1"]},
-        {"tuple": 1, "list": 2},
-        {"failures": []},
-        [1],
-        {},
-    ],
-)
-def test_nothing_else_is_made_of_what_a_rank_sent(planted: object) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - which one depends on what is wrong
-        decoded(planted)
 
 
 def test_the_settings_of_checkpoints_stand_in_files_too(tmp_path: Path) -> None:

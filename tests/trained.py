@@ -233,6 +233,17 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=_refuse) for line in lines]
 
 
+def assert_opens(run: Path) -> None:
+    """The trace holds every step that the metrics tell of, and can be read."""
+    steps = [line["step"] for line in read_metrics(run)]
+    assert steps == list(range(len(steps)))
+    shown = rrfp_here(run.parent, "analyze", "bubbles", str(run), "--format", "json")
+    assert shown.returncode == 0, shown.stderr
+    last = f"{steps[-1]}:{steps[-1] + 1}"
+    shown = rrfp_here(run.parent, "analyze", "bubbles", str(run), "--steps", last)
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
 def pid_of(run: Path, rank: int) -> int:
     """The process of a rank, as run.json tells it."""
     ranks = json.loads((run / "run.json").read_text())["ranks"]

@@ -1,0 +1,153 @@
+"""How a session of `rrfp train` ends: what it says, and that SIGTERM may come at any moment."""
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any, NoReturn
+
+import pytest
+
+from rrfp.analyze.cache import load_frames
+from rrfp.cli import train as cli_train
+from rrfp.trace.locate import resolve_trace
+from rrfp.trace.rundir import RunDir
+from rrfp.train.checkpoints import beginning
+from rrfp.train.ranks import children
+from rrfp.train.ranks.hosts import gathering, meeting
+from rrfp.train.ranks.hosts.meeting import Met
+from rrfp.train.ranks.hosts.pulse import Pulse
+from rrfp.train.ranks.liveness.child import started
+from rrfp.train.ranks.stores import file_store
+from tests.checkpointed import FLAGS, made_up, newest
+from tests.trained import ENDLESS, TINY, Training, read_metrics, rrfp_here
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def handlers_are_restored() -> Iterator[None]:
+    before = signal.getsignal(SIGTERM)
+    yield
+    signal.signal(SIGTERM, before)
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+@pytest.mark.parametrize(
+    ("saved", "resume"), [(False, ("--resume",)), (True, ("--resume",)), (True, ())]
+)
+def test_sigterm_before_the_ranks_run_ends_with_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool, resume: tuple[str, ...]
+) -> None:
+    """Without --resume what is saved is another run's."""
+    if saved:
+        made_up(tmp_path, 2)
+    monkeypatch.setattr(beginning, "beginning_of", lambda *_, **__: signal.raise_signal(SIGTERM))
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", *resume)
+    said = (
+        "before training went on; --resume goes on after step 2"
+        if saved and resume
+        else "before the first step, so there is nothing to save"
+    )
+    assert (asked.returncode, asked.stderr) == (0, f"Stopped by SIGTERM {said}\n")
+    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let the launcher start this program for every rank."""
+    monkeypatch.setattr(children, "started", lambda _, *rest: started((program,), *rest))
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+def test_sigterm_after_the_ranks_ran_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[RunDir] = []
+
+    def report(run: RunDir, *_: Any) -> None:
+        signal.raise_signal(SIGTERM)
+        reported.append(run)
+
+    ranks_are(monkeypatch, "true")
+    monkeypatch.setattr(cli_train, "_report", report)
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
+    assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
+    assert signal.getsignal(SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("handlers_are_restored")
+@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize(("program", "code"), [("true", 0), ("false", 1)])
+def test_sigterm_while_hosts_part_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
+) -> None:
+    def connect(*_: Any) -> NoReturn:
+        raise AssertionError("there is no other host")
+
+    @contextmanager
+    def parting(*_: Any) -> Iterator[Met]:
+        try:
+            yield Met(file_store(tmp_path), Pulse(connect, node_rank, 2, 15.0), connect)
+        finally:
+            signal.raise_signal(SIGTERM)
+
+    reported: list[RunDir] = []
+    ranks_are(monkeypatch, program)
+    monkeypatch.setattr(meeting, "meeting", parting)
+    monkeypatch.setattr(gathering, "gathering", lambda *_: nullcontext())
+    monkeypatch.setattr(cli_train, "_report", lambda run, *_: reported.append(run))
+    hosts = ("--nnodes=2", f"--node-rank={node_rank}", "--rdzv-endpoint=127.0.0.1:1")
+    asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
+    assert asked.returncode == code, asked.stderr
+    assert "Stopped by SIGTERM" not in asked.stderr
+    assert ("ended with exit code 1" in asked.stderr) == (code == 1)
+    assert len(reported) == (code == 0 and node_rank == 0)
+
+
+def test_the_pace_is_that_of_this_session(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    overs = [{"tasks": 9, "of": 10, "worst_s": 1.0}, {"tasks": 0, "of": 10, "worst_s": 0.0}, None]
+    lines = [{"step": step, "over_pace": over} for step, over in enumerate(overs)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    cli_train.tell_pace(run, 1)
+    assert capsys.readouterr().err == (
+        "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
+    )
+
+
+def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", ("--pp=2", "--dropout=0.1", f"--save={tmp_path / 'ck'}")
+    with Training(run, *flags, *ENDLESS) as training:
+        training.await_steps(2)
+        training.process.send_signal(signal.SIGTERM)
+        code, _, said = training.ended()
+    assert code == 0, said
+    num_steps = len(read_metrics(run))
+    assert f"Stopped by SIGTERM after {num_steps} of 1000000 steps" in said
+    assert newest(tmp_path).step == num_steps
+    steps = f"--steps={num_steps + 2}"
+    again = ("--hint=bfw", "--resume", steps)
+    with Training(run, *flags, *again) as training:
+        code, _, said = training.ended()
+    assert code == 0, said
+    assert f"Going on after step {num_steps}" in said
+    assert [line["step"] for line in read_metrics(run)] == [*range(num_steps + 2)]
+    assert newest(tmp_path).step == num_steps + 2
+    # Both sessions in one picture, and each by itself.
+    checked = rrfp_here(tmp_path, "trace", "check", str(run))
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert {path.name for path in run.glob("*.pftrace")} == {
+        "trace.pftrace",
+        "trace-2.pftrace",
+        "trace-joined.pftrace",
+    }
+    frames = load_frames(resolve_trace(run), with_warm_up=True)
+    assert frames.steps == [*range(num_steps + 2)]
+    assert load_frames(run / "trace-2.pftrace").steps == [num_steps, num_steps + 1]
+    # Nothing is left to train.
+    done = rrfp_here(tmp_path, "train", f"--out={run}", *TINY, *flags, *again)
+    assert (done.returncode, "steps are trained" in done.stderr) == (0, True), done.stderr
