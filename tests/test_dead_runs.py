@@ -165,6 +165,23 @@ def test_what_was_begun_lasts_to_the_end_of_the_run(dead: DeadRun) -> None:
     assert task[2:] == (FATAL, "task", "F", 1, 5, -1)
 
 
+def test_what_only_a_flight_record_tells_may_be_the_first_of_a_run(dead: DeadRun) -> None:
+    """Of a run that ended in its first step one rank has files, and another only began."""
+    whole, other = dead.whole.ranks[:2]
+    first_ns = min(task.start_ns for task in whole.tasks)
+    for records in (whole, other):
+        writer = SpillWriter(dead.run.rank_records(records.info.rank), records.info)
+        if records is whole:
+            writer.append([row_of(task) for task in whole.tasks if task.step == 0])
+            writer.flush()
+        writer.close()
+    ring = FlightRing(ring_of(dead.run.rank_records(other.info.rank)))
+    ring.put(begun(first_ns - 5_000, Doing.SETTING_UP, step=0))
+    found = dead.recording()
+    assert [each.start_ns for each in found.ranks[1].begun] == [0]
+    assert min(task.start_ns for task in found.ranks[0].tasks) == 5_000
+
+
 F3 = ("F", 1, 3)
 
 

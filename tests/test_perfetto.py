@@ -1,5 +1,6 @@
 """A trace is its recording, exactly, in a form that any reader of Perfetto's format understands."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -428,3 +429,15 @@ def test_texts_of_any_characters_are_told_apart(tmp_path: Path, text: str) -> No
     ]
     write_trace(path, recording)
     assert read_trace(path) == recording
+
+
+def test_what_is_half_a_character_becomes_a_question_mark(tmp_path: Path) -> None:
+    """JSON may hold such halves, and names of files, too."""
+    path = tmp_path / "trace.pftrace"
+    recording = make_recording(2, 3, 1)
+    records = recording.ranks[0]
+    records.info = replace(records.info, host="a\ud800b")
+    records.waits[0] = records.waits[0]._replace(cause="\udcff")
+    write_trace(path, recording)
+    found = read_trace(path).ranks[0]
+    assert (found.info.host, found.waits[0].cause) == ("a?b", "?")

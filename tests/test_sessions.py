@@ -19,8 +19,11 @@ from rrfp.trace.sessions import (
     described,
     description_of,
     description_of_steps,
+    first_step_after,
     joined,
     next_session,
+    read_description,
+    steps_gone,
 )
 from tests.recordings import make_recording
 
@@ -149,6 +152,29 @@ def test_run_json_keeps_the_descriptions_of_all_sessions(tmp_path: Path) -> None
     assert [each["policy"]["hint"] for each in told["sessions"]] == ["bf", "bfw"]
     hints = [description_of(RunDir(path, number))["policy"]["hint"] for number in (1, 2, 3)]
     assert hints == ["bf", "bfw", "gpipe"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"sessions": 1.5},
+        {"sessions": ["", None, 3]},
+        {"session": "3"},
+        {"session": None, "first_step": "x"},
+        {"sessions": [{"session": [], "first_step": None}]},
+    ],
+)
+def test_what_describes_no_session_is_passed_over(tmp_path: Path, damage: dict[str, Any]) -> None:
+    run = RunDir(tmp_path)
+    infos = [records.info for records in make_recording().ranks]
+    describe_run(run.run_json, {}, {"hint": "bf"}, 4, infos, damage)
+    told = read_description(run.run_json)
+    assert description_of(run)["policy"] == {"hint": "bf"}
+    assert next_session(tmp_path).session == 2
+    assert described(next_session(tmp_path), 4)["session"] == 2
+    assert first_step_after(told, 9) is None
+    assert steps_gone(told) == []
+    assert description_of_steps(told, [0, 1])["policy"] == {"hint": "bf"}
 
 
 def test_a_session_that_never_began_does_not_count(tmp_path: Path) -> None:

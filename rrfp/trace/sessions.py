@@ -38,9 +38,8 @@ def described(run: RunDir, first_step: int) -> dict[str, object]:
     Empty for the first one."""
     if run.session == 1:
         return {}
-    last = read_description(run.run_json)
-    earlier = [*last.pop(SESSIONS, [])]
-    if _has_begun(last) and last.get(_SESSION, 1) < run.session:
+    *earlier, last = map(_alone, _sessions_of(read_description(run.run_json)))
+    if _has_begun(last) and _number_of(last) < run.session:
         earlier.append(last)
     return {_SESSION: run.session, _FIRST_STEP: first_step, SESSIONS: earlier}
 
@@ -51,7 +50,7 @@ def next_session(path: Path) -> RunDir:
     told = read_description(run.run_json)
     numbers = [each.session for each in run.sessions()]
     if _has_begun(told):
-        numbers.append(told.get(_SESSION, 1))
+        numbers.append(_number_of(told))
     return RunDir(path, max(numbers, default=0) + 1)
 
 
@@ -76,19 +75,35 @@ def read_description(path: Path) -> dict[str, Any]:
 def description_of(run: RunDir) -> dict[str, Any]:
     """What run.json says of one session."""
     told = read_description(run.run_json)
-    found = session_in(told, run.session)
-    return {key: value for key, value in (found or told).items() if key != SESSIONS}
+    return _alone(session_in(told, run.session) or told)
 
 
 def session_in(description: dict[str, Any], number: int) -> dict[str, Any] | None:
     """The part of run.json that describes this session; None if there is no such part."""
-    every: list[dict[str, Any]] = [description, *description.get(SESSIONS, [])]
-    return next((each for each in every if each.get(_SESSION, 1) == number), None)
+    every = reversed(_sessions_of(description))
+    return next((each for each in every if _number_of(each) == number), None)
+
+
+def _sessions_of(description: dict[str, Any]) -> list[dict[str, Any]]:
+    """What describes each session, the last one last. What is no description is passed over."""
+    told = description.get(SESSIONS)
+    earlier = [each for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    return [*earlier, description]
+
+
+def _alone(description: Mapping[str, Any]) -> dict[str, Any]:
+    """What a description says of its own session."""
+    return {key: value for key, value in description.items() if key != SESSIONS}
+
+
+def _number_of(description: Mapping[str, Any]) -> int:
+    told = description.get(_SESSION, 1)
+    return told if isinstance(told, int) else 1
 
 
 def is_last(run: RunDir) -> bool:
     """Whether run.json describes this session as the last one, whose end outcome.json tells."""
-    return bool(read_description(run.run_json).get(_SESSION, 1) == run.session)
+    return _number_of(read_description(run.run_json)) == run.session
 
 
 def first_step_of(description: Mapping[str, Any]) -> int:
@@ -97,41 +112,30 @@ def first_step_of(description: Mapping[str, Any]) -> int:
     return told if isinstance(told, int) else 0
 
 
-def steps_gone(description: Mapping[str, Any]) -> list[range]:
+def steps_gone(description: dict[str, Any]) -> list[range]:
     """The training steps that have gone for room, of each session so described."""
-    earlier = description.get(SESSIONS)
-    every = [*(earlier if isinstance(earlier, list) else []), description]
     return [
         range(first_step_of(each), first)
-        for each in every
-        if isinstance(each, dict) and isinstance(first := each.get(FIRST_KEPT_STEP), int)
+        for each in _sessions_of(description)
+        if isinstance(first := each.get(FIRST_KEPT_STEP), int)
     ]
 
 
-def first_step_after(description: Mapping[str, Any], session: int) -> int | None:
+def first_step_after(description: dict[str, Any], session: int) -> int | None:
     """The first step that a later session than this one ran, by run.json; None for the last."""
-    earlier = description.get(SESSIONS)
-    each_one = [*(earlier if isinstance(earlier, list) else []), description]
-    later = [
-        first_step_of(each)
-        for each in each_one
-        if isinstance(each, dict) and isinstance(number := each.get(_SESSION, 1), int)
-        if number > session
-    ]
-    return min(later, default=None)
+    later = [each for each in _sessions_of(description) if _number_of(each) > session]
+    return min(map(first_step_of, later), default=None)
 
 
-def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -> dict[str, Any]:
+def description_of_steps(description: dict[str, Any], steps: Iterable[int]) -> dict[str, Any]:
     """What a trace says of the sessions that ran these steps, and of the policy that steered them;
     the description itself for a run of one session and policy. Raises RrfpError if they ran under
     several policies."""
-    earlier = description.get(SESSIONS) or []
-    last = {key: value for key, value in description.items() if key != SESSIONS}
-    sessions: list[dict[str, Any]] = [*earlier, last]
+    sessions = [*map(_alone, _sessions_of(description))]
     steps = sorted(steps)
     found = [sessions[_session_of(sessions, step)] for step in steps]
     if not found:
-        return last
+        return sessions[-1]
     policies = [
         stated_policy_of_step(session, step) for session, step in zip(found, steps, strict=True)
     ]
@@ -140,7 +144,7 @@ def description_of_steps(description: Mapping[str, Any], steps: Iterable[int]) -
             continue
         why, step = "another one was chosen", steps[place]
         if found[place] is not found[place - 1]:
-            why, step = "the run was resumed under another one", found[place][_FIRST_STEP]
+            why, step = "the run was resumed under another one", first_step_of(found[place])
         raise RrfpError(
             f"the steps asked for ran under several policies, as {why} in step {step}; choose "
             "steps on one side of it with --steps"
@@ -159,7 +163,7 @@ def last_policy_begins(description: Mapping[str, Any]) -> int:
 
 def _session_of(sessions: list[dict[str, Any]], step: int) -> int:
     """The index of the session that ran a step last."""
-    begun = [index for index, each in enumerate(sessions) if each.get(_FIRST_STEP, 0) <= step]
+    begun = [index for index, each in enumerate(sessions) if first_step_of(each) <= step]
     return max(begun, default=0)
 
 

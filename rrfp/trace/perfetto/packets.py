@@ -100,7 +100,7 @@ class PacketWriter:
             descriptor.uuid = track.uuid
             if track.parent:
                 descriptor.parent_uuid = track.parent
-            descriptor.name = track.name
+            descriptor.name = _text(track.name)
             descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
             descriptor.sibling_order_rank = track.place
             if track.is_counter:
@@ -169,25 +169,29 @@ def note_of(name: str, value: int | str) -> bytes:
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _note_name(name: str) -> bytes:
-    return _encoded(pb.DebugAnnotation(name=name))
+    return _encoded(pb.DebugAnnotation(name=_text(name)))
 
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _text_note(name: str, value: str) -> bytes:
-    note = pb.DebugAnnotation(name=name, string_value=value)
+    note = pb.DebugAnnotation(name=_text(name), string_value=_text(value))
     return _encoded(pb.TrackEvent(debug_annotations=[note]))
 
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
-    return _encoded(
-        pb.TrackEvent(type=event_type, track_uuid=track, name=name, categories=[category])
-    )
+    text = {"name": _text(name), "categories": [_text(category)]}
+    return _encoded(pb.TrackEvent(type=event_type, track_uuid=track, **text))
 
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _nameless_part(event_type: int, track: int, value: int | None = None) -> bytes:
     return _as_part(_encoded(pb.TrackEvent(type=event_type, track_uuid=track, counter_value=value)))
+
+
+def _text(value: str) -> str:
+    """Text that can be encoded. JSON, and names of files, may hold halves of characters."""
+    return value.encode(errors="replace").decode()
 
 
 def _as_part(event: bytes) -> bytes:

@@ -82,7 +82,13 @@ def _merge(run: RunDir, ranks: Sequence[SpilledRank]) -> None:
     if kept is not None:
         description |= kept.described(description)
     first_ns = min(
-        (r.first_ns + r.info.clock_offset_ns for r in ranks if r.first_ns is not None), default=0
+        (
+            each_ns + rank.info.clock_offset_ns
+            for rank, records in zip(ranks, recovered, strict=True)
+            for each_ns in (rank.first_ns, _first_ns(records))
+            if each_ns is not None
+        ),
+        default=0,
     )
     last_ns = max(
         max(rank.last_ns, _last_ns(records)) + rank.info.clock_offset_ns
@@ -128,6 +134,13 @@ def _leave(records: RankRecords, kept: KeptSteps | None) -> None:
     if kept is not None:
         for found in records.by_name().values():
             found[:] = [record for record in found if kept.has(record.step)]
+
+
+def _first_ns(records: RankRecords) -> int | None:
+    """When the first of these records began."""
+    return min(
+        (record[0] for found in records.by_name().values() for record in found), default=None
+    )
 
 
 def _last_ns(records: RankRecords) -> int:
