@@ -76,13 +76,17 @@ def test_a_run_without_its_directory_ends_unless_it_saves(tmp_path: Path) -> Non
     assert [json.loads(line)["step"] for line in lines] == [*range(STEPS)]
 
 
-def test_a_read_only_disk_does_not_hide_why_a_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("error", [OSError(errno.EROFS, "Read-only file system"), ValueError()])
+def test_a_trace_that_cannot_be_made_does_not_hide_why_a_run_failed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
 ) -> None:
     """It is told after what is left of the run has become a trace, or has not."""
 
     def refuse(_: Path) -> NoReturn:
-        raise OSError(errno.EROFS, "Read-only file system")
+        raise error
 
     run = RunDir(tmp_path)
     run.records.mkdir()

@@ -55,12 +55,17 @@ def _run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
         _say(f"the system refused: {error}")
         return FAILED
     except Exception as error:
-        _say(
-            f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
-            f"traceback that {DEBUG_VARIABLE}=1 shows"
-        )
+        _say(bug(error))
         return FAILED
     return left if callable(left) else 0
+
+
+def bug(error: Exception) -> str:
+    """The sentence for an error that nobody foresaw."""
+    return (
+        f"unexpected {type(error).__name__}: {error}; this is a bug, please report it with the "
+        f"traceback that {DEBUG_VARIABLE}=1 shows"
+    )
 
 
 def tell(error: RrfpError) -> int:

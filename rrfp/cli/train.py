@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
+from rrfp.cli.errors import bug
 from rrfp.cli.interrupts import interruptible
 from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
@@ -305,9 +306,11 @@ def _encode_what_is_there(run: "RunDir") -> None:
             return
         with working("Merging the ranks' records"):
             trace = resolve_session(run.path)
-    # Why the run failed is yet to be told, perhaps that its disk takes nothing any more.
+    # Whatever fails here, why the run failed is yet to be told.
     except (RrfpError, OSError) as error:
         typer.echo(f"No trace was made: {error}", err=True)
+    except Exception as error:
+        typer.echo(f"No trace was made: {bug(error)}", err=True)
     else:
         typer.echo(f"The trace of the finished steps is {trace}", err=True)
         typer.echo(
