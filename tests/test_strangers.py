@@ -150,7 +150,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
     [
         ("--pp=2 --steps=10", 1_000),
         *(
-            pytest.param(f"{flags} --pp=2 --steps=15", _VISITS_A_STAGE, marks=pytest.mark.slow)
+            pytest.param(f"{flags} --pp=2 --steps=30", _VISITS_A_STAGE, marks=pytest.mark.slow)
             for flags in (
                 "--tp=2 --dispatch=megatron",
                 "--dp=2 --distributed-optimizer --save=ck --save-every=1",
