@@ -2,9 +2,10 @@
 
 import csv
 import io
+import os
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import polars as pl
 import pytest
@@ -203,6 +204,24 @@ def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         with pytest.raises(RrfpError, match=sentence):
             import_run([tmp_path / name])
+
+
+def test_a_panic_of_the_reader_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What Rust itself says of it, from a thread of its own, is not heard."""
+
+    def panic(*_: object, **__: object) -> NoReturn:
+        os.write(2, b"thread 'async-executor-0' panicked")
+        raise pl.exceptions.PanicException("Thrift out of range")
+
+    table = pl.DataFrame([row(0, 0, "optimizer", 0, 1)], COLUMNS, orient="row")
+    table.write_parquet(tmp_path / "t.parquet")
+    monkeypatch.setattr(pl, "read_parquet", panic)
+    with pytest.raises(RrfpError, match="is no table \\(Thrift out of range\\)"):
+        import_run([tmp_path / "t.parquet"])
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 def test_more_rows_than_bytes_are_refused(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ the earlier one ends. They count from the beginning of each step there, so that 
 once; the steps are laid end to end, as nothing tells what was between them.
 """
 
+import os
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
@@ -91,20 +94,38 @@ def read_table(path: Path) -> tuple[list[RankSpans], Source]:
 def _read(path: Path) -> pl.DataFrame:
     try:
         if path.suffix == ".parquet":
-            num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
-            # A file of a few bytes can claim billions of rows that are alike, and times are not.
-            if num_rows > path.stat().st_size:
-                raise RrfpError(
-                    f"{path} claims {num_rows} rows, more than it has bytes, so it is damaged; "
-                    "write it again"
-                )
-            return pl.read_parquet(path, glob=False)
+            with _panics_unheard():
+                return _read_parquet(path)
         return pl.read_csv(b"".join(open_bytes(path)), infer_schema_length=None)
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
         reason = " ".join(str(error).split())[:80]
         raise RrfpError(
             f"{path} is no table ({reason}); import the CSV or the Parquet file as it was written"
         ) from None
+
+
+def _read_parquet(path: Path) -> pl.DataFrame:
+    num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
+    # A file of a few bytes can claim billions of rows that are alike, and times are not.
+    if num_rows > path.stat().st_size:
+        raise RrfpError(
+            f"{path} claims {num_rows} rows, more than it has bytes, so it is damaged; write it "
+            "again"
+        )
+    return pl.read_parquet(path, glob=False)
+
+
+@contextmanager
+def _panics_unheard() -> Iterator[None]:
+    """Keep what Rust says of a panic off stderr: polars raises it as an exception besides."""
+    stderr = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:
