@@ -80,7 +80,8 @@ def main(name: str, seed: int, numbers: range, keep: Path) -> None:
             ended, why = _ended(directory, attempt, right[attempt] if reader.same else None)
             took_s = time.process_time() - began_s
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            why += _noise()
+            noise = _noise()
+            why += "" if reader.has_log else noise
             if peak > MOST_BYTES:
                 why += f"it took {peak >> 20} MiB"
             tell({"number": number, "ended": ended, "why": why, "s": took_s, "bytes": peak})

@@ -110,7 +110,7 @@ def _resume() -> None:
 
 READERS = (
     Reader("texts", _texts, ("data/*",), (_read_text,), 10),
-    Reader("texts in Parquet", _rows, ("data/*",), (_read_text,), 5),
+    Reader("texts in Parquet", _rows, ("data/*",), (_read_text,), 5, has_log=True),
     Reader("tokenizer", _tokenized, ("tokenizer/*",), (_read_tokenized,), 2),
     Reader("pairs of tokens", _pair, ("data.bin", "data.idx"), (_read_text,), 10),
     Reader("pictures", _pictures, ("data/*",), (_read_pictures,), 3),

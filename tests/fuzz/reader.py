@@ -37,6 +37,9 @@ class Reader:
     """How many inputs it gets for one of the others': what is quick gets more."""
     same: bool = False
     """Whether damage must not change what is told: the files only keep what can be made anew."""
+    has_log: bool = False
+    """Whether ranks alone read it, whose stderr is a log: a panic of Rust may stand there, beside
+    the sentence that ends the run."""
 
 
 def rrfp(*arguments: str) -> Attempt:
