@@ -7,6 +7,8 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -34,14 +36,25 @@ def hosts_flags(host: int, port: int) -> list[str]:
     return ["--nnodes", "2", "--node-rank", str(host), "--rdzv-endpoint", endpoint]
 
 
+@contextmanager
+def on_two_hosts(
+    run: Path, *flags: str, other: Path | None = None, within: Sequence[str] = ()
+) -> Iterator[tuple[Training, Training]]:
+    """A training on two hosts, of which the second runs `within` a command and writes to `other`,
+    if it has a directory of its own."""
+    port = free_port()
+    with (
+        Training(run, *flags, *hosts_flags(0, port)) as first,
+        Training(other or run, *flags, *hosts_flags(1, port), within=within) as second,
+    ):
+        yield first, second
+
+
 @pytest.fixture(scope="module")
 def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two hosts, which share it."""
-    run, port = tmp_path_factory.mktemp("two-hosts") / "run", free_port()
-    with (
-        Training(run, "--steps", "3", *hosts_flags(0, port)) as first,
-        Training(run, "--steps", "3", *hosts_flags(1, port)) as second,
-    ):
+    run = tmp_path_factory.mktemp("two-hosts") / "run"
+    with on_two_hosts(run, "--steps", "3") as (first, second):
         code, out, err = first.ended()
         assert code == 0, err
         assert "all " in out
@@ -73,16 +86,13 @@ def may_have_own_mounts() -> bool:
 def hosts_apart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The directories of a run of two hosts that have one each, and encrypt their links where that
     can be tried here. Host 1's exists, with a file of somebody's own in it."""
-    directory, port = tmp_path_factory.mktemp("hosts-apart"), free_port()
+    directory = tmp_path_factory.mktemp("hosts-apart")
     run, other = directory / "run", directory / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     flags = ["--steps", "3", *(["--tls"] if tls.is_installed() else [])]
     within = OWN_MOUNTS if may_have_own_mounts() else ()
-    with (
-        Training(run, *flags, *hosts_flags(0, port)) as first,
-        Training(other, *flags, *hosts_flags(1, port), within=within) as second,
-    ):
+    with on_two_hosts(run, *flags, other=other, within=within) as (first, second):
         code, _, err = first.ended()
         assert code == 0, err
         assert second.ended()[:2] == (0, "")
@@ -128,13 +138,10 @@ def test_encrypted_hosts_learn_the_same(two_hosts: Path, hosts_apart: tuple[Path
 
 
 def test_another_run_in_the_directory_of_a_host_is_left_alone(tmp_path: Path) -> None:
-    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
+    run, other = tmp_path / "run", tmp_path / "other"
     other.mkdir()
     (other / "run.json").write_text("{}")
-    with (
-        Training(run, *hosts_flags(0, port)) as first,
-        Training(other, *hosts_flags(1, port)) as second,
-    ):
+    with on_two_hosts(run, other=other) as (first, second):
         for host in (first, second):
             code, _, err = host.ended()
             assert code == 2
@@ -144,11 +151,8 @@ def test_another_run_in_the_directory_of_a_host_is_left_alone(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> None:
-    run, other, port = tmp_path / "run", tmp_path / "other", free_port()
-    with (
-        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
-        Training(other, *ENDLESS, *hosts_flags(1, port)) as second,
-    ):
+    run, other = tmp_path / "run", tmp_path / "other"
+    with on_two_hosts(run, *ENDLESS, other=other) as (first, second):
         first.await_steps(6)
         os.killpg(second.process.pid, signal.SIGKILL)
         code, _, err = first.ended(timeout_s=60)
@@ -165,11 +169,8 @@ def test_what_a_host_sent_before_it_was_lost_is_in_the_trace(tmp_path: Path) -> 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) -> None:
     """Its ranks would go on."""
-    run, port = tmp_path / "run", free_port()
-    with (
-        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
-        Training(run, *ENDLESS, *hosts_flags(1, port)) as second,
-    ):
+    run = tmp_path / "run"
+    with on_two_hosts(run, *ENDLESS) as (first, second):
         first.await_steps(2)
         stopped, other = (first, second) if lost == 0 else (second, first)
         os.kill(stopped.process.pid, signal.SIGSTOP)
@@ -185,11 +186,8 @@ def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_ctrl_c_on_one_host_is_told_on_the_other(tmp_path: Path) -> None:
-    run, port = tmp_path / "run", free_port()
-    with (
-        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
-        Training(run, *ENDLESS, *hosts_flags(1, port)) as second,
-    ):
+    run = tmp_path / "run"
+    with on_two_hosts(run, *ENDLESS) as (first, second):
         first.await_steps(2)
         second.process.send_signal(signal.SIGINT)
         assert second.ended(timeout_s=30)[0] == 130
@@ -202,11 +200,8 @@ def test_ctrl_c_on_one_host_is_told_on_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
-    run, port = tmp_path / "run", free_port()
-    with (
-        Training(run, *ENDLESS, *hosts_flags(0, port)) as first,
-        Training(run, *ENDLESS, *hosts_flags(1, port)) as second,
-    ):
+    run = tmp_path / "run"
+    with on_two_hosts(run, *ENDLESS) as (first, second):
         first.await_steps(2)
         os.kill(pid_of(run, 3), signal.SIGKILL)
         code, _, err = second.ended(timeout_s=30)

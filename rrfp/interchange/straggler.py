@@ -118,14 +118,15 @@ def _read_parquet(path: Path) -> pl.DataFrame:
 @contextmanager
 def _panics_unheard() -> Iterator[None]:
     """Keep what Rust says of a panic off stderr: polars raises it as an exception besides."""
-    stderr = os.dup(2)
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+    # Opened first: where stderr is closed, this takes its place.
+    with Path(os.devnull).open("wb") as nowhere:
+        stderr = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
             yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _checked(path: Path, table: pl.DataFrame) -> pl.DataFrame:

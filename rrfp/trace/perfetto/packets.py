@@ -169,19 +169,20 @@ def note_of(name: str, value: int | str) -> bytes:
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _note_name(name: str) -> bytes:
-    return _encoded(pb.DebugAnnotation(name=_text(name)))
+    return _encoded(pb.DebugAnnotation(name=name))
 
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _text_note(name: str, value: str) -> bytes:
-    note = pb.DebugAnnotation(name=_text(name), string_value=_text(value))
+    note = pb.DebugAnnotation(name=name, string_value=_text(value))
     return _encoded(pb.TrackEvent(debug_annotations=[note]))
 
 
 @lru_cache(_NUM_PARTS_KEPT)
 def _heading(event_type: int, track: int, name: str, category: str) -> bytes:
-    text = {"name": _text(name), "categories": [_text(category)]}
-    return _encoded(pb.TrackEvent(type=event_type, track_uuid=track, **text))
+    return _encoded(
+        pb.TrackEvent(type=event_type, track_uuid=track, name=_text(name), categories=[category])
+    )
 
 
 @lru_cache(_NUM_PARTS_KEPT)
