@@ -47,11 +47,11 @@ def train(directory: Path, steps: int, **flags: Any) -> RunDir:
     return run
 
 
-def train_cut_short(directory: Path, steps: int, cut: Callable[[], None], **flags: Any) -> None:
-    """The same with ranks that `cut` prepares to end in the middle of something."""
+def train_prepared(directory: Path, steps: int, prepare: Callable[[], None], **flags: Any) -> None:
+    """The same with ranks that call `prepare` first, such as to end in the middle of something."""
     settings = settings_in(directory, steps=steps, **flags)
     run = beginning_of(settings, tell=lambda _: None).run
-    run_ranks(settings.layout.world_size, work, run, settings.to_json(), cut, timeout_s=120)
+    run_ranks(settings.layout.world_size, work, run, settings.to_json(), prepare, timeout_s=120)
 
 
 def settings_in(directory: Path, **flags: Any) -> TrainSettings:
@@ -62,7 +62,7 @@ def settings_in(directory: Path, **flags: Any) -> TrainSettings:
     return settings
 
 
-def work(run: RunDir, settings: str, cut: Callable[[], None] | None) -> None:
+def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None:
     """The process of a rank, as `rrfp.train.ranks.process` has it."""
     prepare_cpu()
     from rrfp.train.rank import work as train
@@ -72,8 +72,8 @@ def work(run: RunDir, settings: str, cut: Callable[[], None] | None) -> None:
     # Nothing may depend on what these were before.
     random.seed(os.getpid())
     np.random.seed(os.getpid())
-    if cut is not None:
-        cut()
+    if prepare is not None:
+        prepare()
     told = TrainSettings.from_json(settings)
     with parallel_groups(told) as layout, no_objects():
         train(run, told, layout)

@@ -22,7 +22,7 @@ from typing import Any
 
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.checkpoints.reading import differences
-from tests.checkpointed import newest, tensors_of, train, train_cut_short
+from tests.checkpointed import newest, tensors_of, train, train_prepared
 from tests.ranks import RankFailedError
 from tests.trained import TINY, processes_of, read_metrics
 
@@ -127,7 +127,7 @@ def kill_ranks_until_done(directory: Path, draw: random.Random, whole_s: float) 
         policy = {**FORKED, **draw.choice(FORKED_POLICIES), "save_async": draw.random() < 0.5}
         kill_rank = partial(kill_later, draw.randrange(2), draw.uniform(0, whole_s))
         try:
-            train_cut_short(directory, STEPS, kill_rank, resume=True, **policy)
+            train_prepared(directory, STEPS, kill_rank, resume=True, **policy)
         except RankFailedError as error:
             # The other rank may be the first to say that it has lost this one.
             told = (f"exit code {-signal.SIGALRM}", "PeerLostError", "by peer")

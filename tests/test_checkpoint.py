@@ -32,7 +32,7 @@ from tests.checkpointed import (
     settings_in,
     tensors_of,
     train,
-    train_cut_short,
+    train_prepared,
 )
 from tests.killed_runs import run_all
 from tests.ranks import RankFailedError
@@ -127,7 +127,7 @@ def test_a_save_that_is_cut_short_does_not_count(
     uninterrupted: Path, tmp_path: Path, flags: dict[str, Any], place: str, left: int
 ) -> None:
     with pytest.raises(RankFailedError, match=f"exit code {CUT_SHORT}"):
-        train_cut_short(tmp_path, STEPS, partial(cut_at, place, 2), **flags)
+        train_prepared(tmp_path, STEPS, partial(cut_at, place, 2), **flags)
     assert newest(tmp_path).step == left
     if place == "finish":
         train(tmp_path, STEPS, **flags, resume=True, hint="bfw")
@@ -316,7 +316,7 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
     tmp_path: Path, flags: dict[str, Any], num_bytes: int, reason: str
 ) -> None:
     with pytest.raises(RankFailedError) as raised:
-        train_cut_short(tmp_path, STEPS, partial(small_disk_later, num_bytes), **flags)
+        train_prepared(tmp_path, STEPS, partial(small_disk_later, num_bytes), **flags)
     assert re.search(
         rf"the checkpoint of step {STEPS} could not be written to {tmp_path / 'ck'} "
         rf"\((?:{reason})\); see whether it has room and is writable, then go on from the last one "
@@ -348,7 +348,7 @@ def full_disk() -> None:
 
 
 def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path: Path) -> None:
-    train_cut_short(tmp_path, STEPS, full_disk)
+    train_prepared(tmp_path, STEPS, full_disk)
     assert newest(tmp_path).step == STEPS
 
 
@@ -370,7 +370,7 @@ def looking_together(directory: Path) -> None:
 
 def test_no_rank_waits_while_another_reads_the_data(tmp_path: Path) -> None:
     """Who waits in a collective gives the others up after 300 s."""
-    train_cut_short(tmp_path, 2, partial(looking_together, tmp_path))
+    train_prepared(tmp_path, 2, partial(looking_together, tmp_path))
     assert newest(tmp_path).manifest.contents == data_contents(settings_in(tmp_path))
 
 

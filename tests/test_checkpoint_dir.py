@@ -21,7 +21,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints import loading, session
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import CheckpointDir
-from tests.checkpointed import made_up, newest, settings_in, train, train_cut_short, work
+from tests.checkpointed import made_up, newest, settings_in, train, train_prepared, work
 from tests.ranks import RankFailedError, run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -151,7 +151,7 @@ def elsewhere_on_rank_1(directory: Path) -> None:
 
 def test_hosts_that_do_not_share_the_directory_make_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError) as raised:
-        train_cut_short(tmp_path, STEPS, partial(elsewhere_on_rank_1, tmp_path / "there"))
+        train_prepared(tmp_path, STEPS, partial(elsewhere_on_rank_1, tmp_path / "there"))
     assert "although all ranks have written (__1_0.distcp is missing); choose a" in str(
         raised.value
     )
@@ -179,7 +179,7 @@ def slow_rank_1(seconds: float) -> None:
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_slow_writer(tmp_path: Path) -> None:
-    train_cut_short(tmp_path, 2, partial(slow_rank_1, 16.0))
+    train_prepared(tmp_path, 2, partial(slow_rank_1, 16.0))
     assert newest(tmp_path).step == 2
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
@@ -52,9 +53,11 @@ from rrfp.trace.records import (
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spills.spill import is_being_written
 from rrfp.trace.steps import evaluation_step, is_evaluation
+from tests.checkpointed import train_prepared
 from tests.fixtures.make_profiles import exported
 from tests.native_runs import NativeRun, run_steps, train
 from tests.ranks import run_ranks
+from tests.trained import read_metrics
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -295,6 +298,33 @@ def test_waits_for_overlapping_transfers_are_recorded() -> None:
     assert [(each.doing, each.peer) for each in begun] == [(Cause.WARMUP, 7), (Cause.WARMUP, 7)]
     blocking = tally.communicate(lambda: ("received", None, None))
     assert blocking() == ("received", None, None)
+
+
+class LateTimer(HostTimer):
+    """For work on a GPU that has not caught up: times are known to those who wait."""
+
+    knows_at_once = False
+
+    def times_ns(self, marks: Sequence[int], *, wait: bool) -> Any:
+        return super().times_ns(marks, wait=wait) if wait else None
+
+
+def run_late() -> None:
+    from rrfp.train import rank
+
+    class LateSchedule(NativeSchedule):
+        def __init__(self, pp_rank: int, record: Any, *_: Any, **options: Any) -> None:
+            super().__init__(pp_rank, record, LateTimer(), **options)
+
+    rank.NativeSchedule = LateSchedule  # type: ignore[misc]
+
+
+def test_a_step_is_told_once_the_gpu_has_caught_up(tmp_path: Path) -> None:
+    train_prepared(tmp_path, 3, run_late, dispatch="megatron", no_trace=False)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(0 < line["bubble_fraction"] < 1 for line in lines)
+    assert [line["peak_held"] for line in lines] == [[2.0, 1.0]] * 3
 
 
 def train_with_overlap(settings: dict[str, Any]) -> tuple[NativeRun, NativeRun, list[Record]]:

@@ -115,6 +115,9 @@ def _train(
         start_s = time.monotonic()
         result = trainer.train_step(step)
         seconds = time.monotonic() - start_s
+        if isinstance(schedule, NativeSchedule):
+            # A GPU tells the times of its work once that is done.
+            schedule.settle(wait=True)
         assert schedule.last_step is not None
         if evaluation is not None and evaluation.is_due(step):
             enter(f"in the evaluation after step {step}")
