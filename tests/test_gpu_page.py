@@ -76,6 +76,7 @@ def test_without_a_gpu_the_kit_says_so() -> None:
         ("Launch of", {"spinning": 8.26, "blocking": 31.0}, "8.3 us spinning, 31.0 us", True),
         ("device, 64 MB", {"ipc": 1600.0, "own": 2000.0}, "1600 GB/s, 80%", True),
         ("device, 64 MB", {"ipc": 1500.0, "own": 2000.0}, "1500 GB/s, 75%", False),
+        ("64 KB by CUDA's", 31.26, "31.3 us", True),
         ("64 KB over CUDA IPC", 59.9, "59.9 us", True),
         ("64 KB over CUDA IPC", 60.0, "60.0 us", False),
         ("64 MB over CUDA IPC", 100.0, "100 us, 671 GB/s", True),
@@ -108,7 +109,9 @@ def test_a_line_holds_up_to_its_goal(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("measure", [figures.copies, figures.large_ipc, figures.wake_ups])
+@pytest.mark.parametrize(
+    "measure", [figures.copies, figures.large_ipc, figures.wake_ups, figures.bare_message]
+)
 def test_measuring_refuses_without_a_driver(measure: Callable[[], object]) -> None:
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):
         measure()
@@ -131,8 +134,8 @@ def fails() -> Measured:
 
 def test_the_table_has_the_form_of_the_page() -> None:
     lines = (
-        Line("one", "fast", lambda: Measured("9 us")),
-        Line("two", "fast", lambda: Measured("90 us", holds=False)),
+        Line("one", "fast", lambda: Measured("9 us"), is_timed=True),
+        Line("two", "fast", lambda: Measured("90 us", holds=False), is_timed=True),
         Line("three", "fast", fails),
         Line("four", "", fails, lacks=lambda: "there is no sanitizer"),
     )

@@ -316,7 +316,7 @@ def run_late() -> None:
         def __init__(self, pp_rank: int, record: Any, *_: Any, **options: Any) -> None:
             super().__init__(pp_rank, record, LateTimer(), **options)
 
-    rank.NativeSchedule = LateSchedule  # type: ignore[misc]
+    rank.NativeSchedule = LateSchedule  # type: ignore[attr-defined]
 
 
 def test_a_step_is_told_once_the_gpu_has_caught_up(tmp_path: Path) -> None:

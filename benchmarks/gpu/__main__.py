@@ -3,9 +3,11 @@
 Without a GPU it says so and exits with 0; a line that does not hold makes it 1.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from rrfp.runtime.probe import NoAnswerError
 
 HEAD = ("line", "goal", "figure", "when", "where", "commit")
 NOT_RUN = "not run"
+_NUM_CORES = 4
+_ROOM_BYTES = 16 * 2**30
+"""Of a run: each of its ranks has a context of half a GiB on the GPU."""
 _ROOT = Path(__file__).parent.parent.parent
 
 
 def main() -> int:
-    """Print a row as soon as it is measured."""
+    """Print each row once it and those before it are measured."""
     presence = cuda_presence()
     if presence.problem is not None:
         print(f"Nothing is measured: {presence.problem}")
@@ -32,26 +37,41 @@ def main() -> int:
 
 
 def table(lines: Iterable[Line], presence: CudaPresence) -> Iterator[tuple[str, bool]]:
-    """The rows of the page, measured one after the other, and whether each holds."""
+    """The rows of the page, and whether each holds. Times are measured one after the other, then
+    the rest side by side."""
     yield _row(HEAD), True
     yield _row(("---",) * len(HEAD)), True
     run = _run(presence)
+    untimed = []
     for line in lines:
-        lacks = line.lacks()
-        if lacks is not None:
-            yield _row((line.name, line.goal, f"{NOT_RUN}: {lacks}", "", "", "")), True
-            continue
-        figure, holds = _measured(line)
-        yield _row((line.name, line.goal, figure, *run)), holds
+        if line.is_timed:
+            yield _measured(line, run)
+        else:
+            untimed.append(line)
+    with ThreadPoolExecutor(_num_at_once(presence)) as pool:
+        yield from pool.map(lambda line: _measured(line, run), untimed)
 
 
-def _measured(line: Line) -> tuple[str, bool]:
-    """The figure of a line in words, and whether it holds."""
+def _measured(line: Line, run: tuple[str, str, str]) -> tuple[str, bool]:
+    """The row of a line, and whether it holds."""
+    lacks = line.lacks()
+    if lacks is not None:
+        return _row((line.name, line.goal, f"{NOT_RUN}: {lacks}", "", "", "")), True
     try:
         measured = line.measure()
     except NoAnswerError as error:
-        return f"failed: {error}", False
-    return measured.figure if measured.holds else f"{measured.figure}: missed", measured.holds
+        figure, holds = f"failed: {error}", False
+    else:
+        figure, holds = measured.figure, measured.holds
+        if not holds:
+            figure = f"{figure}: missed"
+    return _row((line.name, line.goal, figure, *run)), holds
+
+
+def _num_at_once(presence: CudaPresence) -> int:
+    """How many runs go side by side, up to eight ranks each."""
+    room = min(gpu.memory_bytes for gpu in presence.gpus) // _ROOM_BYTES
+    return max(1, min(room, (os.cpu_count() or 1) // _NUM_CORES))
 
 
 def _run(presence: CudaPresence) -> tuple[str, str, str]:

@@ -32,6 +32,13 @@ def large_ipc() -> dict[str, float]:
     return {"ipc": pulled, "own": (before + after) / 2}
 
 
+def bare_message() -> float:
+    """The way of a small message by CUDA's calls alone, both hosts' wake-ups included, in us."""
+    from benchmarks.gpu.bare_calls import one_way_us
+
+    return one_way_us(SMALL_BYTES, _NUM_SMALL_ROUNDS)
+
+
 def small_message() -> float:
     """The way of a small message over the data plane, both hosts' wake-ups included, in us."""
     from benchmarks.gpu.messages import one_way_us

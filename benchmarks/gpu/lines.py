@@ -41,6 +41,8 @@ class Line:
     """Raises NoAnswerError if it fails."""
     lacks: Callable[[], str | None] = lambda: None
     """What this machine lacks to measure it; None where nothing."""
+    is_timed: bool = False
+    """Whether the figure is a time, so that nothing else may run meanwhile."""
 
 
 def _copies() -> Measured:
@@ -51,6 +53,10 @@ def _large_ipc() -> Measured:
     told = probe(figures.large_ipc, limit_s=_LIMIT_S)
     share = told["ipc"] / told["own"]
     return Measured(f"{told['ipc']:.0f} GB/s, {share:.0%}", share >= _IPC_SHARE)
+
+
+def _bare_message() -> Measured:
+    return Measured(f"{probe(figures.bare_message, limit_s=_LIMIT_S):.1f} us")
 
 
 def _small_message() -> Measured:
@@ -138,19 +144,39 @@ def _no_sanitizer() -> str | None:
 
 
 LINES = (
-    Line("Copies within the device, 64 MB", "", _copies),
-    Line("Launch of a kernel and wake-up of the host behind it", "", _wake_ups),
+    Line("Copies within the device, 64 MB", "", _copies, is_timed=True),
+    Line("Launch of a kernel and wake-up of the host behind it", "", _wake_ups, is_timed=True),
     Line(
         "CUDA IPC within the device, 64 MB",
         f"{_IPC_SHARE:.0%} of the device's own copies",
         _large_ipc,
+        is_timed=True,
+    ),
+    Line(
+        "64 KB by CUDA's calls alone, from process to process, both hosts' wake-ups included",
+        "",
+        _bare_message,
+        is_timed=True,
     ),
     Line(
         "64 KB over CUDA IPC within the device, one way, both hosts' wake-ups included",
         f"under {_SMALL_US:.0f} us",
         _small_message,
+        is_timed=True,
     ),
-    Line("64 MB over CUDA IPC within the device, one way", "", _large_message),
+    Line("64 MB over CUDA IPC within the device, one way", "", _large_message, is_timed=True),
+    Line(
+        "Tasks of 5 ms: the runtime's own time",
+        f"under {_OWN_SHARE:.0%} of a step",
+        _own_share,
+        is_timed=True,
+    ),
+    Line(
+        "Tasks of 5 ms: the device idle between ready tasks",
+        f"under {_GAP_US:.0f} us (median)",
+        _gap,
+        is_timed=True,
+    ),
     Line(
         "4 and 8 stages on one GPU, bf16, with and without dropout, GPT and MoE: `bf`, `bfw` and "
         "`zb-v` ready against `1f1b` fixed",
@@ -158,12 +184,6 @@ LINES = (
         _same_to_the_bit,
     ),
     Line("One process with all stages against four", "the same to the bit", _one_process),
-    Line("Tasks of 5 ms: the runtime's own time", f"under {_OWN_SHARE:.0%} of a step", _own_share),
-    Line(
-        "Tasks of 5 ms: the device idle between ready tasks",
-        f"under {_GAP_US:.0f} us (median)",
-        _gap,
-    ),
     Line(f"Memory over {_NUM_STEPS:,} steps", "no growth", _growth),
     Line(
         "Most memory against Megatron's own schedule, at equal activations",

@@ -1,0 +1,86 @@
+"""Messages between two processes by CUDA's calls alone: what is left of a message's way without the
+transport, its threads and torch.
+
+As in the transport a copy is made on either side, each host sees its own done, and the sending one
+tells the other over a socket.
+"""
+
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+from rrfp.runtime.device.cuda_runtime import CudaRuntime
+
+_PATIENCE_S = 30.0
+_NUM_WARM_UP = 5
+_NUM_CLOCK_BYTES = 8
+_HANDLE_BYTES = 64
+
+
+def one_way_us(num_bytes: int, num_rounds: int) -> float:
+    """The median time of a message, until the other process' host has seen it copied, in us.
+    Raises CudaRuntimeError or OSError where it does not come."""
+    copies = _Copies(num_bytes)
+    data, slab = copies.cuda.allocate(num_bytes), copies.cuda.allocate(num_bytes)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(_PATIENCE_S)
+    arguments = (str(theirs.fileno()), str(num_bytes), str(num_rounds))
+    command = (sys.executable, "-m", __name__, *arguments)
+    taken_ns = []
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as other:
+        theirs.close()
+        try:
+            ours.sendall(copies.cuda.export(slab))
+            for _ in range(_NUM_WARM_UP + num_rounds):
+                start_ns = time.monotonic_ns()
+                copies.make(slab, data)
+                ours.sendall(b"\0")
+                taken_ns.append(_number(ours) - start_ns)
+            other.wait(_PATIENCE_S)
+        finally:
+            other.kill()
+    return statistics.median(taken_ns[_NUM_WARM_UP:]) / 1e3
+
+
+def _answer(link: socket.socket, num_bytes: int, num_rounds: int) -> None:
+    """The other process' part."""
+    copies = _Copies(num_bytes)
+    slab = copies.cuda.open(link.recv(_HANDLE_BYTES, socket.MSG_WAITALL))
+    target = copies.cuda.allocate(num_bytes)
+    for _ in range(_NUM_WARM_UP + num_rounds):
+        link.recv(1)
+        copies.make(target, slab)
+        link.sendall(time.monotonic_ns().to_bytes(_NUM_CLOCK_BYTES, "little"))
+    copies.cuda.close(slab)
+
+
+class _Copies:
+    """Copies that a host sees done. It sleeps meanwhile, as the transport's threads do."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.cuda = cuda = CudaRuntime(0)
+        self._num_bytes = num_bytes
+        self._stream = cuda.call("cudaStreamCreateWithFlags", cuda.bindings.cudaStreamNonBlocking)
+        flags = cuda.bindings.cudaEventBlockingSync | cuda.bindings.cudaEventDisableTiming
+        self._copied = cuda.call("cudaEventCreateWithFlags", flags)
+
+    def make(self, target: int, source: int) -> None:
+        kind = self.cuda.bindings.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self.cuda.call("cudaMemcpyAsync", target, source, self._num_bytes, kind, self._stream)
+        self.cuda.call("cudaEventRecord", self._copied, self._stream)
+        self.cuda.call("cudaEventSynchronize", self._copied)
+
+
+def _number(link: socket.socket) -> int:
+    octets = link.recv(_NUM_CLOCK_BYTES, socket.MSG_WAITALL)
+    if len(octets) < _NUM_CLOCK_BYTES:
+        raise ConnectionError("the other process is gone")
+    return int.from_bytes(octets, "little")
+
+
+if __name__ == "__main__":
+    _descriptor, *_numbers = map(int, sys.argv[1:])
+    with socket.socket(fileno=_descriptor) as _link:
+        _answer(_link, *_numbers)
