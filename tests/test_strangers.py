@@ -8,7 +8,7 @@ import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,45 +19,78 @@ import pytest
 from rrfp.runtime.transport.doorman import let_in_nobody
 from tests.stranger import NOBODY, Stranger
 from tests.test_planted import Command
-from tests.trained import ENDLESS, Training, read_metrics
+from tests.trained import Training, read_metrics
 from tests.watch import Door, descendants, doors_of
 from tests.wire import Wire
 
 pytestmark = pytest.mark.timeout(400)
 
 _PORT = 29400
-_VISITS_A_STAGE = 10_000
+_VISITS = 10_000
 _AT_ONCE = 1_000
-_NUM_STEPS = 10
-"""Of a run that is compared with one under siege."""
+STEPS = ("--steps", "10")
 _MOST_GROWTH_KB = 64 * 1024
 _MOST_MORE_FILES = 32
+
+_GATES = ("in step 0", "in step 4", "after the last step")
+"""Where a run is held up until the stranger has been at every port: what a rank enters."""
+_HELD_UP = """
+import os, sys, time
+from pathlib import Path
+
+if "rrfp.train.ranks.process" in sys.orig_argv:
+    from rrfp.train.ranks.liveness import heartbeat
+
+    enter = heartbeat.enter
+
+    def held_up(stage):
+        enter(stage)
+        gate = Path(os.environ["GATES"], stage)
+        if stage in {gates} and not gate.exists():
+            gate.with_name(stage + ", rank " + os.environ["RANK"]).touch()
+        while stage in {gates} and not gate.exists():
+            time.sleep(0.1)
+            enter(stage + ", held up at " + str(time.monotonic()))
+
+    heartbeat.enter = held_up
+"""
 
 
 @dataclass(slots=True)
 class Siege:
-    """Sends a stranger to every port of this process' descendants, until the `with` block ends."""
+    """Sends a stranger to every port of this process' descendants, until the `with` block ends. The
+    run of so many ranks is held up at each gate, so that he has the time."""
 
     run: Path
+    num_ranks: int
     stranger: Stranger | None = None
-    """None only to measure."""
+    """None only to measure, without gates."""
     planted: bytes = b""
     source: str = ""
-    visits: int = _VISITS_A_STAGE
-    """How often he comes in each stage of the run: before the first step, and after it."""
-    begins: Callable[[], bool] = lambda: True
+    visits: int = _VISITS
+    """How often he comes to each port before each gate."""
+    begins: Callable[[Self], bool] = lambda _: True
     """Whether he has come by now."""
-    came: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """What came of his visits, by stage: how many were `taken`, `refused` or `dropped`."""
-    doors: set[Door] = field(default_factory=set)
+    came: dict[tuple[str, Door], Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """What came of his visits, by gate and port: how many were `taken`, `refused` or `dropped`."""
+    standing: dict[str, set[Door]] = field(default_factory=dict)
+    """By gate: the ports that were open when it was opened."""
     most_kb: int = 0
     """The most memory that a process of the run had."""
     most_files: int = 0
     """The most files that one had open."""
+    _environment: pytest.MonkeyPatch = field(default_factory=pytest.MonkeyPatch)
+    """That of runs that start in the `with` block."""
     _is_over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
+        if self.stranger is not None:
+            self.directory.mkdir()
+            held_up = _HELD_UP.replace("{gates}", repr(_GATES))
+            (self.directory / "sitecustomize.py").write_text(held_up)
+            self._environment.setenv("PYTHONPATH", str(self.directory), prepend=os.pathsep)
+            self._environment.setenv("GATES", str(self.directory))
         self._thread = threading.Thread(target=self._besiege)
         self._thread.start()
         return self
@@ -68,36 +101,61 @@ class Siege:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._environment.undo()
         self._is_over.set()
         assert self._thread is not None
         self._thread.join()
 
     @property
+    def directory(self) -> Path:
+        """Where its ranks find what holds them up."""
+        return self.run.with_name(f"{self.run.name}-gates")
+
+    @property
+    def doors(self) -> set[Door]:
+        return {door for _, door in self.came}
+
+    @property
     def total(self) -> Counter[str]:
         return sum(self.came.values(), Counter())
 
+    @property
+    def gate(self) -> str | None:
+        """The next one."""
+        return next((gate for gate in _GATES if not (self.directory / gate).exists()), None)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether all ranks stand at the next gate."""
+        return len([*self.directory.glob(f"{self.gate}, rank *")]) == self.num_ranks
+
     def _besiege(self) -> None:
         while not self._is_over.wait(0.01):
+            gate, was_held_up = self.gate, self.stranger is not None and self.is_held_up
+            doors: set[Door] = set()
             for pid in descendants(os.getpid()):
                 with suppress(OSError):
-                    self._look_at(pid)
+                    doors.update(self._look_at(pid))
+            if self.stranger is None or gate is None or not self.begins(self):
+                continue
+            for door in doors:
+                if self.came[gate, door].total() < self.visits:
+                    self.came[gate, door] += self.stranger.knock(
+                        *(door.address, door.port, _AT_ONCE),
+                        planted=self.planted,
+                        source=self.source,
+                    )
+            if was_held_up and all(self.came[gate, door].total() >= self.visits for door in doors):
+                self.standing[gate] = doors
+                (self.directory / gate).touch()
 
-    def _look_at(self, pid: int) -> None:
+    def _look_at(self, pid: int) -> Iterator[Door]:
+        """Measure a process of the run, and give its doors."""
         if b"rrfp" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
         self.most_kb = max(self.most_kb, _memory_kb(pid))
         self.most_files = max(self.most_files, len([*Path(f"/proc/{pid}/fd").iterdir()]))
-        for door in doors_of(pid):
-            self.doors.add(door)
-            if self.stranger is None or not self.begins():
-                continue
-            stage = "training" if read_metrics(self.run) else "start"
-            if self.came[stage].total() < self.visits:
-                self.came[stage] += self.stranger.knock(
-                    *(door.address, door.port, _AT_ONCE),
-                    planted=self.planted,
-                    source=self.source,
-                )
+        yield from doors_of(pid)
 
 
 def _memory_kb(pid: int) -> int:
@@ -112,28 +170,24 @@ def as_another_user() -> Stranger:
     return Stranger(uid=NOBODY if os.getuid() == 0 else None)
 
 
-def trained(run: Path, *flags: str, **siege: Any) -> Siege:
+def trained(run: Path, num_ranks: int, *flags: str, **siege: Any) -> Siege:
     """A run under siege to its end, which is a good one."""
-    with Siege(run, **siege) as sieged, Training(run, *flags) as training:
+    with Siege(run, num_ranks, **siege) as sieged, Training(run, *STEPS, *flags) as training:
         code, _, err = training.ended(timeout_s=300)
     assert code == 0, err
     return sieged
 
 
-def await_visits(sieged: Siege, training: Training) -> None:
-    """Wait until the stranger has come as often as he is to, and the run has gone on."""
-    training.await_that(lambda: sieged.came["training"].total() >= sieged.visits, "visits")
-    training.await_steps(max(_NUM_STEPS, training.num_steps + 2))
-
-
 def check_unmoved(sieged: Siege, alone: Siege) -> None:
-    """The stranger came to every stage, and did not make himself felt."""
+    """The stranger came to every port at every stage, and did not make himself felt."""
     losses, expected = (
         [line["loss"] for line in read_metrics(each.run)] for each in (sieged, alone)
     )
-    assert losses[: len(expected)] == expected
-    for stage, came in sieged.came.items():
-        assert came.total() >= sieged.visits, stage
+    assert losses == expected
+    assert sieged.standing.keys() == {*_GATES}
+    for gate, doors in sieged.standing.items():
+        assert doors
+        assert all(sieged.came[gate, door].total() >= sieged.visits for door in doors)
     assert sieged.most_kb < alone.most_kb + _MOST_GROWTH_KB
     assert sieged.most_files < alone.most_files + _MOST_MORE_FILES
 
@@ -146,36 +200,36 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "visits"),
+    ("num_ranks", "flags", "visits"),
     [
-        ("--pp=2 --steps=10", 1_000),
+        (2, "--pp=2", 1_000),
         *(
-            pytest.param(f"{flags} --pp=2 --steps=30", _VISITS_A_STAGE, marks=pytest.mark.slow)
-            for flags in (
-                "--tp=2 --dispatch=megatron",
-                "--dp=2 --distributed-optimizer --save=ck --save-every=1",
-                "--model=vlm --heldout-every=1 --admit=pyramid",
-                "--dp=2 --ep=2 --model=moe --save=ck --save-every=5 --save-async",
+            pytest.param(num_ranks, f"{flags} --pp=2", _VISITS, marks=pytest.mark.slow)
+            for num_ranks, flags in (
+                (4, "--tp=2 --dispatch=megatron"),
+                (4, "--dp=2 --distributed-optimizer --save=ck --save-every=1"),
+                (2, "--model=vlm --heldout-every=1 --admit=pyramid"),
+                (4, "--dp=2 --ep=2 --model=moe --save=ck --save-every=5 --save-async"),
             )
         ),
     ],
 )
 def test_another_user_reaches_no_port_of_a_run(
-    flags: str, visits: int, tmp_path: Path, marker: Path
+    num_ranks: int, flags: str, visits: int, tmp_path: Path, marker: Path
 ) -> None:
     """From its first moment to its last."""
     own = [flags.replace("=ck", f"={tmp_path / each}").split() for each in ("ck-alone", "ck")]
-    alone = trained(tmp_path / "alone", *own[0])
+    alone = trained(tmp_path / "alone", num_ranks, *own[0])
     with as_another_user() as stranger:
         sieged = trained(
             tmp_path / "sieged",
+            num_ranks,
             *own[1],
             stranger=stranger,
             planted=pickle.dumps(Command(marker)),
             visits=visits,
         )
     assert len(sieged.doors) >= 2
-    assert sieged.came.keys() == {"start", "training"}
     assert sieged.total.keys() == {"refused"}
     check_unmoved(sieged, alone)
 
@@ -185,17 +239,16 @@ def test_in_the_hosts_network_gloo_lets_in_nobody_once_the_groups_are_made(
     tmp_path: Path, marker: Path
 ) -> None:
     flags = ("--pp=2", "--network=host")
-    alone = trained(tmp_path / "alone", *flags, f"--steps={_NUM_STEPS}")
-    run = tmp_path / "sieged"
-    with (
-        as_another_user() as stranger,
-        Siege(
-            run, stranger, pickle.dumps(Command(marker)), begins=lambda: bool(read_metrics(run))
-        ) as sieged,
-        Training(run, *flags, *ENDLESS) as training,
-    ):
-        await_visits(sieged, training)
-    assert sieged.came.keys() == {"training"}
+    alone = trained(tmp_path / "alone", 2, *flags)
+    with as_another_user() as stranger:
+        sieged = trained(
+            tmp_path / "sieged",
+            2,
+            *flags,
+            stranger=stranger,
+            planted=pickle.dumps(Command(marker)),
+            begins=lambda siege: siege.is_held_up or siege.gate != _GATES[0],
+        )
     assert sieged.total.keys() == {"dropped"}
     check_unmoved(sieged, alone)
 
@@ -214,17 +267,11 @@ def test_another_host_reaches_no_port_of_two_hosts_that_have_met(
     run, alone = tmp_path / "sieged", tmp_path / "alone"
     with wire:
         source = wire.add_address(1, 66)
-        with Siege(alone) as unmoved, two_hosts(alone, wire) as first:
-            first.await_steps(_NUM_STEPS)
-        with (
-            Stranger(within=wire.within(1)) as stranger,
-            Siege(
-                *(run, stranger, pickle.dumps(Command(marker)), source),
-                begins=lambda: (run / "logs").exists(),
-            ) as sieged,
-            two_hosts(run, wire) as first,
-        ):
-            await_visits(sieged, first)
+        unmoved = trained_on_two_hosts(Siege(alone, 2), wire)
+        with Stranger(within=wire.within(1)) as stranger:
+            planted = pickle.dumps(Command(marker))
+            siege = Siege(run, 2, stranger, planted, source, begins=has_met)
+            sieged = trained_on_two_hosts(siege, wire)
     # The store's, and gloo's on both hosts.
     assert _PORT in {door.port for door in sieged.doors}
     assert {door.address for door in sieged.doors} == {"10.213.78.1", "10.213.78.2"}
@@ -232,15 +279,22 @@ def test_another_host_reaches_no_port_of_two_hosts_that_have_met(
     check_unmoved(sieged, unmoved)
 
 
-@contextmanager
-def two_hosts(run: Path, wire: Wire) -> Iterator[Training]:
-    """A run that goes on by itself on both ends of a wire; gives the first host's part."""
-    flags = ["--nnodes=2", f"--rdzv-endpoint={Wire.ADDRESS}:{_PORT}", "--pp=2", *ENDLESS]
+def has_met(siege: Siege) -> bool:
+    return (siege.run / "logs").exists()
+
+
+def trained_on_two_hosts(siege: Siege, wire: Wire) -> Siege:
+    """A run under siege on both ends of a wire, to its good end."""
+    flags = ["--nnodes=2", f"--rdzv-endpoint={Wire.ADDRESS}:{_PORT}", "--pp=2", *STEPS]
     with (
-        Training(run, *flags, "--node-rank=0", within=wire.within(0)) as first,
-        Training(run, *flags, "--node-rank=1", within=wire.within(1)),
+        siege,
+        Training(siege.run, *flags, "--node-rank=0", within=wire.within(0)) as first,
+        Training(siege.run, *flags, "--node-rank=1", within=wire.within(1)) as second,
     ):
-        yield first
+        for host in (first, second):
+            code, _, err = host.ended(timeout_s=300)
+            assert code == 0, err
+    return siege
 
 
 # The stranger himself.
