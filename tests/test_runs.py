@@ -86,6 +86,28 @@ def test_the_outcome_is_noted(error: BaseException | None, ending: Ending) -> No
     assert read_ending(run) == ending
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "5", "null", "[]", '["outcome"]', '"outcome"', "{}", "{"),
+        '{"outcome": ["failed"], "error": null}',
+        '{"outcome": "failed", "error": 5}',
+        *(
+            f'{{"outcome": "failed", "error": null, "culprit": {culprit}}}'
+            for culprit in (
+                "5",
+                '{"found_by": "rank", "rank": "0", "link": null}',
+                '{"found_by": "link", "rank": null, "link": [1]}',
+            )
+        ),
+    ],
+)
+def test_of_a_damaged_outcome_nothing_is_taken(text: str) -> None:
+    run = _run("one")
+    run.outcome.write_text(text)
+    assert read_ending(run) == Ending(Outcome.KILLED)
+
+
 def test_a_disk_that_takes_no_note_changes_nothing() -> None:
     run = _run("one")
     run.outcome.mkdir()

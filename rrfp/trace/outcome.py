@@ -61,8 +61,13 @@ class Culprit:
     def decode(cls, told: Any) -> Self:
         """What `asdict` made JSON of. Raises TypeError, KeyError or ValueError for anything
         else."""
-        link = told["link"]
-        return cls(FoundBy(told["found_by"]), told["rank"], None if link is None else (*link,))
+        rank, link = told["rank"], told["link"]
+        if not isinstance(rank, int | None):
+            raise TypeError("a rank is a number")
+        if link is not None:
+            first, second = map(int, link)
+            link = first, second
+        return cls(FoundBy(told["found_by"]), rank, link)
 
 
 class RunFailedError(RrfpError):
@@ -80,6 +85,17 @@ class Ending:
     outcome: Outcome
     error: str | None = None
     culprit: Culprit | None = None
+
+    @classmethod
+    def decode(cls, told: Any) -> Self:
+        """What `OutcomeNote.described` made JSON of. Raises TypeError, KeyError or ValueError for
+        anything else."""
+        outcome, error = Outcome(told["outcome"]), told["error"]
+        if not isinstance(error, str | None):
+            raise TypeError("an error is a sentence")
+        # Earlier runs named no culprit.
+        culprit = told.get("culprit")
+        return cls(outcome, error, None if culprit is None else Culprit.decode(culprit))
 
 
 class OutcomeNote:
@@ -151,11 +167,7 @@ def read_ending(run: RunDir) -> Ending | None:
     except FileNotFoundError:
         return None
     try:
-        told = parsed(text)
-        # Earlier runs named no culprit.
-        culprit = told.get("culprit")
-        named = None if culprit is None else Culprit.decode(culprit)
-        return Ending(Outcome(told["outcome"]), told["error"], named)
+        return Ending.decode(parsed(text))
     except (ValueError, TypeError, KeyError):
         return Ending(Outcome.KILLED)
 

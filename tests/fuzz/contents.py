@@ -54,9 +54,9 @@ def _json_lines(draw: random.Random, data: bytes) -> bytes | None:
 
 
 def changed(draw: random.Random, document: Any) -> Any:
-    """A document of JSON with another value, or none, in one of its places."""
+    """A document of JSON with another value, or none, in one of its places, or in its own."""
     places = list(_places(document))
-    if not places:
+    if not places or draw.random() < 0.03:
         return draw.choice(ODD)
     # As often one near the top as one of the many below.
     depth = draw.randint(1, max(map(len, places)))
