@@ -6,7 +6,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -509,6 +509,16 @@ def test_a_damaged_file_is_read_or_refused(kind: str, data: st.DataObject) -> No
 def check_recording(recording: Recording) -> None:
     for rank in bubbles(frames_of(recording)).ranks:
         assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns
+
+
+def test_a_database_with_names_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.sqlite"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE xyzzy (number INTEGER)")
+    data = path.read_bytes().replace(b"CREATE", b"CREAT\xc4").replace(b"xyzzy", b"xy\xc4zy")
+    path.write_bytes(data)
+    with pytest.raises(RrfpError, match="cannot be read as SQLite"):
+        import_run([path])
 
 
 def test_a_database_without_an_end_is_refused(

@@ -47,6 +47,7 @@ def main(num_inputs: str, name: str | None = None) -> int:
 def _fuzz(name: str, num_inputs: str) -> None:
     """Does not return: libFuzzer ends the process."""
     import atheris
+    from polars.exceptions import PanicException
 
     with atheris.instrument_imports(include=list(_GUIDING)):
         from tests.fuzz.readers import READERS
@@ -82,7 +83,8 @@ def _fuzz(name: str, num_inputs: str) -> None:
             return bytes(atheris.Mutate(data, max_size))
         file, _ = ways[data[0] % len(ways)]
         found = None
-        with suppress(Exception):  # It may be no such file any more.
+        # It may be no such file any more.
+        with suppress(Exception, PanicException):
             found = damaged_inside(file.name, draw, data[1:])
         return (data[:1] + (damaged(draw, data[1:]) if found is None else found))[:max_size]
 
