@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
+from rrfp.runtime import variables
 from rrfp.train.ranks import children
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.launch import TRAINING
 from rrfp.train.ranks.liveness.child import Failure
+from rrfp.train.ranks.stopping import StopRequestedError
 from rrfp.train.settings import TrainSettings
 
 PROGRAM = """
@@ -135,9 +137,14 @@ def test_a_signal_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
 
 REQUESTED = """
 import os, pathlib, signal, sys, time
+from rrfp.train.ranks.liveness.page import StatusPage
 rank, here, how = os.environ["RANK"], pathlib.Path(sys.argv[1]), sys.argv[2]
 asked = []
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it inherits
+page = StatusPage(int(os.environ[sys.argv[3]].partition(",")[0]))
+if how not in ("starting", "asked") and (how, rank) != ("half started", "1"):
+    page.enter("in step 0")
+(here / f"goes-{rank}").touch()
 time.sleep(0.3)  # a request that comes now counts, too
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -145,6 +152,8 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 (here / f"own-{rank}").rename(here / f"pid-{rank}")
 if how == "fail" and rank == "0":
     sys.exit(3)
+if how == "asked" and rank == "0":
+    page.ask_to_end()
 while not asked or how == "deaf":
     time.sleep(0.01)
 if how == "slowly":
@@ -153,12 +162,15 @@ sys.exit(0)
 """
 
 
-def run_requested(directory: Path, how: str, *signals: signal.Signals) -> dict[int, Failure]:
+def run_requested(
+    directory: Path, how: str, *signals: signal.Signals, is_whole: bool = True
+) -> dict[int, Failure]:
     """Two ranks that take SIGTERM as a request; the launcher gets these signals at once."""
-    command = (sys.executable, "-c", REQUESTED, str(directory), how)
+    command = (sys.executable, "-c", REQUESTED, str(directory), how, variables.LIVENESS)
 
     def signal_soon() -> None:
-        time.sleep(0.1)
+        while len([*directory.glob("goes-*")]) < 2:
+            time.sleep(0.01)
         for number in signals:
             os.kill(os.getpid(), number)
             time.sleep(0.6)
@@ -168,7 +180,7 @@ def run_requested(directory: Path, how: str, *signals: signal.Signals) -> dict[i
     thread.start()
     environments = {rank: {"RANK": str(rank)} for rank in range(2)}
     try:
-        return run_to_end(command, environments, directory, end_on_request=True)
+        return run_to_end(command, environments, directory, end_on_request=True, is_whole=is_whole)
     finally:
         thread.join()
         # How the ranks ended is settled, so a later request must not change it.
@@ -177,6 +189,21 @@ def run_requested(directory: Path, how: str, *signals: signal.Signals) -> dict[i
 
 def test_sigterm_can_be_a_request(tmp_path: Path) -> None:
     assert run_requested(tmp_path, "end", signal.SIGTERM) == {}
+
+
+def test_a_request_before_the_first_step_ends_all_at_once(tmp_path: Path) -> None:
+    with pytest.raises(StopRequestedError):
+        run_requested(tmp_path, "starting", signal.SIGTERM)
+    with pytest.raises(StopRequestedError):
+        run_requested(tmp_path, "asked")
+
+
+def test_of_several_hosts_none_knows_that_no_step_has_begun(tmp_path: Path) -> None:
+    assert run_requested(tmp_path, "starting", signal.SIGTERM, is_whole=False) == {}
+
+
+def test_a_step_that_one_rank_has_begun_is_trained(tmp_path: Path) -> None:
+    assert run_requested(tmp_path, "half started", signal.SIGTERM) == {}
 
 
 def test_a_request_may_be_repeated(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """How a session of `rrfp train` ends: what it says, and that SIGTERM may come at any moment."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,7 @@ import pytest
 from rrfp.analyze.cache import load_frames
 from rrfp.cli import train as cli_train
 from rrfp.trace.locate import resolve_trace
+from rrfp.trace.outcome import Ending, Outcome, read_ending
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints import beginning
 from rrfp.train.ranks import children
@@ -117,6 +119,20 @@ def test_the_pace_is_that_of_this_session(
     assert capsys.readouterr().err == (
         "the work of 0 of 10 tasks (0.00%) took longer than its model\n"
     )
+
+
+def test_sigterm_to_a_rank_that_starts_ends_with_0(tmp_path: Path) -> None:
+    run, flags = tmp_path / "run", ("--pp=2", f"--save={tmp_path / 'ck'}", "--steps=2")
+    with Training(run, *flags) as training:
+        rank = training.await_start(1)
+        os.kill(rank, SIGTERM)
+        code, _, said = training.ended()
+    assert (code, "nothing to save" in said) == (0, True), said
+    assert read_ending(RunDir(run)) == Ending(Outcome.STOPPED)
+    with Training(run, *flags, "--resume") as training:
+        code, _, said = training.ended()
+    assert code == 0, said
+    assert newest(tmp_path).step == 2
 
 
 def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:

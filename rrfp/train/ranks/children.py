@@ -14,7 +14,7 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 from rrfp.train.ranks.liveness.child import Child, Failure, started
 from rrfp.train.ranks.liveness.vigil import LOOK_S, Standstill, Vigil
-from rrfp.train.ranks.stopping import ignore_sigterm
+from rrfp.train.ranks.stopping import StopRequestedError, ignore_sigterm
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 0.05
@@ -51,9 +51,10 @@ def run_to_end(
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
-    themselves; from then on the signal has no effect here. Raises SignalledError if another signal
-    asks this process to end, and RrfpError if a process cannot be started, or the ranks do not end
-    as requested; no rank is left then. Must run on the main thread.
+    themselves; from then on the signal has no effect here. Raises StopRequestedError if it comes,
+    here or to a rank, before any rank of a whole run has begun a step, SignalledError if another
+    signal asks this process to end, and RrfpError if a process cannot be started, or the ranks do
+    not end as requested; no rank is left then. Must run on the main thread.
     """
     children: dict[int, Child] = {}
     vigil = Vigil(silence_s, sees_all=is_whole)
@@ -65,7 +66,11 @@ def run_to_end(
                     child = started(command, environment, directory / f"error-{rank}.json")
                     children[rank] = child
                     vigil.add(rank, child.pid, child.page)
-            return _watch(children, noted, lost, vigil, end_on_request=end_on_request)
+            return _watch(
+                *(children, noted, lost, vigil),
+                end_on_request=end_on_request,
+                is_whole=is_whole,
+            )
         finally:
             for child in children.values():
                 child.end(signal.SIGKILL)
@@ -79,9 +84,13 @@ def _watch(
     vigil: Vigil,
     *,
     end_on_request: bool,
+    is_whole: bool,
 ) -> dict[int, Failure]:
     requested_s, look_s = math.inf, time.monotonic()
     while not (failures := _failures(children)):
+        if end_on_request and is_whole and _is_asked_in_time(children, noted):
+            _end(children, _ending_signal(end_on_request=True))
+            raise StopRequestedError
         # Repeated: whoever stops jobs may ask more than once.
         if end_on_request and {*noted} == {signal.SIGTERM}:
             if requested_s == math.inf:
@@ -118,6 +127,13 @@ def _watch(
         _end_still(children, vigil.stopped())
     _end(children, _ending_signal(end_on_request=end_on_request))
     return _failures(children) | failures  # as they were first found
+
+
+def _is_asked_in_time(children: Mapping[int, Child], noted: list[signal.Signals]) -> bool:
+    """Whether a request came before there was anything to save."""
+    pages = [child.page for child in children.values()]
+    is_asked = {*noted} == {signal.SIGTERM} or any(page.is_asked_to_end for page in pages)
+    return is_asked and all(page.is_starting for page in pages)
 
 
 def _end_still(children: Mapping[int, Child], found: tuple[int, Standstill] | None) -> None:

@@ -47,8 +47,9 @@ def launch(
 
     Raises RrfpError naming the rank that failed first (UsageError if it refused its settings),
     KeyboardInterrupt on Ctrl-C, and StoppedError on another signal; no rank is left then. A run
-    that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, and leaves the
-    signal ignored. Must run on the main thread.
+    that saves checkpoints returns after SIGTERM, too, when the ranks have saved one, or raises
+    StopRequestedError if they had not begun a step; it leaves the signal ignored. Must run on the
+    main thread.
     """
     allow_open_files(settings.layout.world_size)
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))

@@ -39,14 +39,14 @@ def main() -> None:
     warn_launcher(rank)
     # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if settings.run.save is not None:
-        take_sigterm_as_request()
     try:
         enter_network()  # while there is one thread
     except RrfpError as error:
         _fail(error)
     end_with_launcher()  # a process that enters a namespace of users has to ask again
     show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
+    if settings.run.save is not None:
+        take_sigterm_as_request()
     try:
         from rrfp.train.ranks.devices import take_device
         from rrfp.train.ranks.exchange import no_objects

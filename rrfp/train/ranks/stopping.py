@@ -1,17 +1,18 @@
-"""SIGTERM as a request: ranks end together after the step under way, and a launcher without ranks
-at once."""
+"""SIGTERM as a request: ranks end together after the step under way, and at once before the first
+one, as a launcher without ranks does."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from rrfp.train.ranks.liveness.heartbeat import show_request
+
 _asked = False
 
 
 class StopRequestedError(BaseException):
-    """SIGTERM came to a launcher whose ranks do not run; like Ctrl-C, nobody handles it on the
-    way."""
+    """SIGTERM came before any rank had begun a step; like Ctrl-C, nobody handles it on the way."""
 
 
 @contextmanager
@@ -53,8 +54,8 @@ def _stop(*_: object) -> NoReturn:
 
 
 def take_sigterm_as_request() -> None:
-    """Note SIGTERM from now on instead of ending. The launcher starts ranks with the signal held
-    back, so that one that came earlier counts, too."""
+    """Note SIGTERM from now on instead of ending, and show that to the launcher, which starts ranks
+    with the signal held back: one that came earlier counts, too."""
     signal.signal(signal.SIGTERM, _note)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -62,6 +63,7 @@ def take_sigterm_as_request() -> None:
 def _note(*_: object) -> None:
     global _asked
     _asked = True
+    show_request()
 
 
 def agree(*, is_busy: bool) -> tuple[bool, bool]:

@@ -54,6 +54,12 @@ def enter(stage: str) -> None:
         _page.enter(stage)
 
 
+def show_request() -> None:
+    """Note that this rank was asked to end."""
+    if _page is not None:
+        _page.ask_to_end()
+
+
 def _beat(
     page: StatusPage | None, main_thread: int, launcher: int, waits_on_device: bool
 ) -> NoReturn:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import IO
 
 _BYTES = 1024
-_BEATS, _WAITS, _STAGE, _PLACE = 0, 8, 16, 144
+_BEATS, _WAITS, _ASKED, _STAGE, _PLACE = 0, 8, 9, 16, 144
 _TEXT_BYTES = {_STAGE: _PLACE - _STAGE, _PLACE: _BYTES - _PLACE}
 
 
@@ -53,8 +53,21 @@ class StatusPage:
         """What it does: `in step 7`. Unlike the rest, written as soon as it begins."""
         return self._text(_STAGE) or "in start-up"
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has not begun its first step."""
+        return not self._text(_STAGE)
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Whether a request to end came to the rank itself."""
+        return bool(self._bytes[_ASKED])
+
     def enter(self, stage: str) -> None:
         self._write(_STAGE, stage)
+
+    def ask_to_end(self) -> None:
+        self._bytes[_ASKED] = 1
 
     def beat(self, waits: Waits, place: str) -> None:
         self._bytes[_WAITS] = waits
