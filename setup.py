@@ -25,7 +25,8 @@ class BuildCore(build_ext):
         if self.compiler.compiler_type == "unix":
             for extension in self.extensions:
                 # Modules of one library call each other directly: some 5% of a simulated step.
-                extension.extra_compile_args.append("-fno-semantic-interposition")
+                own = extension.extra_compile_args
+                extension.extra_compile_args = [*own, "-fno-semantic-interposition"]
         super().build_extensions()
 
     def run(self) -> None:

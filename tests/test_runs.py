@@ -98,6 +98,8 @@ def test_the_outcome_is_noted(error: BaseException | None, ending: Ending) -> No
                 "5",
                 '{"found_by": "rank", "rank": "0", "link": null}',
                 '{"found_by": "link", "rank": null, "link": [1]}',
+                '{"found_by": "link", "rank": null, "link": [1e999, 1]}',
+                '{"found_by": "link", "rank": null, "link": {"a": 0, "b": 1}}',
             )
         ),
     ],

@@ -24,7 +24,7 @@ from rrfp.train.ranks.hosts.pulse import Pulse
 from rrfp.train.ranks.liveness.child import started
 from rrfp.train.ranks.stores import file_store
 from tests.checkpointed import FLAGS, made_up, newest
-from tests.trained import ENDLESS, TINY, Training, read_metrics, rrfp_here
+from tests.trained import ENDLESS, TINY, Training, processes_of, read_metrics, rrfp_here
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,8 +121,16 @@ def test_the_pace_is_that_of_this_session(
     )
 
 
-def test_sigterm_to_a_rank_that_starts_ends_with_0(tmp_path: Path) -> None:
+def test_sigterm_while_ranks_start_ends_with_0(tmp_path: Path) -> None:
     run, flags = tmp_path / "run", ("--pp=2", f"--save={tmp_path / 'ck'}", "--steps=2")
+    with Training(run, *flags) as training:
+        # They have none of their handlers yet.
+        ranks = ("rrfp.train.ranks.process",)
+        training.await_that(lambda: bool(processes_of(run, *ranks)), "ranks")
+        training.process.send_signal(SIGTERM)
+        code, _, said = training.ended()
+    assert (code, "nothing to save" in said, "Traceback" in said) == (0, True, False), said
+    run = tmp_path / "again"
     with Training(run, *flags) as training:
         rank = training.await_start(1)
         os.kill(rank, SIGTERM)

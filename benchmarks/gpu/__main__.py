@@ -17,9 +17,9 @@ from rrfp.runtime.probe import NoAnswerError
 
 HEAD = ("line", "goal", "figure", "when", "where", "commit")
 NOT_RUN = "not run"
-_NUM_CORES = 4
-_ROOM_BYTES = 16 * 2**30
-"""Of a run: each of its ranks has a context of half a GiB on the GPU."""
+_CORES_A_RUN = 4
+_GPU_BYTES_A_RUN = 16 * 2**30
+"""Up to eight ranks, each with a context of half a GiB, and what they compute."""
 _ROOT = Path(__file__).parent.parent.parent
 
 
@@ -70,8 +70,8 @@ def _measured(line: Line, run: tuple[str, str, str]) -> tuple[str, bool]:
 
 def _num_at_once(presence: CudaPresence) -> int:
     """How many runs go side by side, up to eight ranks each."""
-    room = min(gpu.memory_bytes for gpu in presence.gpus) // _ROOM_BYTES
-    return max(1, min(room, (os.cpu_count() or 1) // _NUM_CORES))
+    room = min(gpu.memory_bytes for gpu in presence.gpus) // _GPU_BYTES_A_RUN
+    return max(1, min(room, len(os.sched_getaffinity(0)) // _CORES_A_RUN))
 
 
 def _run(presence: CudaPresence) -> tuple[str, str, str]:

@@ -111,7 +111,7 @@ def _is_launcher_killed(fault: Fault, seen: Seen) -> bool:
 
 
 def _was_asked(fault: Fault, seen: Seen) -> bool:
-    """Whether the run saved and ended because a signal asked it to."""
+    """Whether the run ended well because a signal asked it to."""
     return fault.signal == "SIGTERM" and seen.exit_code == 0
 
 

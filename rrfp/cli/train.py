@@ -101,8 +101,8 @@ def _check_and_run(settings: TrainSettings) -> None:
 
 
 def _tell_stopped_early(save: Path, *, resume: bool) -> None:
-    """Say what SIGTERM left where no ranks ran: what was saved before, if this run goes on from
-    it."""
+    """Say what SIGTERM left where no step had begun: what was saved before, if this run goes on
+    from it."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
     found = CheckpointDir(save).newest() if resume else None
@@ -190,6 +190,7 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.ranks.launch import launch
+    from rrfp.train.ranks.stopping import StopRequestedError
 
     run = beginning.run
     warnings: list[str] = []
@@ -214,6 +215,9 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
         # Records stay where they are until they are in a trace.
         with interruptible():
             _encode_what_is_there(run)
+        _tell_again(warnings)
+        raise
+    except StopRequestedError:
         _tell_again(warnings)
         raise
     _report(run, settings, beginning.first_step, warnings)

@@ -62,11 +62,11 @@ class Culprit:
         """What `asdict` made JSON of. Raises TypeError, KeyError or ValueError for anything
         else."""
         rank, link = told["rank"], told["link"]
-        if not isinstance(rank, int | None):
-            raise TypeError("a rank is a number")
         if link is not None:
-            first, second = map(int, link)
+            first, second = link
             link = first, second
+        if not all(isinstance(each, int) for each in (0 if rank is None else rank, *(link or ()))):
+            raise TypeError("a rank is a number")
         return cls(FoundBy(told["found_by"]), rank, link)
 
 

@@ -96,7 +96,7 @@ def read_processes(path: Path) -> list[Process]:
                     process_of(owner).kernels.append(kernel)
                 for start_ns, correlation, thread in _rows(path, database, _LAUNCHES):
                     process_of(thread).launches[correlation] = start_ns
-    # SQLite's own words may have a name in them that is no text.
+    # SQLite's error message may contain a name that is not valid UTF-8.
     except (sqlite3.Error, UnicodeDecodeError) as error:
         raise RrfpError(
             f"{path} cannot be read as SQLite ({error}); export it again with nsys export --type "

@@ -88,8 +88,9 @@ def _watch(
 ) -> dict[int, Failure]:
     requested_s, look_s = math.inf, time.monotonic()
     while not (failures := _failures(children)):
-        if end_on_request and is_whole and _is_asked_in_time(children, noted):
-            _end(children, _ending_signal(end_on_request=True))
+        if end_on_request and is_whole and _is_asked_before_a_step(children, noted):
+            # Some may not have their handlers yet.
+            _end(children, signal.SIGKILL)
             raise StopRequestedError
         # Repeated: whoever stops jobs may ask more than once.
         if end_on_request and {*noted} == {signal.SIGTERM}:
@@ -129,8 +130,8 @@ def _watch(
     return _failures(children) | failures  # as they were first found
 
 
-def _is_asked_in_time(children: Mapping[int, Child], noted: list[signal.Signals]) -> bool:
-    """Whether a request came before there was anything to save."""
+def _is_asked_before_a_step(children: Mapping[int, Child], noted: list[signal.Signals]) -> bool:
+    """Whether a request came while there is nothing to save."""
     pages = [child.page for child in children.values()]
     is_asked = {*noted} == {signal.SIGTERM} or any(page.is_asked_to_end for page in pages)
     return is_asked and all(page.is_starting for page in pages)

@@ -1,5 +1,5 @@
-"""SIGTERM as a request: ranks end together after the step under way, and at once before the first
-one, as a launcher without ranks does."""
+"""SIGTERM as a request: ranks end together after the step under way. Before the first step they end
+at once, and so does a launcher that has no ranks yet."""
 
 import signal
 from collections.abc import Iterator
