@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(400)
 _PORT = 29400
 _VISITS = 10_000
 _AT_ONCE = 1_000
-STEPS = ("--steps", "42")
+_STEPS = ("--steps", "42")
 _MOST_GROWTH_KB = 64 * 1024
 _MOST_MORE_FILES = 32
 
@@ -181,7 +181,7 @@ def as_another_user() -> Stranger:
 
 def trained(run: Path, num_ranks: int, *flags: str, **siege: Any) -> Siege:
     """A run under siege to its end, which is a good one."""
-    with Siege(run, num_ranks, **siege) as sieged, Training(run, *STEPS, *flags) as training:
+    with Siege(run, num_ranks, **siege) as sieged, Training(run, *_STEPS, *flags) as training:
         code, _, err = training.ended(timeout_s=300)
     assert code == 0, err
     return sieged
@@ -294,7 +294,7 @@ def has_met(siege: Siege) -> bool:
 
 def trained_on_two_hosts(siege: Siege, wire: Wire) -> Siege:
     """A run under siege on both ends of a wire, to its good end."""
-    flags = ["--nnodes=2", f"--rdzv-endpoint={Wire.ADDRESS}:{_PORT}", "--pp=2", *STEPS]
+    flags = ["--nnodes=2", f"--rdzv-endpoint={Wire.ADDRESS}:{_PORT}", "--pp=2", *_STEPS]
     with (
         siege,
         Training(siege.run, *flags, "--node-rank=0", within=wire.within(0)) as first,

@@ -11,19 +11,19 @@ import subprocess
 import sys
 import time
 
-from rrfp.runtime.device.cuda_runtime import CudaRuntime
+from rrfp.doctor.cuda_ipc import CopyingCuda
+from rrfp.runtime.device.cuda_runtime import HANDLE_BYTES
 
 _PATIENCE_S = 30.0
 _NUM_WARM_UP = 5
 _NUM_CLOCK_BYTES = 8
-_HANDLE_BYTES = 64
 
 
 def one_way_us(num_bytes: int, num_rounds: int) -> float:
     """The median time of a message, until the other process' host has seen it copied, in us.
     Raises CudaRuntimeError or OSError where it does not come."""
     copies = _Copies(num_bytes)
-    data, slab = copies.cuda.allocate(num_bytes), copies.cuda.allocate(num_bytes)
+    data, slab = copies.allocate(num_bytes), copies.allocate(num_bytes)
     ours, theirs = socket.socketpair()
     ours.settimeout(_PATIENCE_S)
     arguments = (str(theirs.fileno()), str(num_bytes), str(num_rounds))
@@ -32,7 +32,7 @@ def one_way_us(num_bytes: int, num_rounds: int) -> float:
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as other:
         theirs.close()
         try:
-            ours.sendall(copies.cuda.export(slab))
+            ours.sendall(copies.export(slab))
             for _ in range(_NUM_WARM_UP + num_rounds):
                 start_ns = time.monotonic_ns()
                 copies.make(slab, data)
@@ -47,30 +47,28 @@ def one_way_us(num_bytes: int, num_rounds: int) -> float:
 def _answer(link: socket.socket, num_bytes: int, num_rounds: int) -> None:
     """The other process' part."""
     copies = _Copies(num_bytes)
-    slab = copies.cuda.open(link.recv(_HANDLE_BYTES, socket.MSG_WAITALL))
-    target = copies.cuda.allocate(num_bytes)
+    slab = copies.open(link.recv(HANDLE_BYTES, socket.MSG_WAITALL))
+    target = copies.allocate(num_bytes)
     for _ in range(_NUM_WARM_UP + num_rounds):
         link.recv(1)
         copies.make(target, slab)
         link.sendall(time.monotonic_ns().to_bytes(_NUM_CLOCK_BYTES, "little"))
-    copies.cuda.close(slab)
+    copies.close(slab)
 
 
-class _Copies:
+class _Copies(CopyingCuda):
     """Copies that a host sees done. It sleeps meanwhile, as the transport's threads do."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.cuda = cuda = CudaRuntime(0)
+        super().__init__(0)
         self._num_bytes = num_bytes
-        self._stream = cuda.call("cudaStreamCreateWithFlags", cuda.bindings.cudaStreamNonBlocking)
-        flags = cuda.bindings.cudaEventBlockingSync | cuda.bindings.cudaEventDisableTiming
-        self._copied = cuda.call("cudaEventCreateWithFlags", flags)
+        flags = self.bindings.cudaEventBlockingSync | self.bindings.cudaEventDisableTiming
+        self._copied = self.call("cudaEventCreateWithFlags", flags)
 
     def make(self, target: int, source: int) -> None:
-        kind = self.cuda.bindings.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        self.cuda.call("cudaMemcpyAsync", target, source, self._num_bytes, kind, self._stream)
-        self.cuda.call("cudaEventRecord", self._copied, self._stream)
-        self.cuda.call("cudaEventSynchronize", self._copied)
+        self.copy(target, source, self._num_bytes)
+        self.call("cudaEventRecord", self._copied, self.stream)
+        self.call("cudaEventSynchronize", self._copied)
 
 
 def _number(link: socket.socket) -> int:

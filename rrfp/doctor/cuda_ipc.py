@@ -65,7 +65,7 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
     Exports from GPU 0 to a process that it starts, which imports `onto` another, or the same.
     Raises RuntimeError if either fails.
     """
-    cuda = _Cuda(0)
+    cuda = CopyingCuda(0)
     slab, data = cuda.allocate(num_bytes), cuda.allocate(num_bytes)
     handle = cuda.export(slab)
     ours, theirs = socket.socketpair()
@@ -90,7 +90,7 @@ def pull_s(num_bytes: int, num_rounds: int, onto: int = 0) -> float:
 
 
 def _send(
-    cuda: "_Cuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
+    cuda: "CopyingCuda", link: socket.socket, data: int, slab: int, num_bytes: int, number: int
 ) -> None:
     """A round of the exporter."""
     cuda.call("cudaMemset", data, _filling(number), num_bytes)
@@ -104,7 +104,7 @@ def _send(
 def _import(link: socket.socket) -> None:
     """The importer's part. Whatever fails is told to the exporter."""
     octets, num_bytes, num_rounds, onto = _heard(link)
-    cuda = _Cuda(onto)
+    cuda = CopyingCuda(onto)
     slab = cuda.open(bytes.fromhex(octets))
     target = cuda.allocate(num_bytes)
     _tell(link, "ready")
@@ -119,8 +119,8 @@ def _import(link: socket.socket) -> None:
     _tell(link, taken_s)
 
 
-class _Cuda(CudaRuntime):
-    """Copies on a stream of one device, besides."""
+class CopyingCuda(CudaRuntime):
+    """The calls on one device, and a stream of it to copy on."""
 
     def __init__(self, device: int) -> None:
         super().__init__(device)

@@ -12,7 +12,7 @@ from uuid import UUID
 HOW_TO_INSTALL = "pip install 'rrfp[cuda]'"
 BLOCK_BYTES = 2 * 2**20
 """Of device memory: what is smaller shares one, and whole blocks are exported."""
-_HANDLE_BYTES = 64
+HANDLE_BYTES = 64
 """CUDA_IPC_HANDLE_SIZE."""
 
 
@@ -70,14 +70,14 @@ class CudaRuntime:
         """The handle by which another process opens memory of `allocate`."""
         self.select()
         handle = self.call("cudaIpcGetMemHandle", address)
-        return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def open(self, octets: bytes) -> int:
         """The address at which this process sees what another one exported."""
-        if len(octets) != _HANDLE_BYTES:
-            raise CudaRuntimeError(f"a handle has {_HANDLE_BYTES} bytes, and not {len(octets)}")
+        if len(octets) != HANDLE_BYTES:
+            raise CudaRuntimeError(f"a handle has {HANDLE_BYTES} bytes, and not {len(octets)}")
         handle = self.bindings.cudaIpcMemHandle_t()
-        ctypes.memmove(handle.getPtr(), octets, _HANDLE_BYTES)
+        ctypes.memmove(handle.getPtr(), octets, HANDLE_BYTES)
         self.select()
         lazily = self.bindings.cudaIpcMemLazyEnablePeerAccess
         return int(self.call("cudaIpcOpenMemHandle", handle, lazily))
