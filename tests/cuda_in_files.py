@@ -20,6 +20,7 @@ CORRUPT, REFUSED, GONE = "corrupt", "refused", "gone"
 
 POISON = 0xA5
 cudaStreamNonBlocking, cudaIpcMemLazyEnablePeerAccess = 1, 1
+cudaEventBlockingSync, cudaEventDisableTiming = 1, 2
 _HANDLE_BYTES = 64
 _maps: dict[int, tuple[Path, mmap.mmap]] = {}
 _numbers = count()
@@ -142,6 +143,15 @@ def cudaIpcCloseMemHandle(address: int) -> tuple[int]:
 
 def cudaEventCreate() -> tuple[int, list[float]]:
     return 0, []
+
+
+def cudaEventCreateWithFlags(_: int) -> tuple[int, list[float]]:
+    return 0, []
+
+
+def cudaEventSynchronize(event: list[float]) -> tuple[int]:
+    assert event, "it was not recorded"
+    return (0,)
 
 
 def cudaEventRecord(event: list[float], _: object) -> tuple[int]:

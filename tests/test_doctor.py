@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.bare_calls import one_way_us
 from rrfp.compiled import Core
 from rrfp.doctor import cuda_ipc as ipc_file
 from rrfp.doctor import diagnosis
@@ -355,6 +356,12 @@ def in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.mark.usefixtures("in_files")
 def test_two_processes_exchange_memory_and_free_it_in_order(tmp_path: Path) -> None:
     assert probe(pull_s, 3 << 20, 5, limit_s=60) > 0
+    assert [*(tmp_path / "memory").glob("*.open")] == []
+
+
+@pytest.mark.usefixtures("in_files")
+def test_bare_calls_carry_messages(tmp_path: Path) -> None:
+    assert probe(one_way_us, 1 << 16, 5, limit_s=60) > 0
     assert [*(tmp_path / "memory").glob("*.open")] == []
 
 
