@@ -333,22 +333,34 @@ def test_a_full_disk_names_the_directory_and_loses_nothing(
         assert [*(tmp_path / "ck").glob(".saving-*")] == []
 
 
-def full_disk() -> None:
-    """The second checkpoint finds no room."""
-    from rrfp.train.checkpoints import directory
+def full_disk(place: str) -> None:
+    """The second checkpoint finds no room at this place."""
+    from megatron.core.dist_checkpointing import serialization
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    own, calls = directory.CheckpointDir.finish, iter(range(1, 100))
+    owner = {
+        "the plan of its files": (FileSystemWriter, "finish"),
+        "the version of its format": (serialization, "save_config"),
+        "its manifest": (CheckpointDir, "finish"),
+    }
+    of, name = owner[place]
+    own, calls = getattr(of, name), iter(range(1, 100))
 
-    def finish(*args: Any) -> Path:
+    def write(*args: Any) -> Any:
         if next(calls) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return own(*args)
 
-    setattr(directory.CheckpointDir, "finish", finish)  # noqa: B010
+    setattr(of, name, write)
 
 
-def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path: Path) -> None:
-    train_prepared(tmp_path, STEPS, full_disk)
+@pytest.mark.parametrize(
+    "place", ["the plan of its files", "the version of its format", "its manifest"]
+)
+def test_a_disk_that_has_room_again_gets_the_next_checkpoint(tmp_path: Path, place: str) -> None:
+    train_prepared(tmp_path, STEPS, partial(full_disk, place))
+    saved = [path.name for path in sorted((tmp_path / "ck").glob("[!.]*"))]
+    assert saved == ["step-00000002", "step-00000006"]
     assert newest(tmp_path).step == STEPS
 
 

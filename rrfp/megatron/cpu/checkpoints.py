@@ -9,13 +9,16 @@
   the writing in a thread. Megatron-Core 0.19 writes in threads, too.
 - Staging copies tensors to the CPU. From the CPU Megatron's would be no copy, and training would
   change what is still being written.
+- Rank 0 writes the last files while the other ranks wait for it in a collective, where they would
+  stay if it failed, and be taken for standing still if it took long. These writes are put off.
 
 Modules and functions that a version of Megatron-Core lacks are passed over.
 """
 
 import importlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -58,6 +61,27 @@ def prepare_checkpoints() -> None:
     # Without psutil it raises, and its answer is only logged.
     files._process_memory = lambda: 0
     files.FileSystemWriterAsync.get_save_function_and_args = _save_function_and_args
+
+
+@contextmanager
+def writes_put_off() -> Iterator[list[Callable[[], None]]]:
+    """While all ranks finalize a checkpoint: what Megatron would write then, on the rank that
+    would, to be called once no rank waits for it. What these calls raise is what writing raises."""
+    put_off: list[Callable[[], None]] = []
+
+    def putting_off(write: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: put_off.append(partial(write, *arguments))
+
+    writer, serialization = _module("strategies.filesystem_async"), _module("serialization")
+    owners = (writer.FileSystemWriterAsync, "finish"), (serialization, "save_config")
+    own = [getattr(owner, name) for owner, name in owners]
+    for (owner, name), write in zip(owners, own, strict=True):
+        setattr(owner, name, putting_off(write))
+    try:
+        yield put_off
+    finally:
+        for (owner, name), write in zip(owners, own, strict=True):
+            setattr(owner, name, write)
 
 
 def _module(name: str) -> Any:

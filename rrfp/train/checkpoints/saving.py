@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
+from rrfp.megatron.cpu.checkpoints import prepare_checkpoints, writes_put_off
 from rrfp.runtime.decoding import integer, items, text
 from rrfp.trace.description import versions
 from rrfp.train.checkpoints import random_states
@@ -124,22 +124,15 @@ class Saver:
         if sentence:
             self._fail(sentence, pending.saving)
             return
-        error: BaseException | None = None
-        with plans_exchanged():
+        with plans_exchanged(), writes_put_off() as last_writes:
             for finalize in pending.finalize:
-                try:
-                    finalize()
-                except (OSError, CheckpointException) as raised:
-                    # Other ranks wait for this one in the next.
-                    error = error or raised
+                finalize()
         naming = None
-        if self._layout.rank == 0 and error is None:
+        if self._layout.rank == 0:
             # Putting many files on the disk may take long, too.
-            naming = _Thread(partial(self._name, pending, files))
+            naming = _Thread(partial(self._name, pending, files, last_writes))
         self._await(pending, naming)
         sentence = self._sentence(pending, naming)
-        if error is not None:
-            sentence = self._failed(pending.step, error)
         # No rank goes on, or ends, before the checkpoint counts.
         told = all_gather_json([sentence, int(_is_lasting(naming))], _decode_problem)
         sentence, is_lasting = next((each for each in told if each[0]), ("", False))
@@ -218,7 +211,14 @@ class Saver:
         }
         return save(state, str(saving), async_sharded_save=True, **chosen)
 
-    def _name(self, pending: "_Pending", files: Mapping[str, int]) -> None:
+    def _name(
+        self,
+        pending: "_Pending",
+        files: Mapping[str, int],
+        last_writes: Sequence[Callable[[], None]],
+    ) -> None:
+        for write in last_writes:
+            write()
         manifest = Manifest(
             step=pending.step,
             settings=self._settings.described(),
