@@ -1,5 +1,8 @@
 """Megatron-Core on the CPU, whatever else the machine has."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
@@ -41,6 +44,21 @@ def test_torch_itself_stays_as_it_is() -> None:
     before = p2p_communication.torch
     prepare_cpu()
     assert p2p_communication.torch is before
+
+
+def test_torchs_compiler_is_not_imported_and_compiles_what_comes_later() -> None:
+    program = """
+import sys
+from rrfp.megatron.cpu.patches import prepare_cpu
+prepare_cpu()
+assert "torch._inductor" not in sys.modules
+import torch
+from megatron.core.transformer.utils import gelu_impl
+assert not hasattr(gelu_impl, "_torchdynamo_orig_callable")
+assert hasattr(torch.compile(abs), "_torchdynamo_orig_callable")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_chosen_device_counts_and_not_what_the_machine_has(

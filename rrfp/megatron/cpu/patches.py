@@ -13,6 +13,9 @@ and each kind is patched in one way, by the *chosen* device and never by what th
 4. The exchange of tokens between experts takes Transformer Engine's matrix product where that is
    installed, and copies its split sizes off the GPU.
 
+Functions that Megatron compiles by ``torch.compile`` stay as they are written: for the CPU that
+would take a C++ compiler, and to import what compiles takes every rank a second.
+
 What it lacks without Transformer Engine, it lacks on every device
 (`rrfp.megatron.without_transformer_engine`), and what gloo asks of it, gloo asks on GPUs, too
 (`rrfp.megatron.over_gloo`). `prepare_cpu` must run before any other part of this package imports
@@ -93,7 +96,7 @@ def prepare_cpu() -> None:
     """Import Megatron-Core and patch it for the CPU. Further calls do nothing."""
     global _prepared
     if not _prepared:
-        with _without_import_warnings():
+        with _without_import_warnings(), _without_compilation():
             for name in (*_IMPORTS, *_MODULES):
                 _core(name)
         _install_cpu_torch()
@@ -119,6 +122,21 @@ def _without_import_warnings() -> Iterator[None]:
             yield
     finally:
         extensions.setLevel(level)
+
+
+@contextlib.contextmanager
+def _without_compilation() -> Iterator[None]:
+    compiles = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]  # its overloads say what it compiles
+    try:
+        yield
+    finally:
+        torch.compile = compiles
+
+
+def _as_written(function: Any = None, **_options: object) -> Any:
+    """In place of ``torch.compile``, with and without options."""
+    return _as_written if function is None else function
 
 
 def _core(name: str) -> Any:
