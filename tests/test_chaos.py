@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.chaos.injecting import Injected
+from rrfp.chaos.injecting import Injected, Pace, await_moment
 from rrfp.chaos.judging import Seen, Verdict, judge, judge_late_end
 from rrfp.chaos.plan import (
     OF_LINKS,
@@ -97,6 +98,35 @@ OF_RANK = Injected(100.0, 3, rank=1)
 OF_LINK = Injected(100.0, 3, link=(0, 1))
 OF_DISK = Injected(100.0, 3, path="/tmp/full")
 OF_LAUNCHER = Injected(100.0, 3)
+
+
+@dataclass
+class Resumed:
+    """A session that goes on after step 16. The one before died as it wrote the next checkpoint."""
+
+    finished: list[int]
+    """How many steps are finished, look by look."""
+    first_step = 16
+    checkpoints = SimpleNamespace(is_saving=lambda step: step == 24)
+
+    @property
+    def num_finished(self) -> int:
+        return self.finished.pop(0)
+
+    def await_that(self, holds: Callable[[], bool], timeout_s: float) -> bool:
+        while not holds():
+            pass
+        return True
+
+    def sleep(self, seconds: float) -> bool:
+        return True
+
+
+def test_a_checkpoint_that_a_session_before_left_is_not_being_written() -> None:
+    session: Any = Resumed([16, 16, 24, 25])
+    fault = Fault(1, FaultKind.DISK, Stage.SAVE, 24, 0.5)
+    assert await_moment(session, fault, Pace(1.0, 1.0, 1.0, 1.0), 1.0)
+    assert session.finished == [25]
 
 
 def failed(injected: Injected, culprit: Culprit | None, output: str = "rrfp: it failed") -> Seen:

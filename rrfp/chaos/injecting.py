@@ -65,8 +65,13 @@ def await_moment(session: TrainingSession, fault: Fault, pace: Pace, patience_s:
             passed_s = time.monotonic() - session.began_s
             return session.sleep(max(0.0, fault.share * pace.start_s - passed_s))
         case Stage.SAVE:
+            # Before its first step it may be one that the session before has left.
             has_come = session.await_that(
-                lambda: session.checkpoints.is_saving(fault.after_step), patience_s
+                lambda: (
+                    session.num_finished > session.first_step
+                    and session.checkpoints.is_saving(fault.after_step)
+                ),
+                patience_s,
             )
             length_s = _SAVE_S
         case _:
