@@ -1,9 +1,8 @@
-"""Profiles of torch.profiler made into runs: what is told, what is derived, and what is refused."""
+"""Profiles of torch.profiler made into runs: which tasks they tell of, when and in which steps."""
 
 import gzip
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,75 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.interchange.assemble import assemble
-from rrfp.interchange.clocks import least_shifts
 from rrfp.interchange.files import import_run
-from rrfp.interchange.ranges import (
-    Maker,
-    ScheduleRange,
-    TaskRange,
-    WaitRange,
-    parse_range,
-    schedule_range,
-    task_range,
-    wait_range,
-)
-from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import Phase, PhaseRecord, RankInfo, Recording, WaitRecord
-from rrfp.trace.steps import evaluation_step, step_windows
-from tests.effort import examples
+from rrfp.trace.records import Recording
+from rrfp.trace.steps import step_windows
+from tests.made_profiles import FIXTURES, US, Event, event, profile, put
 
-FIXTURES = Path(__file__).parent / "fixtures"
-US = 1_000
-SOURCE = Source("test", 1, "cpu", True, None)
-
-Event = dict[str, Any]
-
-
-def event(name: str, start_us: float, duration_us: float, **more: Any) -> Event:
-    return {
-        "ph": "X",
-        "cat": "user_annotation",
-        "name": name,
-        "pid": 7,
-        "tid": 7,
-        "ts": start_us,
-        "dur": duration_us,
-        **more,
-    }
-
-
-def profile(events: list[Event], rank: int | None = 0, world_size: int = 1) -> dict[str, Any]:
-    told = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": world_size}}
-    return {"schemaVersion": 1, **told, "baseTimeNanoseconds": 5_000, "traceEvents": events}
-
-
-@pytest.fixture
-def put(tmp_path: Path) -> Callable[[str, Any], Path]:
-    def write(name: str, content: Any) -> Path:
-        path = tmp_path / name
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-        return path
-
-    return write
+__all__ = ["put"]
 
 
 def order_of(recording: Recording, rank: int, step: int) -> tuple[Task, ...]:
@@ -89,44 +38,6 @@ def order_of(recording: Recording, rank: int, step: int) -> tuple[Task, ...]:
         for task in recording.ranks[rank].tasks
         if task.step == step
     )
-
-
-number = st.integers(0, 10**6)
-
-
-steps = st.one_of(number, number.map(evaluation_step))
-
-
-@given(number, number, number, steps, st.sampled_from(Kind), st.sampled_from(Cause))
-def test_names_are_read_as_they_were_written(
-    stage: int, chunk: int, microbatch: int, step: int, kind: Kind, cause: Cause
-) -> None:
-    name = task_range(kind, stage, chunk, microbatch, step)
-    assert parse_range(name) == TaskRange(Maker.RRFP, kind, microbatch, stage, step)
-    assert parse_range(wait_range(cause, chunk, step)) == WaitRange(Maker.RRFP, cause, step)
-    call = ScheduleRange(step, stage, chunk, microbatch, stage, (chunk, microbatch))
-    assert parse_range(schedule_range(call)) == call
-
-
-def test_a_profile_names_evaluations() -> None:
-    step = evaluation_step(4)
-    assert task_range(Kind.F, 1, 0, 3, step) == "rrfp F3 stage=1 chunk=0 evaluation=4"
-    assert wait_range(Cause.TRANSFER, 12, step) == "rrfp wait transfer 12 evaluation=4"
-    call = schedule_range(ScheduleRange(step, 1, 1, 0, 0, (1,)))
-    assert call == "rrfp schedule evaluation=4 rank=1 pp=1 tp=0 dp=0 stages=1"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("rrfp", "rrfp ", "rrfp F3", "rrfp X3 stage=0 chunk=0 step=0", "rrfp wait x 1 step=0"),
-        *("PP:", "PP:F3", "PP:1Q3", "1F3", "PP:1F3 ", "Forward", "Forward x", "PP:1UNSHARD", ""),
-        *("rrfp F3 stage=0 chunk=0 step=-1", "rrfp F3 stage=0 chunk=0 test=1"),
-        *("rrfp F٣ stage=0 chunk=0 step=0", f"PP:{'9' * 40}F0"),
-    ],
-)
-def test_other_names_tell_nothing(name: str) -> None:
-    assert parse_range(name) is None
 
 
 @pytest.mark.parametrize(
@@ -175,85 +86,6 @@ def test_steps_in_different_orders_are_replayed_all_the_same(
     assert recording.settings["settings"]["dispatch"] == "megatron"  # type: ignore[index]
     assert recording.settings["settings"]["hint"] == "as recorded"  # type: ignore[index]
     assert what_if(recording, lambda _: []).replay_error < 0.2
-
-
-def test_a_clock_that_is_off_is_found_by_causality_and_told(tmp_path: Path) -> None:
-    early_us = 50_000_000
-    for rank in range(4):
-        told = json.loads(
-            gzip.decompress((FIXTURES / f"megatron/rank-{rank}.json.gz").read_bytes())
-        )
-        for each in told["traceEvents"]:
-            each["ts"] -= early_us * (rank >= 2)
-        (tmp_path / f"{rank}.json").write_text(json.dumps(told))
-    straight = import_run([FIXTURES / "megatron"])
-    imported = import_run([tmp_path])
-    (note,) = imported.notes
-    assert "rank 2 by" in note
-    assert "rank 3 by" in note
-    assert "rank 0" not in note
-    assert straight.notes == ()
-    expected, found = (bubbles(frames_of(each.recording)) for each in (straight, imported))
-    assert found.window_ns == pytest.approx(expected.window_ns, rel=0.01)
-    for left, right in zip(found.ranks, expected.ranks, strict=True):
-        assert left.busy_ns == right.busy_ns
-
-
-def test_shifts_that_contradict_each_other_are_none() -> None:
-    assert least_shifts({(0, 1): -5, (1, 0): 100}, [0, 1]) == {0: 0, 1: 5}
-    assert least_shifts({(0, 1): -5, (1, 2): -5, (2, 0): 20}, [0, 1, 2]) == {0: 0, 1: 5, 2: 10}
-    assert least_shifts({(0, 1): -5, (1, 0): 4}, [0, 1]) is None
-
-
-def test_an_order_that_no_clock_explains_is_told() -> None:
-    def rank(number: int, *tasks: tuple[int, int, Kind]) -> RankSpans:
-        return RankSpans(
-            RankInfo(number, number, 0, 0, (number,), "h", 1),
-            [TaskSpan(start, end, 0, kind, number, 0) for start, end, kind in tasks],
-            phases=[PhaseRecord(0, 100, 0, Phase.SCHEDULE)],
-        )
-
-    imported = assemble(
-        [rank(0, (0, 50, Kind.F), (60, 80, Kind.B)), rank(1, (40, 50, Kind.F), (51, 70, Kind.B))],
-        SOURCE,
-    )
-    assert "which no shift of clocks explains" in imported.notes[0]
-    assert bubbles(frames_of(imported.recording)).ranks[0].busy_ns == 70
-
-
-def test_waits_are_derived_from_who_gives_what() -> None:
-    """Two stages, one microbatch, known by construction: rank 0 waits for its gradient until 60,
-    moves messages until 65, and does nothing known until 70."""
-
-    def rank(number: int, *tasks: tuple[int, int, Kind]) -> RankSpans:
-        return RankSpans(
-            RankInfo(number, number, 0, 0, (number,), "h", 1),
-            [TaskSpan(start, end, 3, kind, number, 0) for start, end, kind in tasks],
-            phases=[PhaseRecord(0, 100, 3, Phase.SCHEDULE)],
-        )
-
-    first = rank(0, (0, 10, Kind.F), (70, 90, Kind.B))
-    first.transfers = [TransferSpan(10, 12, 3), TransferSpan(30, 65, 3)]
-    first.waits = [WaitRecord(92, 97, 3, Cause.GRADIENT_SYNC)]
-    second = rank(1, (15, 35, Kind.F), (36, 60, Kind.B))
-    recording = assemble([first, second], SOURCE).recording
-    causes = bubbles(frames_of(recording)).ranks[0].causes_ns
-    expected = {"backward_input": 50, "transfer": 5, "overhead": 5, "gradient_sync": 5, "drain": 5}
-    assert {cause: ns for cause, ns in causes.items() if ns} == expected
-    messages = frames_of(recording).messages.sort("left_ns")
-    # The forward came at once, as no wait tells otherwise; the gradient as the transfer ended.
-    assert messages.select("left_ns", "came_ns", "used_ns").rows() == [(10, 10, 15), (60, 65, 70)]
-
-
-def test_a_task_begins_once_its_input_was_given() -> None:
-    """A span of torch.distributed.pipelining on the CPU holds the wait for its input."""
-    tasks = [TaskSpan(0, 50, 0, Kind.F, 1, 0)]
-    late = RankSpans(RankInfo(1, 1, 0, 0, (1,), "h", 1), tasks, receives_inside=True)
-    late.phases = [PhaseRecord(0, 50, 0, Phase.SCHEDULE)]
-    giver = RankSpans(RankInfo(0, 0, 0, 0, (0,), "h", 1), [TaskSpan(5, 30, 0, Kind.F, 0, 0)])
-    giver.phases = [PhaseRecord(5, 30, 0, Phase.SCHEDULE)]
-    recording = assemble([giver, late], SOURCE).recording
-    assert recording.ranks[1].tasks[0][:2] == (30, 50)
 
 
 def test_the_gpus_times_count_where_it_did_the_work(put: Callable[[str, Any], Path]) -> None:
@@ -466,229 +298,3 @@ def test_gpipes_stages_are_the_ranks_numbers(put: Callable[[str, Any], Path]) ->
     imported = import_run(paths)
     assert [rank.info.stages for rank in imported.recording.ranks] == [(0,), (1,), (3,)]
     assert "all ranks are taken for one pipeline" in imported.notes[0]
-
-
-@pytest.mark.parametrize(("late_ns", "told"), [(900, None), (5_000, "rank 1 by 5 us, ")])
-def test_only_shifts_that_matter_are_told(late_ns: int, told: str | None) -> None:
-    ranks = [
-        RankSpans(
-            RankInfo(number, number, 0, 0, (number,), "h", 1),
-            [TaskSpan(0, late_ns, 0, Kind.F, number, 0)],
-            phases=[PhaseRecord(0, late_ns, 0, Phase.SCHEDULE)],
-        )
-        for number in range(2 if told is None else 20)
-    ]
-    notes = assemble(ranks, SOURCE).notes
-    assert (notes == ()) == (told is None)
-    if told is not None:
-        assert told in notes[0]
-        assert notes[0].endswith("rank 8 by 40 us, ...")
-
-
-def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [FIXTURES / f"megatron/rank-{rank}.json.gz" for rank in (0, 1, 3)]
-    assert import_run(files).notes == (
-        "1 of 4 ranks is missing (2): what is said of waits for them, and of the run as a whole, "
-        "is said without them",
-    )
-    code = _rrfp("trace", "import", *map(str, files), "-o", str(tmp_path / "run"))
-    assert code == 0
-    assert _rrfp("trace", "check", str(tmp_path / "run")) == 1
-    assert "missing: 1 rank of the run" in capsys.readouterr().out
-
-
-F0, B0 = event("PP:0F0", 0, 10), event("PP:0B0", 20, 10)
-GOOD = profile([F0, B0])
-
-
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        ({"a.json": profile([event("forward", 0, 1)])}, "no ranges of pipeline tasks, and no f"),
-        ({"a.json": b""}, "is empty; the program"),
-        ({"a.json": json.dumps(GOOD).encode()[:-40]}, "is empty, cut off or no profile"),
-        ({"a.json": b"\x00\x01\x02"}, "is empty, cut off or no profile"),
-        ({"a.json": b"[" * 100_000}, "is empty, cut off or no profile"),
-        ({"a.json": b'{"traceEvents": [' + b"9" * 5000}, "is empty, cut off or no profile"),
-        ({"a.json": b'{"traceEvents": ["\xff\xfe"]}'}, "is not UTF-8 text"),
-        ({"a.json": 3}, "is empty, cut off or no profile"),
-        ({"a.json": {"traceEvents": 3}}, "it has no traceEvents"),
-        ({"a.json": {"name": "package"}}, "it has no traceEvents"),
-        ({"a.json": []}, "no ranges of pipeline tasks"),
-        ({"a.json.gz": b" " * 30_000_000}, "expands to more than 200 times its size"),
-        ({"a.json": profile([{**F0, "dur": -1}])}, "whose dur is -1"),
-        ({"a.json": profile([{**F0, "ts": float("nan")}])}, "whose ts is nan"),
-        ({"a.json": profile([{**F0, "ts": 1e300}])}, "whose ts is 1e+300"),
-        ({"a.json": profile([{**F0, "ts": "1"}])}, "whose ts is 1"),
-        ({"a.json": profile([F0], 0, 10**9)}, "says that its run had 1000000000 ranks"),
-        ({"a.json": {**GOOD, "baseTimeNanoseconds": 10**30}}, "says that its times count from"),
-        ({"a.json": profile([{"ph": "X", "cat": "user_annotation", "name": "PP:0F0"}])}, "is None"),
-        ({"a.json": profile([event("PP:(0F1;0B0)OVERLAP_F_B", 0, 1)])}, "nothing tells apart"),
-        ({"a.json": GOOD, "b.json": GOOD}, "are both of rank 0"),
-        ({"a.json": profile([F0], None), "b.json": GOOD}, "does not tell its rank"),
-        (
-            {"a.json": profile([F0], 0, 2), "b.json": profile([F0], 1, 3)},
-            "is of a run of 2 ranks and ",
-        ),
-        (
-            {"a.json": GOOD, "b.json": profile([event(task_range(Kind.F, 0, 0, 0, 0), 0, 1)], 1)},
-            "they are not of one run",
-        ),
-        (
-            {
-                "a.json": profile(
-                    [
-                        event(task_range(Kind.F, 5, 0, 0, 0), 0, 1),
-                        event(schedule_range(ScheduleRange(0, 0, 0, 0, 0, (1,))), 0, 1),
-                    ]
-                )
-            },
-            "rank 0 ran a task of stage 5 and says that it holds 1",
-        ),
-        (
-            {
-                f"{rank}.json": profile(
-                    [
-                        event(task_range(Kind.F, 0, 0, 0, 0), 0, 1),
-                        event(schedule_range(ScheduleRange(0, rank, 0, 0, 0, (0,))), 0, 1),
-                    ],
-                    rank,
-                    2,
-                )
-                for rank in range(2)
-            },
-            "ranks 0 and 1 both say that they are pp 0, tp 0, dp 0",
-        ),
-        ({"a.json": profile([{**F0, "ts": 10**400}])}, "whose ts is 1000"),
-        ({"a.json": profile([{**F0, "ts": True}])}, "whose ts is True"),
-        ({"a.json": profile([F0, B0], 4, 4)}, "is of rank 4, of a run of 4 ranks"),
-        ({"a.json": profile([F0, B0], 10**30, 4)}, "as 1048576, so it is damaged"),
-        ({"a.json": profile([event("PP:0F9999999", 0, 1)])}, "the number 9999999 for a rank"),
-        ({"a.json": profile([F0, event("PP:0B0", 1e13, 1)])}, "to last more than 104 days"),
-        ({}, "has no file whose name ends in"),
-        ({"a.csv": b"", "b.csv": b""}, "import it alone"),
-    ],
-)
-def test_what_is_no_run_is_refused_in_a_sentence(
-    files: dict[str, Any],
-    sentence: str,
-    put: Callable[[str, Any], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, content in files.items():
-        put(name, content)
-    out = tmp_path / "run"
-    assert _rrfp("trace", "import", str(tmp_path), "-o", str(out)) == 1
-    told = capsys.readouterr()
-    assert sentence in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
-    assert not out.exists()
-
-
-def test_a_gzip_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
-    packed = (FIXTURES / "megatron/rank-0.json.gz").read_bytes()
-    for name, data, sentence in (
-        ("cut.json.gz", packed[:-100], "is cut off"),
-        ("plain.json.gz", b"{}", "is no gzip file"),
-        ("bits.json.gz", packed[:200] + b"\0\0\0\0" + packed[204:], "is no gzip file"),
-        ("missing.json", None, "there is nothing at"),
-    ):
-        path = tmp_path / name
-        if data is not None:
-            path.write_bytes(data)
-        with pytest.raises(RrfpError, match=sentence):
-            import_run([path])
-
-
-def test_an_existing_run_is_replaced_only_by_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("trace", "import", str(FIXTURES / "megatron"), "-o", str(tmp_path / "run"))
-    assert _rrfp(*arguments) == 0
-    assert "192 tasks of 4 ranks in 3 steps" in capsys.readouterr().out
-    assert _rrfp(*arguments) == 2
-    assert _rrfp(*arguments, "--force") == 0
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    before = sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
-    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:], "--force") == 1
-    assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
-    # It is refused before anything is read.
-    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:]) == 2
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_what_cannot_be_written_leaves_things_as_they_were(
-    is_new: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = tmp_path / "run"
-    if not is_new:
-        run.mkdir()
-        (run / "trace.pftrace").write_text("the old one")
-
-    def is_full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("rrfp.trace.run_files.write_trace", is_full)
-    assert _rrfp("trace", "import", str(FIXTURES / "megatron"), "-o", str(run), "--force") == 1
-    assert "could not be written: No space left" in capsys.readouterr().err
-    assert [file.name for file in tmp_path.rglob("*")] == (
-        [] if is_new else ["run", "trace.pftrace"]
-    )
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> list[RankSpans]:
-    """Ranks whose tasks come in any order and at any time, and whose clocks are anywhere."""
-    num_ranks, num_microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    inside = draw(st.booleans())
-    ranks = []
-    for number in range(num_ranks):
-        tasks = []
-        now_ns = draw(st.integers(-1000, 1000))
-        start_ns = now_ns
-        keys = [(kind, m) for kind in (Kind.F, Kind.B) for m in range(num_microbatches)]
-        for kind, microbatch in draw(st.permutations(keys)):
-            now_ns += draw(st.integers(0, 50))
-            end_ns = now_ns + draw(st.integers(0, 100))
-            tasks.append(TaskSpan(now_ns, end_ns, 0, kind, number, microbatch))
-            now_ns = end_ns
-        transfers = [
-            TransferSpan(at, at + draw(st.integers(0, 60)), 0)
-            for at in draw(st.lists(st.integers(start_ns, now_ns), max_size=5))
-        ]
-        spans = RankSpans(
-            RankInfo(number, number, 0, 0, (number,), "h", 1),
-            tasks,
-            transfers=transfers,
-            receives_inside=inside,
-        )
-        spans.phases = [PhaseRecord(start_ns, now_ns + 1, 0, Phase.SCHEDULE)]
-        ranks.append(spans)
-    return ranks
-
-
-@examples(quick=40, thorough=1000)
-@given(runs())
-def test_causes_sum_to_the_window_and_no_message_comes_early(ranks: list[RankSpans]) -> None:
-    recording = assemble(ranks, SOURCE).recording
-    frames = frames_of(recording)
-    for rank in bubbles(frames).ranks:
-        assert rank.busy_ns + sum(rank.causes_ns.values()) == rank.window_ns
-    for message in frames.messages.to_dicts():
-        assert message["left_ns"] <= message["came_ns"] <= message["used_ns"]
-    starts_ns = [task.start_ns for rank in recording.ranks for task in rank.tasks]
-    assert min(starts_ns) >= 0
-
-
-def _rrfp(*arguments: str) -> int:
-    before = sys.argv
-    sys.argv = ["rrfp", *arguments]
-    try:
-        return cli.main()
-    finally:
-        sys.argv = before
