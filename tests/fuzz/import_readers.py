@@ -9,13 +9,8 @@ import polars as pl
 
 from rrfp.schedule.shape import Shape
 from tests.flight_dumps import DONE, PIPELINE, STARTED, WORLD, dump
+from tests.foreign_traces import execution_trace, exports, protobuf, spans_file
 from tests.fuzz.reader import Reader, rrfp
-from tests.test_interchange_others import (
-    execution_trace,
-    exports,
-    protobuf,
-    spans_file,
-)
 from tests.test_interchange_table import steps_of_two_stages, written
 from tests.timed_orders import operators, plain_profile, played
 
