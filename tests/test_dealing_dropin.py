@@ -24,8 +24,8 @@ from rrfp.train.data.batches import Batch
 from tests import checkpointed
 from tests.loops import NUM, run_on_items
 from tests.ranks import run_ranks
+from tests.recorded_jobs import run_script
 from tests.rigs import Rig, on_rigs, ours
-from tests.test_run_recorded import run_script
 from tests.training import SMALL
 
 pytestmark = pytest.mark.timeout(310)
