@@ -58,8 +58,11 @@ $(COMPILED): $(STAMP) $(CORE)
 train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"
 	$(VENV)/bin/rrfp train --hint bf $(ARGS)
 
+# Of pytest; the tests of a file stay together, because they share what they have trained.
+WORKERS := 2
+
 test: lint  ## Lint, types and the tests that are quick
-	$(VENV)/bin/pytest -q -rs -m "not slow" $(ARGS)
+	$(VENV)/bin/pytest -q -rs -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-core: setup  ## The core's quick tests on its sources, not compiled
 	RRFP_COMPILED=0 $(VENV)/bin/pytest -q -rs -m "not slow" $(CORE_TESTS) $(ARGS)
