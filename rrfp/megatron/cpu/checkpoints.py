@@ -65,23 +65,23 @@ def prepare_checkpoints() -> None:
 
 @contextmanager
 def writes_put_off() -> Iterator[list[Callable[[], None]]]:
-    """While all ranks finalize a checkpoint: what Megatron would write then, on the rank that
-    would, to be called once no rank waits for it. What these calls raise is what writing raises."""
+    """Put off what Megatron writes while ranks finalize a checkpoint. Gives this rank's writes, to
+    be called once no rank waits for it; they raise what writing raises."""
     put_off: list[Callable[[], None]] = []
 
     def putting_off(write: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: put_off.append(partial(write, *arguments))
+        return lambda *args, **kwargs: put_off.append(partial(write, *args, **kwargs))
 
-    writer, serialization = _module("strategies.filesystem_async"), _module("serialization")
-    owners = (writer.FileSystemWriterAsync, "finish"), (serialization, "save_config")
-    own = [getattr(owner, name) for owner, name in owners]
-    for (owner, name), write in zip(owners, own, strict=True):
-        setattr(owner, name, putting_off(write))
+    writer = getattr(_module("strategies.filesystem_async"), "FileSystemWriterAsync", None)
+    places = ((writer, "finish"), (_module("serialization"), "save_config"))
+    own = [(at, name, getattr(at, name)) for at, name in places if hasattr(at, name)]
+    for at, name, write in own:
+        setattr(at, name, putting_off(write))
     try:
         yield put_off
     finally:
-        for (owner, name), write in zip(owners, own, strict=True):
-            setattr(owner, name, write)
+        for at, name, write in own:
+            setattr(at, name, write)
 
 
 def _module(name: str) -> Any:
