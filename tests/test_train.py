@@ -199,7 +199,7 @@ def test_a_training_goes_on_unheard(flags: tuple[str, ...], code: int, tmp_path:
     if code == 0:
         assert len(read_metrics(tmp_path / "run")) == 2
         told = json.loads((tmp_path / "run" / "outcome.json").read_text())
-        assert told == {"outcome": "finished", "error": None}
+        assert told == {"outcome": "finished", "error": None, "culprit": None}
         assert_opens(tmp_path / "run")
 
 
@@ -287,11 +287,17 @@ def test_ranks_end_without_their_launcher_and_the_trace_is_made_later(tmp_path: 
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named_if_its_peers_give_it_up_first(tmp_path: Path) -> None:
-    flags = ("--microbatches", "64", "--silence", "600")
+    """As they do where the launcher was stopped, too."""
+    flags = ("--microbatches", "64", "--silence", "5")
     with Training(tmp_path / "run", *ENDLESS, *flags) as training:
         # Whoever waits for it in a collective would do so for gloo's 300 s.
         pid = training.stop_amid_tasks(2)
-        code, _, err = training.ended(timeout_s=100)
+        training.process.send_signal(signal.SIGSTOP)
+        log = training.run / "logs" / "rank-1.log"
+        while "rank 2 was silent for 10 s" not in log.read_text():
+            time.sleep(0.1)
+        training.process.send_signal(signal.SIGCONT)
+        code, _, err = training.ended(timeout_s=30)
         assert code == 1
         sentence = err.splitlines()[-1]
         assert sentence.startswith(f"rrfp: rank 2 (pid {pid}) stood still in ")
