@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from rrfp.cli import main as cli
 from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import order_by_costs
+from tests.called import Run, run
 
-Run = Callable[..., tuple[int, str, str]]
+__all__ = ["run"]
 
 SMALL = ("--pp", "3", "--microbatches", "6")
 NOISY = (*SMALL, "--jitter", "lognormal:0.5")
@@ -30,21 +30,6 @@ METHODS = (
     *("--row", "hint=bf"),
     *("--row", "hint=bfw hold=3"),
 )
-
-
-@pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("simulate", ...)` gives the exit code and both outputs, 80 columns wide."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def rrfp(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
-        code = cli.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return rrfp
 
 
 def rows_of(run: Run, *arguments: str) -> list[dict[str, Any]]:

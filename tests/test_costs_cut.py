@@ -16,7 +16,8 @@ from rrfp.simulate.costs.model import StepCosts
 from rrfp.simulate.costs.uneven import Uneven
 from rrfp.simulate.costs.units import CutCosts
 from rrfp.trace.perfetto.reader import read_trace
-from tests.tuned import MODEL, TRACE, UNEVEN, Run, run, written
+from tests.called import Run, run
+from tests.tuned import MODEL, TRACE, UNEVEN, written
 
 __all__ = ["run"]
 

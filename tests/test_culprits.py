@@ -2,8 +2,7 @@
 
 import json
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from rrfp.analyze.findings.blame import blame
 from rrfp.analyze.findings.findings import Finding, findings
 from rrfp.analyze.findings.replays import replays
 from rrfp.analyze.frames import frames_of
-from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.replay.change import Change
 from rrfp.replay.culprits import LEAST_SAVING, CulpritKind, culprits
@@ -29,8 +27,11 @@ from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
+from tests.called import Run, run
 from tests.planted import B_NS, F_NS, W_NS, first, run_of
 from tests.step_times import policy_of, simulated
+
+__all__ = ["run"]
 
 
 @pytest.mark.parametrize("factor", [1.3, 2.0])
@@ -248,27 +249,16 @@ def test_a_rank_that_becomes_slow_is_told_since_when() -> None:
 
 
 @pytest.fixture
-def rrfp(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, str, str]]:
-    """`rrfp("analyze", ...)` beside a run `slow.pftrace` with a slow rank, 80 columns wide."""
+def rrfp(tmp_path: Path, run: Run) -> Run:
+    """`rrfp("analyze", ...)` beside a run `slow.pftrace` with a slow rank."""
     recording = run_of(
         Shape(2, 8), lambda r, s, _: 1.5 if (r, s) == (1, 1) else 1, replicas=3, limit=32
     )
     write_trace(tmp_path / "slow.pftrace", recording)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
-        code = cli.main()
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
     return run
 
 
-def test_the_screen_fits_a_terminal(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+def test_the_screen_fits_a_terminal(rrfp: Run) -> None:
     code, out, err = rrfp("analyze", "slow.pftrace")
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 24
@@ -278,9 +268,7 @@ def test_the_screen_fits_a_terminal(rrfp: Callable[..., tuple[int, str, str]]) -
     assert out.splitlines()[-1].startswith("Next: rrfp analyze report slow.pftrace")
 
 
-def test_what_was_found_is_noted(
-    rrfp: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_found_is_noted(rrfp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for other steps; and a note that is torn is made anew."""
     first = rrfp("analyze", "slow.pftrace")
     later = rrfp("analyze", "slow.pftrace", "--steps", "1:")
@@ -296,7 +284,7 @@ def test_what_was_found_is_noted(
 
 
 def test_the_json_has_the_keys_that_other_tools_read(
-    rrfp: Callable[..., tuple[int, str, str]],
+    rrfp: Run,
 ) -> None:
     found = json.loads(rrfp("analyze", "slow.pftrace", "--format", "json")[1])
     assert {"run", "step_time_s", "bubble_fraction", "findings"} <= found.keys()
@@ -328,7 +316,7 @@ def test_the_json_has_the_keys_that_other_tools_read(
     ],
 )
 def test_what_the_run_does_not_have_is_refused(
-    flags: tuple[str, ...], told: str, rrfp: Callable[..., tuple[int, str, str]]
+    flags: tuple[str, ...], told: str, rrfp: Run
 ) -> None:
     code, _, err = rrfp("analyze", "whatif", "slow.pftrace", *flags)
     assert code == 2
@@ -336,18 +324,18 @@ def test_what_the_run_does_not_have_is_refused(
 
 
 def test_the_commands_are_of_the_steps_asked_for(
-    rrfp: Callable[..., tuple[int, str, str]],
+    rrfp: Run,
 ) -> None:
     out = rrfp("analyze", "slow.pftrace", "--steps", "1:")[1]
     assert "rrfp analyze whatif slow.pftrace --usual-rank 4 --steps 1:" in out
     assert "rrfp analyze report slow.pftrace --steps 1: -o report.html" in out
 
 
-def test_options_may_come_before_the_run(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+def test_options_may_come_before_the_run(rrfp: Run) -> None:
     assert "the trace has no evaluations" in rrfp("analyze", "--evaluations", "slow.pftrace")[2]
     assert "there is no run or trace at reports/one" in rrfp("analyze", "reports/one")[2]
 
 
-def test_a_misspelt_report_is_no_run(rrfp: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_misspelt_report_is_no_run(rrfp: Run) -> None:
     assert "did you mean 'bubbles'?" in rrfp("analyze", "bubles")[2]
     assert "there is no run or trace at elsewhere" in rrfp("analyze", "elsewhere")[2]

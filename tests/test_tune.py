@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rrfp.inputs.layer_layout import parse_layout
-from tests.tuned import TRACE, UNEVEN, Run, run, written
+from tests.called import Run, run
+from tests.tuned import TRACE, UNEVEN, written
 
 __all__ = ["run"]
 

@@ -1,14 +1,6 @@
-"""`rrfp tune` called in this process, and costs and a run for it to tune."""
+"""Costs, a model of them, and a run for `rrfp tune` to tune."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-
-import pytest
-
-from rrfp.cli import main as cli
-
-Run = Callable[..., tuple[int, str, str]]
 
 TRACE = Path(__file__).parent.parent / "traces/gpt-pp4-bf.pftrace"
 
@@ -48,21 +40,6 @@ pp_ranks = "3"
 seconds = { F = 0.028, B = 0.028, W = 0.018 }
 bytes = 1500000
 """
-
-
-@pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("tune", ...)` gives the exit code and both outputs, 80 columns wide."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def rrfp(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
-        code = cli.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return rrfp
 
 
 def written(directory: Path, text: str, name: str = "costs.toml") -> Path:
