@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 
 from rrfp.analyze.files.export import TABLES
 from rrfp.analyze.frames import frames_of
-from rrfp.cli import main as cli
 from rrfp.interchange.chrome import write_chrome
 from rrfp.interchange.files import import_run
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import TaskRecord, WaitRecord
 from tests.recordings import make_recording
 from tests.trace_processor import MISSING, trace_processor
+from tests.trained import rrfp_here
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def run(tmp_path: Path) -> Path:
 
 def exported(run: Path, name: str) -> list[dict[str, Any]]:
     out = run / name
-    assert _rrfp("trace", "export", str(run), "-o", str(out)) == 0
+    assert rrfp_here(run, "trace", "export", ".", "-o", str(out)).returncode == 0
     data = gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes()
     events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
     return events
@@ -142,7 +141,7 @@ def test_perfettos_own_engine_finds_it_all(is_imported: bool, tmp_path: Path) ->
 
 def test_parquet_holds_the_frames(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "tables"
-    assert _rrfp("trace", "export", str(run), "-o", str(out)) == 0
+    assert rrfp_here(run, "trace", "export", ".", "-o", str(out)).returncode == 0
     assert {file.stem for file in out.iterdir()} == set(TABLES)
     expected = frames_of(make_recording(4, 6, 2))
     found = pl.read_parquet(out / "messages.parquet")
@@ -166,18 +165,7 @@ def test_where_it_cannot_go_is_told_in_a_sentence(
     arguments: tuple[str, ...],
     code: int,
     run: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(run)
-    assert _rrfp("trace", "export", ".", *arguments) == code
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def _rrfp(*arguments: str) -> int:
-    before = sys.argv
-    sys.argv = ["rrfp", *arguments]
-    try:
-        return cli.main()
-    finally:
-        sys.argv = before
+    told = rrfp_here(run, "trace", "export", ".", *arguments)
+    assert told.returncode == code
+    assert told.stderr.count("\n") == 1

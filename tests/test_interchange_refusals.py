@@ -1,33 +1,34 @@
 """What `rrfp trace import` refuses, and leaves as it was, and which ranks it says are missing."""
 
 import json
-import sys
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.interchange.files import import_run
 from rrfp.interchange.ranges import ScheduleRange, schedule_range, task_range
 from rrfp.schedule.tasks import Kind
 from tests.made_profiles import FIXTURES, event, profile, put
+from tests.trained import rrfp_here
 
 __all__ = ["put"]
 
 
-def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ranks_are_told(tmp_path: Path) -> None:
     files = [FIXTURES / f"megatron/rank-{rank}.json.gz" for rank in (0, 1, 3)]
     assert import_run(files).notes == (
         "1 of 4 ranks is missing (2): what is said of waits for them, and of the run as a whole, "
         "is said without them",
     )
-    code = _rrfp("trace", "import", *map(str, files), "-o", str(tmp_path / "run"))
-    assert code == 0
-    assert _rrfp("trace", "check", str(tmp_path / "run")) == 1
-    assert "missing: 1 rank of the run" in capsys.readouterr().out
+    imported = rrfp_here(tmp_path, "trace", "import", *map(str, files), "-o", "run")
+    assert imported.returncode == 0
+    checked = rrfp_here(tmp_path, "trace", "check", "run")
+    assert checked.returncode == 1
+    assert "missing: 1 rank of the run" in checked.stdout
 
 
 F0, B0 = event("PP:0F0", 0, 10), event("PP:0B0", 20, 10)
@@ -107,16 +108,15 @@ def test_what_is_no_run_is_refused_in_a_sentence(
     sentence: str,
     put: Callable[[str, Any], Path],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, content in files.items():
         put(name, content)
     out = tmp_path / "run"
-    assert _rrfp("trace", "import", str(tmp_path), "-o", str(out)) == 1
-    told = capsys.readouterr()
-    assert sentence in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    told = rrfp_here(tmp_path, "trace", "import", str(tmp_path), "-o", str(out))
+    assert told.returncode == 1
+    assert sentence in told.stderr
+    assert told.stderr.count("\n") == 1
+    assert told.stdout == ""
     assert not out.exists()
 
 
@@ -135,20 +135,21 @@ def test_a_gzip_that_is_cut_off_or_none_is_refused(tmp_path: Path) -> None:
             import_run([path])
 
 
-def test_an_existing_run_is_replaced_only_by_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("trace", "import", str(FIXTURES / "megatron"), "-o", str(tmp_path / "run"))
-    assert _rrfp(*arguments) == 0
-    assert "192 tasks of 4 ranks in 3 steps" in capsys.readouterr().out
-    assert _rrfp(*arguments) == 2
-    assert _rrfp(*arguments, "--force") == 0
+def test_an_existing_run_is_replaced_only_by_force(tmp_path: Path) -> None:
+    def imported(source: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+        return rrfp_here(tmp_path, "trace", "import", str(source), "-o", "run", *flags)
+
+    first = imported(FIXTURES / "megatron")
+    assert first.returncode == 0
+    assert "192 tasks of 4 ranks in 3 steps" in first.stdout
+    assert imported(FIXTURES / "megatron").returncode == 2
+    assert imported(FIXTURES / "megatron", "--force").returncode == 0
     (tmp_path / "run" / "metrics.jsonl").touch()
     before = sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
-    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:], "--force") == 1
+    assert imported(tmp_path / "none", "--force").returncode == 1
     assert before == sorted(file.stat().st_mtime_ns for file in (tmp_path / "run").iterdir())
     # It is refused before anything is read.
-    assert _rrfp("trace", "import", str(tmp_path / "none"), *arguments[3:]) == 2
+    assert imported(tmp_path / "none").returncode == 2
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -156,7 +157,6 @@ def test_what_cannot_be_written_leaves_things_as_they_were(
     is_new: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = tmp_path / "run"
     if not is_new:
@@ -167,17 +167,10 @@ def test_what_cannot_be_written_leaves_things_as_they_were(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("rrfp.trace.run_files.write_trace", is_full)
-    assert _rrfp("trace", "import", str(FIXTURES / "megatron"), "-o", str(run), "--force") == 1
-    assert "could not be written: No space left" in capsys.readouterr().err
+    source = str(FIXTURES / "megatron")
+    failed = rrfp_here(tmp_path, "trace", "import", source, "-o", str(run), "--force")
+    assert failed.returncode == 1
+    assert "could not be written: No space left" in failed.stderr
     assert [file.name for file in tmp_path.rglob("*")] == (
         [] if is_new else ["run", "trace.pftrace"]
     )
-
-
-def _rrfp(*arguments: str) -> int:
-    before = sys.argv
-    sys.argv = ["rrfp", *arguments]
-    try:
-        return cli.main()
-    finally:
-        sys.argv = before
