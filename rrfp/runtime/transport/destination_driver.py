@@ -24,7 +24,7 @@ class DestinationDriver(LinkDriver[DestinationLink]):
     def _serve(self, output: Pull | Released) -> None:
         assert isinstance(output, Pull)
         assert self.puller is not None
-        self.puller.pull(output, self._pulled, self._link.release)
+        self.puller.pull(output, self._pulled, self._release)
 
     def _pulled(self, pull: Pull, pulled: Sequence[torch.Tensor | None] | RrfpError) -> None:
         with self._lock:
@@ -35,6 +35,17 @@ class DestinationDriver(LinkDriver[DestinationLink]):
             if current_thread() is not self._thread:
                 self._wake()
         self._tell(outputs)
+
+    def _release(self, offset: int) -> None:
+        """The tensors in a lent slot are gone: have the peer told. Whoever drops the last of them
+        calls this between any two instructions, perhaps of this driver's own under the lock: so
+        nobody waits for that, and what is not told now goes with whatever is written next."""
+        self._link.release(offset)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._wake()
+            finally:
+                self._lock.release()
 
     def _let_go(self) -> None:
         with self._lock:
