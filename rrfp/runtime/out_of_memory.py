@@ -27,14 +27,20 @@ def told_when_out_of_memory(
     OutOfMemoryError instead of what an allocator raises."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and _CPU_ALLOCATOR not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"rank {rank} ran out of memory in {task}, with "
             f"{_held(held_bytes, held_microbatches)}; {_advice(held_bytes, held_microbatches)} "
             f"({first_line(str(error))})"
         ) from error
+
+
+def _is_of_memory(error: MemoryError | RuntimeError) -> bool:
+    """Whether an allocator raised it. torch's for the CPU raises a bare RuntimeError."""
+    of_memory = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, of_memory) or _CPU_ALLOCATOR in str(error)
 
 
 def _held(held_bytes: int, held_microbatches: float) -> str:
