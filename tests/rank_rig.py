@@ -186,7 +186,7 @@ def open_rig(
         record,
         StoreStallBoard(store, "rig", range(num_pp_ranks * num_members)),
         stall_s=stall_s,
-        decides_ahead=decides_ahead and device is None,
+        decides_ahead=decides_ahead,
         delays=delays,
     )
     rig = RankRig(place, transport, agreement, worker, records, monotonic, time.sleep)

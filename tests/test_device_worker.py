@@ -1,5 +1,6 @@
 """Real ranks on simulated devices: at most one task behind the running one, whoever decides."""
 
+import threading
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.device_worker import DeviceWorker
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import hint_named
 from rrfp.schedule.shape import Shape
@@ -138,6 +140,107 @@ def test_ranks_keep_one_task_behind_the_running_one(hint_name: str, num_members:
             sender = shape.sender(task)
             expected = [] if sender is None else [sender.microbatch + 100.0 * sender.stage] * 4
             assert got == expected
+
+
+class Sleeper(CountedWork):
+    """Its first task takes long, so that the next stage waits for its first input."""
+
+    FIRST_S = 0.3
+
+    def run(self, task: Task, inputs: Any) -> Any:
+        if task == Task(0, Kind.F, 0):
+            self._device.launch(lambda: time.sleep(self.FIRST_S), self._device.compute_stream())
+        return super().run(task, inputs)
+
+
+def learnt_launch_s() -> float:
+    device = SimulatedDevice(mean_delay_s=0)
+    shape = Shape(2, 12, kinds=(Kind.F,))
+    try:
+        with open_rig(shape.num_ranks, device=device) as rig:
+            rig.run_step(0, shape, Sleeper(device))
+            worker = cast(DeviceWorker, rig.worker)
+            return max(taken_ns[0] for taken_ns in worker._in_time._latest_ns.values()) / 1e9
+    finally:
+        device.close()
+
+
+def test_a_wait_for_the_first_input_is_no_part_of_a_launch() -> None:
+    assert run_ranks(2, learnt_launch_s)[1] < Sleeper.FIRST_S / 2
+
+
+class TwiceAsLong:
+    """A pace by which a task takes twice its work."""
+
+    def __init__(self) -> None:
+        self.expected_ns_of: dict[Task, int] = {}
+        self.worked_ns_of: dict[Task, int] = {}
+
+    def task(self, task: Task) -> Any:
+        raise NotImplementedError
+
+    def left_ns(self, task: Task, work_ns: int) -> int:
+        self.expected_ns_of[task] = work_ns
+        return work_ns
+
+    def worked(self, task: Task, worked_ns: int) -> None:
+        self.worked_ns_of[task] = worked_ns
+
+    def expected_ns(self, task: Task) -> None:
+        return None
+
+    def message_ns(self, task: Task) -> int:
+        return 0
+
+
+def test_a_pace_on_a_device_is_told_what_the_work_takes() -> None:
+    """What is expected of a task is what such work took, without what the pace added to it."""
+    for found in run_ranks(1, paced_on_a_device):
+        assert found == []
+
+
+def paced_on_a_device() -> list[str]:
+    device = SimulatedDevice(mean_delay_s=0)
+    shape = Shape(1, 8, kinds=(Kind.F,))
+    pace = TwiceAsLong()
+    try:
+        with open_rig(1, device=device) as rig:
+            rig.worker.run_step(0, rig.dispatcher(shape), CountedWork(device), pace)
+    finally:
+        device.close()
+    tasks = [record for record in rig.records if isinstance(record, TaskRecord)]
+    expected_ns = [pace.expected_ns_of[Task(0, Kind.F, task.microbatch)] for task in tasks]
+    worked_ns = [pace.worked_ns_of[Task(0, Kind.F, task.microbatch)] for task in tasks]
+    taken_ns = [task.end_ns - task.start_ns for task in tasks]
+    found = []
+    if expected_ns[0] != 0:
+        found.append(f"{expected_ns[0]} ns were expected of a task before any has run")
+    # The task that is launched behind the first one knows as little.
+    if not min(worked_ns) <= min(expected_ns[2:]) <= max(expected_ns) <= max(worked_ns):
+        found.append(f"{expected_ns} was expected of {worked_ns}")
+    if min(worked_ns) < TASK_S * 1e9:
+        found.append(f"a task worked for {min(worked_ns)} ns")
+    found += [
+        f"a task took {whole_ns} ns, with {own_ns} of work and {left_ns} of pace"
+        for whole_ns, own_ns, left_ns in zip(taken_ns, worked_ns, expected_ns, strict=True)
+        if whole_ns < own_ns + left_ns
+    ]
+    return found
+
+
+def leads_without_a_thread() -> bool:
+    device = SimulatedDevice()
+    try:
+        with open_rig(1, 2, device=device, decides_ahead=True) as rig:
+            return "rrfp-ahead" not in {thread.name for thread in threading.enumerate()} and (
+                rig.place.rank != 0 or rig.worker._ahead is None
+            )
+    finally:
+        device.close()
+
+
+def test_a_leader_on_a_device_needs_no_thread_to_decide_ahead() -> None:
+    assert run_ranks(2, leads_without_a_thread) == [True, True]
 
 
 def a_task_fails() -> None:

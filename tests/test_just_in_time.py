@@ -83,6 +83,21 @@ def test_the_longest_launch_counts_as_it_is_not_known_which_will_come() -> None:
     assert known.launch_ns == 6 * MS
 
 
+def test_a_launch_that_compiles_is_forgotten_with_the_next() -> None:
+    known = JustInTime()
+    known.launched(Kind.F, 0, 3_000 * MS)
+    assert known.launch_ns == 3_000 * MS
+    known.launched(Kind.F, 0, MS)
+    assert known.launch_ns == MS
+    for _ in range(20):
+        known.launched(Kind.F, 0, MS)
+    known.launched(Kind.F, 0, 500 * MS)
+    assert known.launch_ns == MS
+    for _ in range(9):
+        known.launched(Kind.F, 0, 4 * MS)
+    assert known.launch_ns == 4 * MS
+
+
 # Simulated steps.
 
 

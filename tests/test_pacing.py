@@ -199,6 +199,32 @@ def test_the_papers_delays_follow_measured_times() -> None:
     assert 14 < max(hit) <= 15
 
 
+def test_a_device_is_kept_busy_for_what_its_work_is_expected_to_lack() -> None:
+    """Its pace is asked before the work is done, and told afterwards how long it took."""
+    time = FakeTime()
+    shape = Shape(2, 3, kinds=FORWARD_ONLY)
+    costs = resolve_costs("uniform")
+    times = costs.step(shape, 0, 0).times.forward[0]
+    pacer = pacer_of(time, costs, shape=shape)
+    step = pacer.start_step(0, shape)
+    tasks = [Task(0, Kind.F, microbatch) for microbatch in range(3)]
+    assert step.left_ns(tasks[0], WORK_NS) == times[0] - WORK_NS
+    assert step.left_ns(tasks[1], times[1] + 1) == 0
+    step.worked(tasks[0], times[0] - 1)
+    assert pacer.tally == PaceTally(1)
+    # Not what was expected of it counts, but what it took.
+    step.worked(tasks[1], times[1] + 5)
+    assert pacer.tally == PaceTally(2, 1, 5)
+
+
+def test_jitter_without_costs_lengthens_what_a_device_is_expected_to_take() -> None:
+    time = FakeTime()
+    shape = Shape(2, 2, kinds=FORWARD_ONLY)
+    slow = pacer_of(time, None, "slow-stage:1:2", shape=shape, pp_rank=1).start_step(0, shape)
+    assert slow.left_ns(Task(1, Kind.F, 0), 7 * MS) == 7 * MS
+    assert slow.left_ns(Task(1, Kind.F, 1), 0) == 0
+
+
 def test_nothing_to_stretch_is_no_pace() -> None:
     assert make_pace(None, NO_JITTER, Admit.GIVEN, 0, Shape(2, 2), 0, 0) is None
     assert make_pace(None, parse_jitter("J0"), Admit.GIVEN, 0, Shape(2, 2), 0, 0) is not None
@@ -216,7 +242,10 @@ class _Latencies:
     def task(self, task: Task) -> Any:
         raise NotImplementedError
 
-    def left_ns(self, task: Task, worked_ns: int) -> int:
+    def left_ns(self, task: Task, work_ns: int) -> int:
+        raise NotImplementedError
+
+    def worked(self, task: Task, worked_ns: int) -> None:
         raise NotImplementedError
 
     def expected_ns(self, task: Task) -> int | None:

@@ -52,8 +52,11 @@ class _AtOnce:
     def task(self, task: Task) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def left_ns(self, task: Task, worked_ns: int) -> int:
+    def left_ns(self, task: Task, work_ns: int) -> int:
         return 0
+
+    def worked(self, task: Task, worked_ns: int) -> None:
+        pass
 
     def expected_ns(self, task: Task) -> None:
         return None

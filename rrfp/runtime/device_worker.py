@@ -25,6 +25,7 @@ from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
 from rrfp.schedule.patience.just_in_time import JustInTime
+from rrfp.schedule.patience.punctuality import Durations
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, Stimulus, TaskAgreed
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
 from rrfp.trace.steps import step_name
@@ -40,6 +41,8 @@ class _Launched:
 
     run: RunTask
     began: seam.Event
+    worked: seam.Event
+    """Its work is done; a pace may lengthen it."""
     ended: seam.Event
     launch_start_ns: int
     known_ns: int | None
@@ -56,8 +59,12 @@ class DeviceWorker(Worker):
     ) -> None:
         """`in_time` says when to decide; the other arguments are those of `Worker`."""
         super().__init__(*arguments, device=device, **others)
+        # This worker decides ahead by itself, and needs no thread for it.
+        self._decides_ahead = False
         self._launched: deque[_Launched] = deque()
         self._in_time = in_time or JustInTime()
+        self._works = Durations()
+        """What tasks take before a pace lengthens them."""
         self._due_ns: int | None = None
         """When to decide on what follows the running task; None: when it has ended."""
         self._ended_ns = 0
@@ -136,8 +143,10 @@ class DeviceWorker(Worker):
                     case Wait(cause, int() as deadline_ns):
                         self._tell_wait(cause)
                         self._wait_until(deadline_ns)
+                        self._asked_ns = self._clock()
                     case Wait(cause):
                         self._wait(cause)
+                        self._asked_ns = self._clock()
                     case StepDone():
                         return self._summary(step_start_ns, self._busy_ns)
 
@@ -177,15 +186,20 @@ class DeviceWorker(Worker):
                 self._delay()
             began = device.record_timed(stream)
             outputs = compute.run(task, inputs)
+            ended = worked = device.record_timed(stream)
             if pace is not None:
-                device.keep_busy(stream, pace.left_ns(task, 0))
-            ended = device.record_timed(stream)
+                # The first of a kind is taken to be all pace.
+                work_ns = self._works.expected_ns(task.kind, run.chunk) or 0.0
+                device.keep_busy(stream, pace.left_ns(task, int(work_ns)))
+                ended = device.record_timed(stream)
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.LAUNCH))
         # A thread that wakes up late launches late.
         self._in_time.launched(task.kind, run.chunk, end_ns - min(start_ns, self._asked_ns))
         held_bytes = self._measured_bytes(compute, run)
-        launched = _Launched(run, began, ended, start_ns, known_ns, held_bytes, waiting_bytes)
+        launched = _Launched(
+            run, began, worked, ended, start_ns, known_ns, held_bytes, waiting_bytes
+        )
         self._launched.append(launched)
         self._to_watch.put(ended)
         self._pass_on(task, outputs)
@@ -206,10 +220,14 @@ class DeviceWorker(Worker):
             run = launched.run
             # On an idle device a task begins with its launch; behind another, with that one's end.
             start_ns = max(device.time_ns(launched.began), launched.launch_start_ns)
+            worked_ns = max(device.time_ns(launched.worked) - start_ns, 0)
             end_ns = max(device.time_ns(launched.ended), start_ns)
             self._busy_ns += end_ns - start_ns
             self._ended_ns = self._asked_ns = end_ns
             kind = run.task.kind
+            self._works.took(kind, run.chunk, worked_ns)
+            if self._pace is not None:
+                self._pace.worked(run.task, worked_ns)
             self._in_time.ran(kind, run.chunk, end_ns - start_ns, launched.known_ns)
             self._durations.took(kind, run.chunk, end_ns - start_ns)
             self._record_task(run, start_ns, end_ns, launched.held_bytes, launched.waiting_bytes)

@@ -36,11 +36,15 @@ class StepPace(Protocol):
         modelled time since entry has passed, and counts tasks that took longer."""
         ...
 
-    def left_ns(self, task: Task, worked_ns: int) -> int:
-        """How much longer a task is to take whose work takes so long, on a device that cannot be
-        asked while it works. Called once for each task, in the order in which the rank launches
-        them, which is taken for their start."""
+    def left_ns(self, task: Task, work_ns: int) -> int:
+        """How much longer a task is to take whose work is expected to take so long, on a device
+        that cannot be asked while it works. Called once for each task, in the order in which the
+        rank launches them, which is taken for their start."""
         ...
+
+    def worked(self, task: Task, worked_ns: int) -> None:
+        """Such a device has done a task's work, and it took so long: counts tasks that took longer
+        than modelled."""
 
     def expected_ns(self, task: Task) -> int | None:
         """What the task is known to take before it runs; None where nothing is."""

@@ -226,6 +226,8 @@ class PacedStep:
         self._sleep = sleep
         self._clock = clock
         self._start_ns = clock()
+        self._due_ns: dict[Task, int] = {}
+        """How long tasks take on a device that have not ended there."""
 
     @contextmanager
     def task(self, task: Task) -> Iterator[None]:
@@ -239,13 +241,17 @@ class PacedStep:
             self._count(worked_ns - time_ns)
         self._sleep(start_ns + time_ns)
 
-    def left_ns(self, task: Task, worked_ns: int) -> int:
-        time_ns = self._model(task, worked_ns)
+    def left_ns(self, task: Task, work_ns: int) -> int:
+        time_ns = self._model(task, work_ns)
         if self._stretch is not None:
             time_ns = self._stretch(self._clock() - self._start_ns, task, time_ns)
+        self._due_ns[task] = time_ns
+        return max(0, time_ns - work_ns)
+
+    def worked(self, task: Task, worked_ns: int) -> None:
+        over_ns = worked_ns - self._due_ns.pop(task)
         if self._count is not None:
-            self._count(worked_ns - time_ns)
-        return max(0, time_ns - worked_ns)
+            self._count(over_ns)
 
     def expected_ns(self, task: Task) -> int | None:
         if self._known_ns is None:

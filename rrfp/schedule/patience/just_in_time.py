@@ -9,6 +9,7 @@ takes no time is thus waited with to the end, and tasks that take what is expect
 launched upon just in time.
 """
 
+from collections import deque
 from math import erf, exp, log, sqrt
 from typing import Final
 
@@ -24,6 +25,8 @@ _LEAST_NOISE: Final = 1e-3
 _MOST_NOISE: Final = 2.0
 _WEIGHT_OF_LATEST: Final = 0.02
 """Of the noise, in the long run; until then all tasks count alike."""
+_NUM_LAUNCHES: Final = 9
+"""So many of a kind's latest launches are remembered."""
 
 
 class JustInTime:
@@ -33,7 +36,10 @@ class JustInTime:
         """With a `risk` of 0 it decides at once, with one above 1 at the end."""
         self._risk = risk
         self._runs = Durations()
-        self._launches: dict[tuple[Kind, int], float] = {}
+        self._latest_ns: dict[tuple[Kind, int], deque[int]] = {}
+        """The latest launches of each kind and chunk."""
+        self._launches_ns: dict[tuple[Kind, int], int] = {}
+        """Their medians."""
         self._num_seen = 0
         self._square_noise = 0.0
 
@@ -44,15 +50,17 @@ class JustInTime:
 
     @property
     def launch_ns(self) -> int:
-        """How long a launch takes: the most that one of any kind does on average, because it is not
-        known yet which it will be."""
-        return int(max(self._launches.values(), default=0.0))
+        """How long a launch takes: the most that one of any kind does, because it is not known yet
+        which it will be."""
+        return max(self._launches_ns.values(), default=0)
 
     def launched(self, kind: Kind, chunk: int, taken_ns: int) -> None:
-        """The host has launched a task."""
+        """The host has launched a task. The median of the latest counts, the lower of two: one that
+        compiles or loads a kernel takes seconds, as the first of a kind often does."""
         key = kind, chunk
-        before_ns = self._launches.get(key, float(taken_ns))
-        self._launches[key] = 0.9 * before_ns + 0.1 * taken_ns
+        latest_ns = self._latest_ns.setdefault(key, deque(maxlen=_NUM_LAUNCHES))
+        latest_ns.append(taken_ns)
+        self._launches_ns[key] = sorted(latest_ns)[(len(latest_ns) - 1) // 2]
 
     def ran(self, kind: Kind, chunk: int, taken_ns: int, known_ns: int | None = None) -> None:
         """The device has run a task, of which `known_ns` was expected beforehand."""
