@@ -1,11 +1,14 @@
 """Why CUDA cannot be used: each reason in its sentence, and without a driver every call refuses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from rrfp.errors import UsageError
+from rrfp.runtime.device import cuda
 from rrfp.runtime.device import cuda_presence as file
 from rrfp.runtime.device.cuda import CudaDevice
 from rrfp.runtime.device.cuda_presence import (
@@ -119,3 +122,52 @@ def test_every_call_of_the_device_refuses_without_a_driver(name: str) -> None:
     device._cycles_per_ns = None
     with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA|Event"):
         DEVICE_CALLS[name](device)
+
+
+class Calls:
+    """Stands for torch's calls, and writes them down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        for name in ("device", "stream"):
+            monkeypatch.setattr(torch.cuda, name, partial(self._enter, name))
+
+    @contextmanager
+    def _enter(self, name: str, chosen: object) -> Iterator[None]:
+        self.made.append(f"{name} {chosen}")
+        yield
+        self.made.append(f"leave {name}")
+
+
+def a_device() -> CudaDevice:
+    device = CudaDevice.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 3)
+    device._cycles_per_ns = 1.0
+    return device
+
+
+def test_a_thread_is_at_the_device_before_it_takes_a_stream_and_after_it_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch makes a context on the device that a thread comes back to."""
+    calls, device = Calls(monkeypatch), a_device()
+    monkeypatch.setattr(cuda, "_sleep", lambda _: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    device.copy(torch.zeros(2), torch.ones(2), Stream("s"))
+    device.keep_busy(Stream("s"), 1)
+    device.empty([2], torch.uint8, Stream("s"))
+    assert calls.made == ["device cuda:3", "stream s", "leave stream", "leave device"] * 3
+
+
+def test_the_shortest_look_relates_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle:
+        def synchronize(self) -> None:
+            pass
+
+    looks = iter([("a", 100, 200), ("b", 300, 311), ("c", 400, 420), ("d", 1, 99), ("e", 1, 99)])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Idle())
+    monkeypatch.setattr(cuda, "_look", lambda _: next(looks))
+    device = a_device()
+    device.relate_clocks()
+    assert str(device._origin) == "b"
+    assert (device._origin_ns, device.clock_error_ns) == (305, 6)

@@ -15,6 +15,7 @@ from torch.distributed import FileStore, HashStore
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.groups import Place, coupled_pipelines
+from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.protocols import Inbox
 from rrfp.runtime.rendezvous import Rendezvous, clock_offset
@@ -61,7 +62,7 @@ class PlantedStore(HashStore):
 def take_part(store: Any, rank: int) -> None:
     """All that a rank of two reads from its store."""
     own = RankInfo(rank, rank, 0, 0, (rank,), "host", 1)
-    introduce(store, "rrfp/ranks", own, 2, timeout_s=2)
+    introduce(store, "rrfp/ranks", own, 2, CPU, timeout_s=2)
     introduced(store, "rrfp/ranks", rank, 2, timeout_s=2)
     clock_offset(store, "rrfp/clock", rank, ("a", "b"), timeout_s=2)
     coupled_pipelines(Place(rank, (0, 1), (rank,)), Rendezvous(store, "rrfp/p", rank, 2))

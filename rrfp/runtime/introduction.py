@@ -7,21 +7,25 @@ from functools import partial
 from torch.distributed import Store
 
 from rrfp.runtime.decoding import instance
+from rrfp.runtime.device.device import Device
 from rrfp.runtime.rendezvous import Rendezvous, clock_offset, exchange_hosts
 from rrfp.trace.records import RankInfo
 
 
 def introduce(
-    store: Store, prefix: str, own: RankInfo, num_ranks: int, *, timeout_s: float
+    store: Store, prefix: str, own: RankInfo, num_ranks: int, device: Device, *, timeout_s: float
 ) -> RankInfo:
     """Publish who this rank is; all ranks call it. Returns `own` with its clock's offset to rank
-    0's host. Raises PeerLostError naming a rank that does not appear by the one deadline, and as
-    soon as a rank reports below the prefix that it has failed."""
+    0's host, and with how far times may be off that its device tells. Raises PeerLostError naming a
+    rank that does not appear by the one deadline, and as soon as a rank reports below the prefix
+    that it has failed."""
     rank = own.rank
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     hosts = exchange_hosts(store, prefix, rank, num_ranks, timeout_s=timeout_s)
     offset = clock_offset(store, prefix, rank, hosts, timeout_s=rendezvous.remaining_s)
-    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=offset.error_ns)
+    device.relate_clocks()
+    error_ns = offset.error_ns + device.clock_error_ns
+    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=error_ns)
     rendezvous.publish(f"info/{rank}", json.dumps(asdict(own)))
     return own
 

@@ -253,7 +253,8 @@ class RankInfo:
     clock_offset_ns: int = 0
     """Add this to the rank's times to move them to the reference clock."""
     clock_error_ns: int = 0
-    """Half the shortest round trip of the offset's measurement; 0 on the reference host."""
+    """How far its times may be off then: half the shortest round trip of the offset's measurement,
+    0 on the reference host, and on a GPU the error of its clock against the host's."""
 
 
 @dataclass(slots=True)

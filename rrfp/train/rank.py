@@ -19,6 +19,7 @@ from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
+from rrfp.runtime.transport.factory import device_at
 from rrfp.schedule.policy import Dispatch
 from rrfp.simulate.choice.candidates import in_words
 from rrfp.trace.description import PolicyLog
@@ -226,7 +227,8 @@ def introduce(layout: Layout) -> RankInfo:
         pid=os.getpid(),
     )
     return introduction.introduce(
-        default_store(), _INTRODUCTIONS, own, layout.world_size, timeout_s=_MEETING_S
+        *(default_store(), _INTRODUCTIONS, own, layout.world_size, device_at(layout.device)),
+        timeout_s=_MEETING_S,
     )
 
 

@@ -298,9 +298,11 @@ class _Page:
         run = self._frames.run
         error_ns = run["clock_error_ns"].max() if run.height else 0
         if isinstance(error_ns, int) and error_ns:
+            num_hosts = run["host"].n_unique()
+            whose = f"{num_hosts} hosts" if num_hosts > 1 else "the host and its GPUs"
             yield lambda: paragraph(
-                f"The clocks of {run['host'].n_unique()} hosts were compared; times may be off by "
-                f"{tell(error_ns)} between them."
+                f"The clocks of {whose} were compared; times may be off by {tell(error_ns)} between"
+                " them."
             )
 
 

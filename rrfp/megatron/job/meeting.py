@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+import torch
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
@@ -23,6 +24,7 @@ from rrfp.runtime.decoding import instance
 from rrfp.runtime.introduction import introduce, introduced
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
+from rrfp.runtime.transport.factory import device_at
 from rrfp.trace.records import RankInfo
 from rrfp.trace.rundir import RunDir, create_run_dir, own_files
 
@@ -124,13 +126,15 @@ class Meeting:
             self._rendezvous.publish("run", str(self._make(request, label).path))
         return RunDir(Path(self._rendezvous.wait_text("run", self.ranks[0])))
 
-    def introduce(self, own: RankInfo) -> RankInfo:
-        """Introduce this rank to the others; returns it with its clock compared to the leader's."""
+    def introduce(self, own: RankInfo, device: torch.device) -> RankInfo:
+        """Introduce this rank to the others; returns it with its clocks, that of its device too,
+        compared to the leader's."""
         placed = introduce(
             self._store,
             self._prefix,
             replace(own, rank=self._index),
             len(self.ranks),
+            device_at(device),
             timeout_s=self._rendezvous.remaining_s,
         )
         return replace(placed, rank=self._rank)

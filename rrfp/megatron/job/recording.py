@@ -318,7 +318,7 @@ class JobRecording:
             replicas = dist.get_process_group_ranks(replicas_of(groups))
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
-            own = meeting.introduce(own)
+            own = meeting.introduce(own, device)
             most_bytes = records_bytes(self._request.trace_mb, dist.get_world_size())
             recorder = Recorder(run.rank_records(own.rank), own, most_bytes=most_bytes)
             ranks: Sequence[RankInfo] = ()

@@ -1,4 +1,8 @@
-"""A GPU as a device, through torch: the only place that touches `torch.cuda`."""
+"""A GPU as a device, through torch: the only place of the runtime that touches `torch.cuda`.
+
+Threads of the runtime's own choose the device for each call: one that has chosen none is at the
+first GPU, and torch would make a context there when it leaves a stream of another.
+"""
 
 import time
 from collections.abc import Iterable
@@ -9,6 +13,8 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Event, Stream
+
+_NUM_LOOKS = 5
 
 
 class CudaDevice:
@@ -62,25 +68,23 @@ class CudaDevice:
     def relate_clocks(self) -> None:
         stream = _cuda(self.compute_stream())
         stream.synchronize()
-        self._origin = _timed_event()
-        before_ns = time.monotonic_ns()
-        self._origin.record(stream)
-        self._origin.synchronize()
-        after_ns = time.monotonic_ns()
+        # The shortest look tells the most.
+        looks = [_look(stream) for _ in range(_NUM_LOOKS)]
+        self._origin, before_ns, after_ns = min(looks, key=lambda look: look[2] - look[1])
         self._origin_ns = (before_ns + after_ns) // 2
         self.clock_error_ns = (after_ns - before_ns + 1) // 2
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
         if self._cycles_per_ns is None:
             self._cycles_per_ns = self._measured_cycles_per_ns()
-        with torch.cuda.stream(_cuda(stream)):
+        with self.selected(), torch.cuda.stream(_cuda(stream)):
             _sleep(round(time_ns * self._cycles_per_ns))
 
     def _measured_cycles_per_ns(self) -> float:
         """How many of its cycles the device counts in a nanosecond."""
         num_cycles = 10_000_000
         stream = _cuda(self.new_stream())
-        with torch.cuda.stream(stream):
+        with self.selected(), torch.cuda.stream(stream):
             _sleep(num_cycles)  # The first one is compiled or loaded.
             start, end = _timed_event(), _timed_event()
             start.record(stream)
@@ -99,11 +103,11 @@ class CudaDevice:
         cast(torch.cuda.Event, event).synchronize()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        with torch.cuda.stream(_cuda(stream)):
+        with self.selected(), torch.cuda.stream(_cuda(stream)):
             target.copy_(source, non_blocking=True)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        with torch.cuda.stream(_cuda(stream)):
+        with self.selected(), torch.cuda.stream(_cuda(stream)):
             return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def memory_at(self, address: int, num_bytes: int) -> torch.Tensor:
@@ -140,6 +144,17 @@ class _Memory:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+def _look(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int, int]:
+    """An event that an idle stream completes at once, and moments before and after that. It is
+    watched: a thread that sleeps until then wakes up much later."""
+    event = _timed_event()
+    before_ns = time.monotonic_ns()
+    event.record(stream)
+    while not event.query():  # type: ignore[no-untyped-call] # torch's own
+        pass
+    return event, before_ns, time.monotonic_ns()
 
 
 def _timed_event() -> torch.cuda.Event:

@@ -56,10 +56,16 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
 """What stands for a device of this type, whatever lies on it."""
 
 
+def device_at(device: torch.device) -> Device:
+    """The runtime's device where tensors lie on this one of torch's. Raises UsageError where it is
+    not there."""
+    return DEVICES[device.type](device)
+
+
 def data_planes(device: torch.device, asked: TransportName, outbox_mb: int) -> RankPlanes:
     """What carries large messages, and those of a device, as a user asked for it. Raises UsageError
     for what does not go together, or is not there."""
-    return RankPlanes(DEVICES[device.type](device), asked, outbox_mb * 2**20)
+    return RankPlanes(device_at(device), asked, outbox_mb * 2**20)
 
 
 def transport_maker(device: torch.device) -> TransportMaker:
