@@ -3,8 +3,10 @@ process and between two."""
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -131,6 +133,21 @@ def test_memory_is_closed_once_no_copy_reads_it(
     puller.detach()
     assert happened == ["copied", "closed"]
     plane.close(are_detached=True)
+    device.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_lost_link_does_not_wait_for_a_device_that_hangs(cuda: Path) -> None:
+    device = SimulatedDevice(mean_delay_s=0.0)
+    plane = CudaIpcPlane(device, BLOCK_BYTES)
+    puller, _ = plane.attach(plane.offer(), 0, 1.0)
+    assert isinstance(puller, CudaIpcPuller)
+    goes_on = threading.Event()
+    device.launch(lambda: cast(None, goes_on.wait()), puller._stream)
+    puller.detach(waits=False)
+    assert puller._slab is None
+    goes_on.set()
+    plane.close(are_detached=False)
     device.close()
 
 

@@ -47,13 +47,18 @@ class OwnReads:
         ctypes.memmove(own[0], theirs[0], own[1])
         return self
 
+    states = ("PROC", "DONE")
+    """What a transfer says as it begins, and later."""
+    num_released = 0
+
     def transfer(self, handle: Self) -> str:
-        return "PROC"
+        return self.states[0]
 
     def check_xfer_state(self, handle: Self) -> str:
-        return "DONE"
+        return self.states[1]
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        OwnReads.num_released += 1
 
 
 class FullDevice(CpuDevice):
@@ -112,6 +117,22 @@ def test_a_message_that_cannot_be_taken_over_fails_its_link_and_no_other(
         tensors = pulled(puller)
         assert isinstance(tensors, list)
         assert bool((tensors[0] == 7).all())
+    finally:
+        source.close(are_detached=True)
+        reader.close(are_detached=True)
+
+
+@pytest.mark.parametrize("states", [("ERR", "ERR"), ("PROC", "ERR")])
+def test_a_read_that_fails_is_let_go_of(
+    may_answer: threading.Event, monkeypatch: pytest.MonkeyPatch, states: tuple[str, str]
+) -> None:
+    source, reader = (NixlPlane(CpuDevice(), SLAB_BYTES) for _ in range(2))
+    try:
+        puller, _ = reader.attach(source.offer(), 3, PATIENCE_S)
+        monkeypatch.setattr(OwnReads, "states", states)
+        monkeypatch.setattr(OwnReads, "num_released", 0)
+        assert "rank 3 was lost while its outbox was read" in str(pulled(puller))
+        assert OwnReads.num_released == 1
     finally:
         source.close(are_detached=True)
         reader.close(are_detached=True)

@@ -3,7 +3,9 @@
 import os
 import random
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cpu import CPU
+from rrfp.runtime.device.cpu import CPU, CpuDevice
+from rrfp.runtime.device.device import Event as DeviceEvent
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import LEAST_POSTED_BYTES, RankPlanes
 from rrfp.runtime.planes.settling import Settled
@@ -132,6 +135,37 @@ def test_a_lent_slot_is_free_once_its_tensors_are_gone() -> None:
         assert outbox.num_taken_bytes == 0
     finally:
         pair.close()
+
+
+class HangingDevice(CpuDevice):
+    """A device that is not synchronous, and on which nothing ends any more once it hangs."""
+
+    is_synchronous = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def synchronize(self, event: DeviceEvent) -> None:
+        self.goes_on.wait()
+
+
+def test_a_rank_that_fails_does_not_wait_for_a_device_that_hangs() -> None:
+    devices = [HangingDevice(), HangingDevice()]
+    made = iter([RankPlanes(device, TransportName.SHM, OUTBOX_BYTES) for device in devices])
+    with ThreadPoolExecutor(1) as pool:
+        pair = Pair(make_planes=lambda: next(made), close_s=0.5)
+        try:
+            receiver = pair.transports[1]
+            of_receiver = next(each for each in devices if each is receiver._planes.device)
+            of_receiver.goes_on.clear()
+            pair.transports[0].send(1, message(0, filled(1000, 1)))
+            time.sleep(0.2)  # It is pulled now.
+            pool.submit(receiver.close, farewell=False).result(10)
+        finally:
+            of_receiver.goes_on.set()
+            pair.close()
 
 
 def test_slots_that_receivers_keep_withhold_nothing() -> None:

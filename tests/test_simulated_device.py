@@ -58,7 +58,7 @@ class ArrivalEarly(MappedPuller):
     def _await_copies(self) -> None:
         pass
 
-    def detach(self) -> None:
+    def detach(self, *, waits: bool = True) -> None:
         super()._await_copies()
         super().detach()
 

@@ -117,6 +117,11 @@ class Link(ABC):
         return self.connection is Connection.BROKEN and self.state is not State.OVER
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it is over and the peer has not said farewell."""
+        return self.state is State.OVER and not self.has_peer_left
+
+    @property
     def has_said_all(self) -> bool:
         """Whether nothing more will be written over this connection."""
         is_last = self.state is State.LINGERING and self.connection is Connection.WHOLE

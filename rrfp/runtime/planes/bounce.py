@@ -62,5 +62,5 @@ class BouncePuller:
         device.synchronize(device.record(stream))
         told(pull, tensors)
 
-    def detach(self) -> None:
+    def detach(self, *, waits: bool = True) -> None:
         pass

@@ -143,8 +143,12 @@ class CudaIpcPuller(MappedPuller):
         super().__init__(device, slab, peer)
         self._close = close
 
-    def detach(self) -> None:
+    def detach(self, *, waits: bool = True) -> None:
         if self._slab is None:
+            return
+        if not waits:
+            # CUDA closes it once the device has ended what it does.
+            self._slab = None
             return
         # A device that has failed says so again, and copies nothing any more.
         with suppress(RuntimeError):

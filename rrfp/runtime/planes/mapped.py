@@ -67,9 +67,10 @@ class MappedPuller:
         self._await_copies()
         return num_windows * source.numel() / (time.perf_counter() - begun_s) / 1e9
 
-    def detach(self) -> None:
+    def detach(self, *, waits: bool = True) -> None:
         if self._slab is not None:
-            self._await_copies()
+            if waits:
+                self._await_copies()
             self._slab = self._memory = None
 
 

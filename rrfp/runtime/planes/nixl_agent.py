@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.nixl_package import nixl_api
 from rrfp.runtime.planes.plane import PlaneRefusal
 from rrfp.runtime.planes.slots import Slots
@@ -68,9 +69,13 @@ class _Reading:
 class NixlAgent:
     """One agent, with two slabs: peers read from the first, and what is read lands in the other."""
 
-    def __init__(self, name: str, lent: torch.Tensor, landing: torch.Tensor) -> None:
-        """Raises PlaneRefusal where there is no NIXL, or none that starts."""
+    def __init__(
+        self, name: str, device: Device, lent: torch.Tensor, landing: torch.Tensor
+    ) -> None:
+        """Both slabs lie on the device. Raises PlaneRefusal where there is no NIXL, or none that
+        starts."""
         self._name = name
+        self._device = device
         self._slabs = lent, landing
         self._memory = "VRAM" if lent.is_cuda else "DRAM"
         self._work: SimpleQueue[Callable[[], None] | Read | None] = SimpleQueue()
@@ -135,6 +140,10 @@ class NixlAgent:
         return metadata
 
     def _run(self) -> None:
+        with self._device.selected():
+            self._serve()
+
+    def _serve(self) -> None:
         happened_s = time.monotonic()
         while True:
             try:
@@ -179,7 +188,7 @@ class NixlAgent:
             except Exception as error:  # NIXL's own errors have no common base
                 self._landing.release(offset)
                 if self._reading and self._reading[-1].read is read:
-                    self._reading.pop()
+                    _release(self._reading.pop())
                 read.done(_failed(error))
 
     def _place(self, offset: int, num_bytes: int) -> tuple[int, int, int]:
@@ -212,12 +221,12 @@ class NixlAgent:
                 return self._slabs[1][reading.offset : reading.offset + reading.read.num_bytes]
             raise RuntimeError("the transfer failed")
         except Exception as error:  # as above
+            _release(reading)
             return _failed(error)
 
     def _end(self) -> None:
         for reading in self._reading:
-            with suppress(Exception):
-                reading.handle.release()
+            _release(reading)
         self._reading.clear()
         for each in self._registered:
             with suppress(Exception):
@@ -259,6 +268,12 @@ class _BlockingBindings:
     def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - their name
         config.pthrDelay = _PROGRESS_DELAY_US
         return self._bindings.nixlAgent(name, config)
+
+
+def _release(reading: _Reading) -> None:
+    """Let NIXL forget a read that came to nothing."""
+    with suppress(Exception):
+        reading.handle.release()
 
 
 def _failed(error: Exception) -> ReadError:

@@ -53,7 +53,7 @@ class NixlPlane:
         self._on_exit = ExitStack()
         try:
             self.slab, landing = self._memory(slab_bytes), self._memory(slab_bytes)
-            self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", self.slab, landing)
+            self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", device, self.slab, landing)
         except PlaneRefusal:
             self._on_exit.close()
             raise
@@ -215,6 +215,6 @@ class NixlPuller:
         if isinstance(landed[0], ReadError):
             raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
 
-    def detach(self) -> None:
+    def detach(self, *, waits: bool = True) -> None:
         # Nothing is pulled any more; NIXL forgets its peers with the agent.
         pass

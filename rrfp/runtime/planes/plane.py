@@ -90,8 +90,10 @@ class Puller(Protocol):
     def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
         """Take a message out of its slot. `release` is for a lent slot."""
 
-    def detach(self) -> None:
-        """Let go of the peer's memory; nothing is pulled any more. The peer frees it afterwards."""
+    def detach(self, *, waits: bool = True) -> None:
+        """Let go of the peer's memory; nothing is pulled any more. The peer frees it afterwards.
+        With `waits=False`, of a link that is lost, the device is not waited for, which may hang:
+        what it would have to end for stays until this process ends."""
 
 
 @dataclass(frozen=True, slots=True)

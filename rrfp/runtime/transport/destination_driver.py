@@ -49,9 +49,9 @@ class DestinationDriver(LinkDriver[DestinationLink]):
 
     def _let_go(self) -> None:
         with self._lock:
-            may_detach = self._link.may_detach
+            may_detach, is_lost = self._link.may_detach, self._link.is_lost
         if self.puller is not None and may_detach:
-            self.puller.detach()
+            self.puller.detach(waits=not is_lost)
             with self._lock:
                 self._link.let_go()
 

@@ -102,11 +102,11 @@ class LinkDriver(Generic[L]):
             self._link.begin_close(deadline_ns, farewell=farewell)
             self._wake()
 
-    def join(self) -> bool:
-        """Wait for the thread, which ends by the deadline given to `begin_close`. Tells whether the
-        peer said farewell."""
-        self._thread.join()
-        return self._link.has_peer_left
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread, which ends by the deadline given to `begin_close`, unless it waits
+        for a device that hangs. Tells whether it has ended, and the peer said farewell."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and self._link.has_peer_left
 
     def _wake(self) -> None:
         """Make the thread look; the caller holds the lock."""

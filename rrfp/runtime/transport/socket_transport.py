@@ -44,6 +44,8 @@ from rrfp.runtime.transport.whereabouts import Where
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
+_END_S = 1.0
+"""How long after the deadline of its close a link's thread may end."""
 _LAST_WORDS_S = 0.1
 """How long those of a rank that fails may take to be with the system, under TLS."""
 _Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
@@ -344,7 +346,10 @@ class SocketTransport:
         drivers = [*self._destinations.values(), *self._sources.values()]
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
-        have_left = [driver.join() for driver in drivers]
+        have_left = []
+        for driver in drivers:
+            left_s = max(0, deadline_ns - monotonic()) / NS_PER_S
+            have_left.append(driver.join(left_s + _END_S))
         if self._listener is not None:
             self._listener.close()
         for door in self._doors.values():
