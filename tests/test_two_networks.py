@@ -2,8 +2,10 @@
 loses a packet in a hundred, is cut for a while, and is cut for good."""
 
 import os
+import random
 import re
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from tests.trained import (
     TINY,
     Training,
     await_no_process,
+    pid_of,
     read_metrics,
     rrfp,
     rrfp_here,
@@ -117,6 +120,22 @@ def test_a_wire_that_stays_cut_ends_both(tmp_path: Path, flag: str) -> None:
         check_both_tell_the_wire(first, second)
         tasks = [rank.tasks for rank in read_trace(first.run / "trace.pftrace").ranks]
     assert [len(each) > 0 for each in tasks] == [True] * 4
+
+
+@flags
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_is_killed_is_named_on_both_hosts(tmp_path: Path, flag: str, rank: int) -> None:
+    """Ranks 1 and 2 are the ends of the wire."""
+    with two_hosts(tmp_path / "disk", *ENDLESS, *LARGE, flag) as (_, first, second):
+        first.await_steps(2)
+        time.sleep(random.Random(f"{flag} {rank}").uniform(0, 1))
+        os.kill(pid_of(first.run, rank), signal.SIGKILL)
+        own, other = (first, second) if rank == 1 else (second, first)
+        ends = [each.ended(timeout_s=30) for each in (own, other)]
+        await_no_process(first.run, timeout_s=10)
+    for code, _, err in ends:
+        assert code == 1
+        assert re.search(rf"rank {rank} \(pid \d+\) was killed", err.splitlines()[-1]), err
 
 
 def test_a_wire_that_is_cut_while_ranks_start_ends_both(tmp_path: Path) -> None:

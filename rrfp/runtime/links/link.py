@@ -29,6 +29,7 @@ from rrfp.runtime.links.wire import (
     FrameReader,
     GarbledError,
     Header,
+    Land,
     Purpose,
     encode_header,
 )
@@ -52,8 +53,16 @@ class Link(ABC):
     is_source: ClassVar[bool]
 
     def __init__(
-        self, rank: int, peer: int, options: LinkOptions, now_ns: int, far: Far | None = None
+        self,
+        rank: int,
+        peer: int,
+        options: LinkOptions,
+        now_ns: int,
+        far: Far | None = None,
+        land: Land | None = None,
     ) -> None:
+        """`land` gives the memory in which the socket's tensors land, where they go to a device
+        from there."""
         self.peer = peer
         self.state = State.OPEN
         self.connection = Connection.WHOLE
@@ -63,6 +72,7 @@ class Link(ABC):
         self._has_told_of_loss = False
         self._sending = Sending(now_ns)
         self._last_words: list[memoryview] = []
+        self._land = land
         self._reader = self._new_reader()
         self.has_peer_left = False
         """It said farewell."""
@@ -73,7 +83,11 @@ class Link(ABC):
         self._quiet = Quiet(now_ns)
 
     def _new_reader(self) -> FrameReader:
-        return FrameReader(self._options.max_message_bytes, checks_tensors=self.ends.checks_tensors)
+        return FrameReader(
+            self._options.max_message_bytes,
+            checks_tensors=self.ends.checks_tensors,
+            land=self._land,
+        )
 
     # What the two ends do differently.
 

@@ -262,7 +262,9 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            plane = LinkPlane(str(served[0].name), served[0].is_inline)
+            chosen = served[0]
+            land = chosen.device.empty_on_host if chosen.is_inline else None
+            plane = LinkPlane(str(chosen.name), land)
         link = DestinationLink(
             *(self._rank, peer, self._options, monotonic(), self._num_credits),
             *(plane, self._fars[peer]),
