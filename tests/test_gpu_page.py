@@ -80,6 +80,9 @@ def test_without_a_gpu_the_kit_says_so() -> None:
         ("64 KB over CUDA IPC", 59.9, "59.9 us", True),
         ("64 KB over CUDA IPC", 60.0, "60.0 us", False),
         ("64 MB over CUDA IPC", 100.0, "100 us, 671 GB/s", True),
+        ("64 MB through", 20_000.0, "20000 us, 3 GB/s", True),
+        ("of a vlm", [], "the same", True),
+        ("of a vlm", ["bf on rank 1: loss"], "1 differences, the first bf on rank 1", False),
         ("bf16", [], "the same", True),
         ("bf16", ["bf on rank 1: loss"], "4 differences, the first 4 stages, gpt: bf on", False),
         ("One process", [], "the same", True),
@@ -117,12 +120,15 @@ def test_measuring_refuses_without_a_driver(measure: Callable[[], object]) -> No
         measure()
 
 
-def test_messages_are_sent_over_the_transport_of_a_run() -> None:
-    assert probe(one_way_us, "cpu", "shm", 1 << 20, 3, limit_s=60) > 0
+@pytest.mark.parametrize("transport", ["shm", "bounce"])
+def test_messages_are_sent_over_the_transport_of_a_run(transport: str) -> None:
+    assert probe(one_way_us, "cpu", transport, 1 << 20, 3, limit_s=60) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-@pytest.mark.parametrize("measure", [figures.small_message, figures.large_message])
+@pytest.mark.parametrize(
+    "measure", [figures.small_message, figures.large_message, figures.bounced_message]
+)
 def test_sending_messages_refuses_without_a_driver(measure: Callable[[], object]) -> None:
     with pytest.raises(UsageError, match="the model is on cuda"):
         measure()
@@ -154,7 +160,7 @@ def test_the_table_has_the_form_of_the_page() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", ["gpt", "moe"])
+@pytest.mark.parametrize("model", ["gpt", "moe", "vlm"])
 def test_layouts_learn_the_same_to_the_bit(model: str) -> None:
     assert probe(training.differences, {}, 4, model, limit_s=250.0) == []
     assert probe(training.one_process, {}, 4, model, limit_s=250.0) == []

@@ -53,6 +53,13 @@ def large_message() -> float:
     return one_way_us("cuda", "cuda-ipc", NUM_BYTES, _NUM_LARGE_ROUNDS)
 
 
+def bounced_message() -> float:
+    """The way of a large one through the host, in us."""
+    from benchmarks.gpu.messages import one_way_us
+
+    return one_way_us("cuda", "bounce", NUM_BYTES, _NUM_LARGE_ROUNDS)
+
+
 def wake_ups() -> dict[str, float]:
     """What a host takes, beyond a kernel's own time, to launch it and to see it done, in us; while
     it waits it spins, or blocks."""

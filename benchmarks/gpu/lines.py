@@ -65,7 +65,15 @@ def _small_message() -> Measured:
 
 
 def _large_message() -> Measured:
-    taken_us = probe(figures.large_message, limit_s=_LIMIT_S)
+    return _large(figures.large_message)
+
+
+def _bounced_message() -> Measured:
+    return _large(figures.bounced_message)
+
+
+def _large(measure: Callable[[], float]) -> Measured:
+    taken_us = probe(measure, limit_s=_LIMIT_S)
     return Measured(f"{taken_us:.0f} us, {figures.NUM_BYTES / taken_us / 1e3:.0f} GB/s")
 
 
@@ -82,6 +90,11 @@ def _same_to_the_bit() -> Measured:
             differ = probe(training.differences, *asked, limit_s=_TRAINING_LIMIT_S)
             found += [f"{num_stages} stages, {model}: {each}" for each in differ]
     return _same(found)
+
+
+def _same_vlm() -> Measured:
+    asked = (training.SHARED, 4, "vlm")
+    return _same(probe(training.differences, *asked, limit_s=_TRAINING_LIMIT_S))
 
 
 def _one_process() -> Measured:
@@ -165,6 +178,7 @@ LINES = (
         is_timed=True,
     ),
     Line("64 MB over CUDA IPC within the device, one way", "", _large_message, is_timed=True),
+    Line("64 MB through the host, by `bounce`, one way", "", _bounced_message, is_timed=True),
     Line(
         "Tasks of 5 ms: the runtime's own time",
         f"under {_OWN_SHARE:.0%} of a step",
@@ -183,6 +197,7 @@ LINES = (
         "the same to the bit",
         _same_to_the_bit,
     ),
+    Line("The same of a vlm of 4 stages", "the same to the bit", _same_vlm),
     Line("One process with all stages against four", "the same to the bit", _one_process),
     Line(f"Memory over {_NUM_STEPS:,} steps", "no growth", _growth),
     Line(
