@@ -61,8 +61,8 @@ class CpuDevice:
         pass
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        # torch's copy_ is slower where much memory goes round, and takes the cores of what computes
-        # where torch has several threads.
+        # torch's copy_ is slower where much memory goes round, and where torch has several threads
+        # it waits for cores on which something computes.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
