@@ -86,8 +86,8 @@ _PARAMETERS = [
         "steps",
         str,
         OUTPUT,
-        r"Record training steps A to B - 1, counted from the process's first call, and the "
-        r"evaluations between them \[all].",
+        r"Record training steps A to B - 1, counted from the process's first training call, and "
+        r"the evaluations between them \[all].",
         metavar="A:B",
     ),
     inspect.Parameter(

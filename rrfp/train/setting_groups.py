@@ -170,7 +170,8 @@ class LayoutSettings:
     )
     cp: int = setting(
         1,
-        "Context-parallel ranks; more than 1 needs Transformer Engine [1].",
+        "Context-parallel ranks; above 1 is refused: models here lack Transformer Engine's "
+        "attention [1].",
         must=AT_LEAST_1,
     )
     ep: int = setting(1, "Replicas that divide the experts; a divisor of --dp", must=AT_LEAST_1)
@@ -198,7 +199,8 @@ class LayoutSettings:
     )
     outbox_mb: int = setting(
         DEFAULT_OUTBOX_MB,
-        "Memory of a rank in which large messages wait for their receivers, in MiB",
+        "Memory per rank and data plane in which large messages wait for their receivers, in MiB; "
+        "nixl takes twice as much",
         must=AT_LEAST_1,
         metavar="MIB",
     )
