@@ -104,8 +104,8 @@ class WatchedPuller:
         self._puller = puller
         self._let_go: Callable[[], None] | None = let_go
 
-    def detach(self) -> None:
-        self._puller.detach()
+    def detach(self, *, waits: bool = True) -> None:
+        self._puller.detach(waits=waits)
         let_go, self._let_go = self._let_go, None
         if let_go is not None:
             let_go()
