@@ -1,10 +1,14 @@
 """How the two ends of a link settle on a plane when one does not come about."""
 
+import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +69,29 @@ def test_a_plane_that_hangs_leaves_time_for_the_next_one(
     answering.join()
     assert answered == [settled]
     assert settled == Settled(TransportName.BOUNCE, None, "nothing was read in time")
+
+
+def test_what_was_attached_is_let_go_of_where_nobody_can_be_told(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    detached: list[bool] = []
+    puller = SimpleNamespace(detach=lambda: detached.append(True))
+
+    class Breaking(SilentPlane):
+        """Its peer goes while it attaches itself."""
+
+        def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Any, None]:
+            ends[0].close()
+            return puller, None
+
+    plane = Breaking()
+    told = json.dumps(
+        {"why": "", "timeout_s": 9, "offers": [{"plane": plane.name, "values": {}, "files": 0}]}
+    ).encode()
+    ends[0].sendall(struct.pack("<II", len(told), 0) + told)
+    with pytest.raises(SettlingError, match="the connection broke"):
+        answer_offer(ends[1], {plane.name: plane}, 0, LIMIT_S)
+    assert detached == [True]
 
 
 def test_no_file_of_a_broken_offer_stays_open(ends: tuple[socket.socket, socket.socket]) -> None:

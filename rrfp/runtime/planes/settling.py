@@ -131,7 +131,13 @@ def answer_offer(
     finally:
         _close(files)
     settled = settled or Settled(TransportName.INLINE, None, why)
-    _send(connection, asdict(settled), [], deadline_s)
+    try:
+        _send(connection, asdict(settled), [], deadline_s)
+    except SettlingError:
+        # Nobody else knows of it, and it has the peer's memory open.
+        if puller is not None:
+            puller.detach()
+        raise
     return settled, puller
 
 
