@@ -146,13 +146,32 @@ def test_the_quota_of_a_container_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "state"),
-    [(63, State.FAILS), (64, State.SLOW), (1023, State.SLOW), (1024, State.OK)],
+    ("most", "state", "figure"),
+    [
+        (63, State.FAILS, None),
+        (64, State.SLOW, 64),
+        (1023, State.SLOW, 1023),
+        (1024, State.OK, 1024),
+        (resource.RLIM_INFINITY, State.OK, 2**31 - 1),
+    ],
 )
-def test_few_open_files_are_too_few(allowed: int, state: State) -> None:
-    check = open_files(allowed)
-    assert (check.state, check.figure, check.unit) == (state, allowed, "files")
+def test_few_open_files_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, most: int, state: State, figure: int | None
+) -> None:
+    """A run meets the hard limit alone."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (63, most))
+    check = open_files()
+    assert (check.state, check.figure) == (state, figure)
     assert check.ends_runs_on(DeviceKind.CPU) is (state is State.FAILS)
+
+
+def test_a_run_with_too_few_open_files_is_refused_with_what_the_doctor_says(
+    found: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 48))
+    _, _, stderr = found([open_files()])
+    assert stderr == rrfp_here(tmp_path, "train").stderr
+    assert "may have 48 files open" in stderr
 
 
 def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:

@@ -1,23 +1,22 @@
 """How many files, sockets included, a process may have open."""
 
-import resource
+from rrfp.doctor.check import EVERY_RUN, Check, State, fails
+from rrfp.errors import UsageError
+from rrfp.train.open_files import check_open_files, most_open_files
 
-from rrfp.doctor.check import EVERY_RUN, Check, State
-from rrfp.train.open_files import FILES_OF_A_RANK
-
+_NAME = "open-files"
 _ENOUGH = 1024
 
 
-def open_files(allowed: int | None = None) -> Check:
-    """The soft limit, unless another is given."""
-    if allowed is None:
-        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES_OF_A_RANK
-    state = State.FAILS if allowed < needed else State.SLOW if allowed < _ENOUGH else State.OK
-    advice = {
-        State.OK: "may be open in a process",
-        State.SLOW: "may be open in a process, too few with many peers; raise it: ulimit -n 4096",
-        State.FAILS: f"a process may have {allowed} files open and a rank needs {FILES_OF_A_RANK}; "
-        "raise it: ulimit -n 4096",
-    }
-    return Check("open-files", state, allowed, "files", advice[state], EVERY_RUN)
+def open_files() -> Check:
+    """The hard limit, which is what ends a run: ranks raise the soft one as far as they need."""
+    try:
+        check_open_files()
+    except UsageError as refusal:
+        return fails(_NAME, str(refusal), EVERY_RUN)
+    most = most_open_files()
+    if most < _ENOUGH:
+        state, advice = State.SLOW, ", too few with many peers; raise the limit: ulimit -n 4096"
+    else:
+        state, advice = State.OK, ""
+    return Check(_NAME, state, most, "files", f"may be open in a process{advice}", EVERY_RUN)

@@ -9,14 +9,21 @@ FILES_OF_A_RANK = 64
 """A rank of a plain run has 40 open."""
 _FILES_OF_A_PEER = 16
 """Of a rank with connections to all others, in each of its groups."""
+_MOST_DESCRIPTORS = 2**31 - 1
+"""Without a limit: a descriptor is an int of C."""
 _ADVICE = "raise the limit: ulimit -n 4096"
 
 
-def check_open_files() -> None:
-    """Raise UsageError if no rank could run with as many files as this process may ever have
-    open."""
+def most_open_files() -> int:
+    """As many files as this process may ever have open: ranks raise their own limit so far."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= most < FILES_OF_A_RANK:
+    return _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else most
+
+
+def check_open_files() -> None:
+    """Raise UsageError if no rank could run with as many."""
+    most = most_open_files()
+    if most < FILES_OF_A_RANK:
         raise UsageError(
             f"a process may have {most} files open here and a rank needs {FILES_OF_A_RANK}; "
             f"{_ADVICE}"
