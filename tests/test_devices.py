@@ -3,6 +3,7 @@ takes, its groups, and what changes in its model."""
 
 import os
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -141,8 +142,7 @@ def test_the_backend_of_groups() -> None:
     assert backend_of(TrainSettings(device="cuda", share_gpu=True).run) == "gloo"
 
 
-def test_what_tensors_take_on_a_gpu_and_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rrfp.megatron.memory.room import room_of
+def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from rrfp.train.metrics import _bytes_on_gpu
 
     gpu = torch.device("cuda", 1)
@@ -150,16 +150,56 @@ def test_what_tensors_take_on_a_gpu_and_may_take(monkeypatch: pytest.MonkeyPatch
     for name, told in (
         ("memory_allocated", 300),
         ("max_memory_allocated", 500),
-        ("memory_reserved", 700),
-        ("mem_get_info", (2000, 10_000)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda device, told=told: told)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert _bytes_on_gpu(torch.device("cpu")) == (0, 0)
     assert _bytes_on_gpu(gpu) == (300, 500)
     assert reset == [gpu]
-    # A tenth of the GPU stays free. Of five ranks three are on the GPU of the first.
-    for num_ranks, room in ((1, 1000 + 400), (2, 1000 + 400), (5, 1000 // 3 + 400)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
-        assert room_of(gpu) == room
+
+
+def room_on(gpus: str, sees_own: bool) -> int:
+    """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
+    own alone, or all."""
+    from rrfp.megatron.memory.bound import MemoryBound
+    from rrfp.megatron.memory.room import room_of
+    from rrfp.schedule.hold import Auto
+
+    own = gpus[int(os.environ["RANK"])]
+    seen = own if sees_own else "".join(sorted({*gpus}))
+    gpu = torch.device("cuda", seen.index(own))
+    with (
+        patch.object(torch.cuda, "device_count", lambda: len(seen)),
+        patch.object(torch.cuda, "memory_allocated", lambda _: 300),
+        patch.object(torch.cuda, "memory_reserved", lambda _: 700),
+        patch.object(torch.cuda, "mem_get_info", lambda _: (2000, 10_000)),
+        patch.object(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(uuid=seen[device.index]),
+        ),
+    ):
+        dist.init_process_group("gloo")
+        # An actor and a critic in one process are one rank.
+        for _ in range(2):
+            MemoryBound(Auto.AUTO, 1, gpu)
+        dist.barrier()
+        room = room_of(gpu)
+        dist.barrier()
+        dist.destroy_process_group()
+    return room
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sees_own"),
+    [
+        ("abc", False),  # torchrun
+        ("abc", True),  # srun --gpus-per-task=1
+        ("aba", False),  # --share-gpu
+        ("aab", True),  # the same, in tasks that have a GPU each
+    ],
+)
+def test_what_tensors_may_take_on_a_gpu(gpus: str, sees_own: bool) -> None:
+    # A tenth of the GPU stays free, and those that are on it share the rest.
+    rooms = [1000 // gpus.count(own) + 400 for own in gpus]
+    assert run_ranks(len(gpus), room_on, gpus, sees_own) == rooms

@@ -154,6 +154,25 @@ def default_store() -> Store:
     return store
 
 
+def count_in(name: str) -> None:
+    """Count this rank, once, among those of this job that are counted under a name."""
+    store, own = default_store(), f"{name}/{dist.get_rank()}"
+    try:
+        if not store.check([own]):
+            store.set(own, "counted")
+            store.add(name, 1)
+    except RuntimeError as error:
+        raise _store_failed(error) from error
+
+
+def num_counted_in(name: str) -> int:
+    """How many ranks have been counted under a name by now."""
+    try:
+        return default_store().add(name, 0)
+    except RuntimeError as error:
+        raise _store_failed(error) from error
+
+
 def _about(seconds: float) -> str:
     """A time-out in words: what is left of a longer one is rarely a round number."""
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

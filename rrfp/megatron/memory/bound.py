@@ -18,7 +18,7 @@ from rrfp.megatron.groups import device_for
 from rrfp.megatron.memory.features import Features, with_group
 from rrfp.megatron.memory.kept import KeptBytes
 from rrfp.megatron.memory.model import Bound, SizeModel
-from rrfp.megatron.memory.room import room_of
+from rrfp.megatron.memory.room import room_of, share_gpu
 from rrfp.schedule.hold import Auto, Bytes
 from rrfp.schedule.sizes import Sizes
 
@@ -56,6 +56,8 @@ class MemoryBound:
         self._hold = hold
         self.budget: int | None = hold.num if isinstance(hold, Bytes) else None
         """In bytes; None until `auto` has found it."""
+        if hold is Auto.AUTO:
+            share_gpu(device)
         self._features: Sequence[Features] = ()
         self._num_planned = 0
         self._waiting_gradients = 0

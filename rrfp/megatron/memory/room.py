@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.rendezvous import count_in, num_counted_in
 
 _MARGIN = 0.1
 """The share of the device that is left free: for temporary tensors, messages that wait to be sent
@@ -24,8 +25,8 @@ _MEMORY_CGROUPS = (
 
 
 def room_of(device: torch.device) -> int:
-    """The bytes that activations may take on this device between two steps. Raises RrfpError if
-    nothing is left."""
+    """The bytes that activations may take on this device between two steps; on a GPU, `share_gpu`
+    goes before. Raises RrfpError if nothing is left."""
     room = _room_on_gpu(device) if device.type == "cuda" else _room_on_host()
     if room <= 0:
         raise RrfpError(
@@ -35,12 +36,31 @@ def room_of(device: torch.device) -> int:
     return room
 
 
+def share_gpu(device: torch.device) -> None:
+    """Count this rank among those of its GPU; elsewhere than on a GPU, do nothing.
+
+    How many GPUs a rank sees does not tell who else takes them: srun may show each of its tasks one
+    of its own. Each rank does this a step before any asks for its room. By then its pipeline has
+    passed messages to and fro, and replicas have added up gradients.
+    """
+    if device.type == "cuda":
+        count_in(_ranks_of(device))
+
+
+def _ranks_of(device: torch.device) -> str:
+    """The name under which the ranks of a GPU are counted, anew when torchrun starts them again,
+    which it does on all of a host."""
+    uuid = torch.cuda.get_device_properties(device).uuid
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"rrfp/ranks-of-gpu/{uuid}/{start}"
+
+
 def _room_on_gpu(device: torch.device) -> int:
     """This rank's even share of what the ranks on its GPU have left, and its allocator's blocks."""
+    share_gpu(device)  # for whoever has joined other groups meanwhile
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    num_ranks = -(-_num_local_ranks() // torch.cuda.device_count())
-    return (free - int(_MARGIN * total)) // num_ranks + unused
+    return (free - int(_MARGIN * total)) // num_counted_in(_ranks_of(device)) + unused
 
 
 def _room_on_host() -> int:
@@ -53,11 +73,8 @@ def _room_on_host() -> int:
             continue
         if limit < total:
             available, total = min(available, limit - used), limit
-    return (available - int(_MARGIN * total)) // _num_local_ranks()
-
-
-def _num_local_ranks() -> int:
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return (available - int(_MARGIN * total)) // num_ranks
 
 
 def _meminfo() -> tuple[int, int]:
