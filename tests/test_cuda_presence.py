@@ -86,8 +86,8 @@ def test_with_a_driver_that_does_not_work(machine: Callable[..., None]) -> None:
 
 
 def test_with_gpus(machine: Callable[..., None]) -> None:
-    machine(answer=[{"name": "NVIDIA H200", "memory_bytes": 150 << 30}])
-    assert cuda_presence() == CudaPresence((Gpu("NVIDIA H200", 150 << 30),), None)
+    machine(answer=[{"name": "NVIDIA H200", "memory_bytes": 150 << 30, "uuid": "0-1"}])
+    assert cuda_presence() == CudaPresence((Gpu("NVIDIA H200", 150 << 30, "0-1"),), None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

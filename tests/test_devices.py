@@ -19,7 +19,7 @@ from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 
 NO_DRIVER = CudaPresence((), "there is no driver")
-ONE_GPU = CudaPresence((Gpu("GPU", 2**30),), None)
+ONE_GPU = CudaPresence((Gpu("GPU", 2**30, "0"),), None)
 SMALL = {"layers": 4, "hidden": 32, "heads": 2, "seq_length": 16, "microbatches": 4, "steps": 2}
 
 
@@ -53,7 +53,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
     flags: dict[str, Any],
     words: str | None,
 ) -> None:
-    device_checks._num_gpus.cache_clear()
+    device_checks.gpus_here.cache_clear()
     monkeypatch.setattr(device_checks, "cuda_presence", lambda: presence)
     settings = TrainSettings(**{"device": "cuda", **flags})
     try:
@@ -63,7 +63,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
             with pytest.raises(UsageError, match=words):
                 check_settings(settings)
     finally:
-        device_checks._num_gpus.cache_clear()
+        device_checks.gpus_here.cache_clear()
 
 
 def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:

@@ -44,7 +44,7 @@ NAMES = [
     "private-network",
 ]
 NO_GPU = CudaPresence((), "there is none")
-TWO_GPUS = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),) * 2, None)
+TWO_GPUS = CudaPresence(tuple(Gpu("NVIDIA H200", 150_000_000_000, uuid) for uuid in "01"), None)
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 

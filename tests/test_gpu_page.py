@@ -21,7 +21,7 @@ from rrfp.train.settings import TrainSettings
 from rrfp.verify.learned import Learned
 
 ROOT = Path(__file__).parent.parent
-GPU = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000),), None)
+GPU = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000, "0"),), None)
 
 
 def rows(text: str) -> list[list[str]]:

@@ -240,6 +240,26 @@ def test_srun_trains(tmp_path: Path) -> None:
     assert [rank["rank"] for rank in json.loads(shown.stdout)["ranks"]] == [0, 1]
 
 
+SITE = """
+from rrfp.runtime.device import cuda_presence
+gpus = cuda_presence.Gpu("GPU", 2**30, "0"), cuda_presence.Gpu("GPU", 2**30, "1")
+cuda_presence.cuda_presence = lambda: cuda_presence.CudaPresence(gpus, None)
+"""
+
+
+def test_tasks_that_have_too_few_gpus_among_them_start_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them alone has enough."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    found = srun(3, tmp_path, "train", "--device=cuda", "--pp=3", "--out=run", *TINY, "--layers=3")
+    assert [code for code, _, _ in found] == [2, 2, 2], found
+    for _, _, said in found:
+        assert "3 ranks on this host take a GPU each and it has 2; start fewer, or let" in said
+    assert not [*(tmp_path / "run").glob("logs/*")]
+
+
 @pytest.mark.slow
 def test_torchrun_trains(tmp_path: Path) -> None:
     """Two ranks a process, over a store that torchrun does not serve."""

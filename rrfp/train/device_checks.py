@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_presence import cuda_presence
+from rrfp.runtime.device.cuda_presence import Gpu, cuda_presence
 from rrfp.runtime.device.cuda_runtime import has_bindings
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_package import is_installed
@@ -15,23 +15,34 @@ from rrfp.train.settings import TrainSettings
 
 
 def check_gpus(num_ranks: int, run: RunSettings) -> None:
-    """Raise UsageError if so many ranks cannot have a GPU each on this host, and are not to share.
-    The first call takes seconds."""
-    num_gpus = _num_gpus()
+    """Raise UsageError if so many ranks of this process cannot have a GPU each, and are not to
+    share. Other processes may start ranks on this host, too, and what those take is compared when
+    they meet (`rrfp.train.ranks.hosts.gpus`). The first call takes seconds."""
+    num_gpus = len(gpus_here())
     if num_ranks > num_gpus and not run.share_gpu:
-        raise UsageError(
-            f"{num_ranks} ranks on this host take a GPU each and it has {num_gpus}; start fewer, or"
-            " let them share with --share-gpu, for trials"
-        )
+        raise too_few_gpus(num_ranks, num_gpus, "this host")
+
+
+def too_few_gpus(num_ranks: int, num_gpus: int, where: str) -> UsageError:
+    """The refusal of ranks that cannot have a GPU each."""
+    return UsageError(
+        f"{num_ranks} ranks on {where} take a GPU each and it has {num_gpus}; start fewer, or let "
+        "them share with --share-gpu, for trials"
+    )
 
 
 @cache
-def _num_gpus() -> int:
-    """Raises UsageError where CUDA cannot be used."""
+def gpus_here() -> tuple[Gpu, ...]:
+    """The GPUs that this process and its ranks see. Raises UsageError where CUDA cannot be used."""
     presence = cuda_presence()
     if presence.problem is not None:
         raise UsageError(presence.problem)
-    return len(presence.gpus)
+    return presence.gpus
+
+
+def index_of_gpu(local_rank: int, num_gpus: int) -> int:
+    """Which of the GPUs that it sees a rank takes, by its number on the host."""
+    return local_rank % num_gpus
 
 
 DEVICES_TOGETHER: tuple[tuple[Callable[[TrainSettings], bool], str], ...] = (

@@ -35,6 +35,8 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    uuid: str
+    """The same in every process, whichever GPUs that sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,5 +119,11 @@ def computing_gpus() -> list[dict[str, object]]:
             raise RuntimeError(f"{properties.name}: {first_line(str(error))}") from None
         if total != 2:
             raise RuntimeError(f"{properties.name} says that 1 + 1 is {total:g}")
-        found.append({"name": properties.name, "memory_bytes": properties.total_memory})
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "uuid": str(properties.uuid),
+            }
+        )
     return found

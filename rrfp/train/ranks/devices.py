@@ -8,6 +8,7 @@ import torch
 from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.megatron.over_gloo import reduce_losses_among_several, reduce_one_by_one
 from rrfp.megatron.without_transformer_engine import prepare_without_transformer_engine
+from rrfp.train.device_checks import index_of_gpu
 from rrfp.train.setting_groups import DeviceKind, RunSettings
 
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
@@ -31,7 +32,8 @@ def take_device(run: RunSettings) -> torch.device:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic: Any = torch.utils.deterministic  # declares no names
     deterministic.fill_uninitialized_memory = False
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    index = index_of_gpu(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

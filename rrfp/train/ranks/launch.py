@@ -20,7 +20,7 @@ from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
 from rrfp.train.ranks.liveness.warnings import hearing
 from rrfp.train.ranks.own_directory import own_directory
-from rrfp.train.ranks.place import place_of
+from rrfp.train.ranks.place import local_ranks, place_of
 from rrfp.train.ranks.private_network import network_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
@@ -145,24 +145,20 @@ def _environments(
     settings: TrainSettings, environment: Mapping[str, str]
 ) -> dict[int, dict[str, str]]:
     """The environment variables of this host's ranks, by rank."""
-    num_own = settings.layout.world_size // settings.run.nnodes
-    place = place_of(settings)
-    # A host may have several launchers, and devices are shared out over all of its ranks.
-    first_local, num_launchers = 0, 1
-    if place is not None:
-        # Whoever does not know how many there are knows of those before.
-        num_launchers = place.local_count or place.local_index + 1
-        first_local = place.local_index * num_own
+    own, place = local_ranks(settings), place_of(settings)
+    # A host may have several launchers. One that does not know how many knows of those before.
+    num_launchers = 1 if place is None else place.local_count or place.local_index + 1
+    first = settings.run.node_rank * len(own)
     return {
-        settings.run.node_rank * num_own + number: {
-            "RANK": str(settings.run.node_rank * num_own + number),
-            "LOCAL_RANK": str(first_local + number),
+        rank: {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(settings.layout.world_size),
-            "LOCAL_WORLD_SIZE": str(num_launchers * num_own),
+            "LOCAL_WORLD_SIZE": str(num_launchers * len(own)),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **environment,
         }
-        for number in range(num_own)
+        for rank, local_rank in enumerate(own, start=first)
     }
 
 

@@ -32,6 +32,15 @@ def among_started(settings: TrainSettings) -> TrainSettings:
     )
 
 
+def local_ranks(settings: TrainSettings) -> range:
+    """This process' ranks by their numbers on the host, on which others may have started some,
+    too."""
+    num_own = settings.layout.world_size // settings.run.nnodes
+    place = place_of(settings)
+    first = 0 if place is None else place.local_index * num_own
+    return range(first, first + num_own)
+
+
 def place_of(settings: TrainSettings) -> Started | None:
     """What `among_started` took the hosts from; None if they stand for themselves."""
     place = None if settings.run.nnodes == 1 else started()

@@ -28,12 +28,13 @@ from rrfp.runtime.transport.doorman import let_in
 from rrfp.train.ranks.hosts.answers import AnsweringStore, answer_of
 from rrfp.train.ranks.hosts.common import check_common, in_common
 from rrfp.train.ranks.hosts.endpoint import Endpoint, obstacle_at
+from rrfp.train.ranks.hosts.gpus import Taken, check_apart
 from rrfp.train.ranks.hosts.pulse import Pulse, printable
 from rrfp.train.ranks.hosts.torchrun_store import TorchrunStore
 from rrfp.train.ranks.place import place_of
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import port_store
-from rrfp.train.setting_groups import Network
+from rrfp.train.setting_groups import DeviceKind, Network
 from rrfp.train.settings import TrainSettings
 
 T = TypeVar("T")
@@ -67,7 +68,8 @@ def meeting(settings: TrainSettings, timeout_s: float, data: str = "") -> Iterat
 
     If the block succeeds, the hosts wait for each other to finish, for a while; if it fails, they
     are told. Raises RrfpError naming a host that did not come in time or was lost, and UsageError
-    if the endpoint is not an address of host 0, settings differ, or two hosts come as one.
+    if the endpoint is not an address of host 0, settings differ, two hosts come as one, or two
+    ranks would take the same GPU.
     """
     part = _Meeting(settings, timeout_s, data)
     try:
@@ -104,6 +106,8 @@ class _Meeting:
         self._deadline_s = time.monotonic() + timeout_s
         self._next_word_s = time.monotonic() + _TELL_AFTER_S
         self._common = in_common(settings, data)
+        takes_gpus = settings.run.device is DeviceKind.CUDA and not settings.run.share_gpu
+        self._own_gpus = Taken.by(settings) if takes_gpus else None
         self._token = secrets.token_hex(8)
         """Host 0's identifies the run, another one's the host."""
         self._store: AnsweringStore | None = None
@@ -119,6 +123,9 @@ class _Meeting:
             self._lead()
         else:
             self._follow()
+        if self._own_gpus is not None:
+            told = self._all_tell("gpus", self._own_gpus.told(), Taken.decoded)
+            check_apart(told, self._node_rank)
         if not self._lets_in_anybody:
             self._let_in_hosts_alone()
 
