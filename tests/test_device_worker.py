@@ -4,24 +4,39 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from threading import Event, Lock
 from typing import Any, cast
 
 import pytest
 import torch
 
+from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.frames import frames_of
+from rrfp.runtime.device import device as seam
 from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.device_worker import DeviceWorker
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.patience.just_in_time import JustInTime
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace.records import Phase, PhaseRecord, TaskRecord, WaitRecord
+from rrfp.trace.records import (
+    NS_PER_S,
+    Phase,
+    PhaseRecord,
+    RankInfo,
+    RankRecords,
+    Recording,
+    TaskRecord,
+    WaitRecord,
+)
 from tests.rank_rig import RankRig, open_rig
 from tests.ranks import RankFailedError, run_ranks
 
 SHAPE = Shape(2, 4)
 TASK_S = 3e-3
+LAUNCH_S = 1e-3
 
 
 class CountedWork:
@@ -241,6 +256,40 @@ def leads_without_a_thread() -> bool:
 
 def test_a_leader_on_a_device_needs_no_thread_to_decide_ahead() -> None:
     assert run_ranks(2, leads_without_a_thread) == [True, True]
+
+
+def a_step_launched_slowly() -> RankRecords:
+    class SlowToHear(SimulatedDevice):
+        def record_timed(self, stream: seam.Stream) -> seam.Event:
+            time.sleep(LAUNCH_S)
+            return super().record_timed(stream)
+
+    device, shape = SlowToHear(), Shape(1, 4, kinds=(Kind.F,))
+    with open_rig(1, device=device, in_time=JustInTime(risk=inf)) as rig:
+        step = rig.run_step(0, shape, CountedWork(device))
+        records = rig.records
+    device.close()
+    schedule = PhaseRecord(step.start_ns, step.end_ns, 0, Phase.SCHEDULE)
+    return RankRecords(
+        RankInfo(0, 0, 0, 0, (0,), "node", 0),
+        tasks=[each for each in records if isinstance(each, TaskRecord)],
+        waits=[each for each in records if isinstance(each, WaitRecord)],
+        phases=[schedule, *(each for each in records if isinstance(each, PhaseRecord))],
+    )
+
+
+def test_the_overhead_of_a_device_is_launches_and_decisions() -> None:
+    (records,) = run_ranks(1, a_step_launched_slowly)
+    # Each task is launched when the one before has ended.
+    launch_ns = decision_ns = 0
+    _, _, *launches = records.phases
+    for (before, after), launch in zip(pairwise(records.tasks), launches, strict=True):
+        begun_ns = min(launch.end_ns, after.start_ns)
+        launch_ns += begun_ns - launch.start_ns
+        decision_ns += launch.start_ns - before.end_ns + after.start_ns - begun_ns
+    (rank,) = bubbles(frames_of(Recording({}, [records]))).ranks
+    assert rank.overhead_parts_ns == {"launch": launch_ns, "decision": decision_ns}
+    assert launch_ns >= len(launches) * LAUNCH_S * NS_PER_S
 
 
 def a_task_fails() -> None:

@@ -10,10 +10,13 @@ The rest is its bubble, and every nanosecond of that has one cause:
 - `overhead`: the remainder between two tasks.
 
 So work and causes sum to the window exactly. Of overlapping waits the earlier one counts.
+
+Where a device works beside its host, launches of tasks are recorded, and they divide the rank's
+overhead in two: `launch`, while the host launched a task, and `decision`, the rest.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import polars as pl
 
@@ -21,12 +24,16 @@ from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 from rrfp.replay.bubble_parts import BubbleParts
 from rrfp.schedule.causes import Cause
-from rrfp.trace.records import NS_PER_S
+from rrfp.trace.records import NS_PER_S, Phase
 from rrfp.trace.steps import in_order, step_name, told_step
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
 """Every part of a bubble, in the order in which reports show them."""
+LAUNCH = Phase.LAUNCH.value
+DECISION = "decision"
+"""The host saw that the device was idle, and decided on its next task."""
+OVERHEAD_PARTS = (LAUNCH, DECISION)
 
 _KEY = ("step", "rank")
 
@@ -42,6 +49,8 @@ class RankBubbles:
     busy_ns: int
     causes_ns: dict[str, int]
     """Idle time by cause; every one of `CAUSES`, and with `busy_ns` they sum to `window_ns`."""
+    overhead_parts_ns: dict[str, int] = field(default_factory=dict)
+    """The overhead's `OVERHEAD_PARTS`, which sum to it; empty where the run has no launches."""
     structural_ns: int | None = None
     """The part of the bubble that tasks at their mean times would have left; None when the run
     cannot be replayed."""
@@ -82,6 +91,14 @@ class Bubbles:
         return {cause: sum(rank.causes_ns[cause] for rank in self.ranks) for cause in CAUSES}
 
     @property
+    def overhead_parts_ns(self) -> dict[str, int]:
+        """The overhead's parts, over all ranks; empty where the run has no launches."""
+        return {
+            part: sum(rank.overhead_parts_ns[part] for rank in self.ranks)
+            for part in self.ranks[0].overhead_parts_ns
+        }
+
+    @property
     def parts(self) -> BubbleParts | None:
         """The structural part and the excess over all ranks; None if the run was not replayed."""
         whole_ns = self.window_ns * len(self.ranks)
@@ -106,7 +123,8 @@ class Bubbles:
                     **_parts_s(rank),
                     "window_s": rank.window_ns / NS_PER_S,
                     "busy_s": rank.busy_ns / NS_PER_S,
-                    **{cause: ns / NS_PER_S for cause, ns in rank.causes_ns.items()},
+                    **_in_s(rank.causes_ns),
+                    **_in_s(rank.overhead_parts_ns),
                 }
                 for rank in self.ranks
             ],
@@ -142,12 +160,17 @@ class Bubbles:
                     "stages": list(rank.stages),
                     "bubble_fraction": rank.bubble_fraction,
                     "busy_s": rank.busy_ns / NS_PER_S,
-                    "causes": {cause: ns / NS_PER_S for cause, ns in rank.causes_ns.items()},
+                    "causes": _in_s(rank.causes_ns),
+                    **_in_s(rank.overhead_parts_ns),
                     **_parts_s(rank),
                 }
                 for rank in self.ranks
             ],
         }
+
+
+def _in_s(parts_ns: dict[str, int]) -> dict[str, float]:
+    return {part: ns / NS_PER_S for part, ns in parts_ns.items()}
 
 
 def _parts_s(rank: RankBubbles) -> dict[str, float | None]:
@@ -173,6 +196,7 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
     window_ns = int(totals["window_ns"][0])
     if window_ns <= 0:
         raise RrfpError(f"the {_span(finished)} take no time in this trace")
+    overhead_parts = OVERHEAD_PARTS if _has_launches(frames) else ()
     places = frames.run.select("rank", "pp_rank", "stages")
     return Bubbles(
         steps=tuple(finished),
@@ -186,6 +210,7 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
                 row["window_ns"],
                 row["busy_ns"],
                 {cause: row[cause] for cause in CAUSES},
+                {part: row[part] for part in overhead_parts},
             )
             for row in places.join(totals, on="rank", maintain_order="left").iter_rows(named=True)
         ),
@@ -194,11 +219,17 @@ def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
 
 def divide(frames: Frames) -> pl.DataFrame:
     """The time of each rank in each finished step, in nanoseconds: a row a step and rank, with
-    `window_ns`, `busy_ns` and a column for each of `CAUSES`.
+    `window_ns`, `busy_ns` and a column for each of `CAUSES` and of `OVERHEAD_PARTS` (without
+    launches, overhead is all decision).
 
     Raises RrfpError when a rank waited for an unknown cause.
     """
     return pl.concat([_divide(piece) for piece in frames.piecewise()])
+
+
+def _has_launches(frames: Frames) -> bool:
+    launches = frames.scan("phase").filter(pl.col("phase") == LAUNCH)
+    return not launches.head(1).collect().is_empty()
 
 
 def _divide(frames: Frames) -> pl.DataFrame:
@@ -217,6 +248,7 @@ def _divide(frames: Frames) -> pl.DataFrame:
             _part(spans, Cause.WARMUP, pl.col("first_ns") - pl.col("start_ns")),
             *_explained(_between(waits, gaps), OVERHEAD),
             _part(gaps, OVERHEAD, pl.col("gap_ns")),
+            *_launching(frames, waits, gaps),
             *_explained(_behind(waits, spans), Cause.DRAIN),
             _part(spans, Cause.DRAIN, pl.col("end_ns") - pl.col("last_ns")),
         ]
@@ -225,7 +257,10 @@ def _divide(frames: Frames) -> pl.DataFrame:
         idle.group_by(*_KEY, "cause")
         .agg(pl.col("ns").sum())
         .group_by(_KEY)
-        .agg(pl.col("ns").filter(pl.col("cause") == cause).sum().alias(cause) for cause in CAUSES)
+        .agg(
+            pl.col("ns").filter(pl.col("cause") == cause).sum().alias(cause)
+            for cause in (*CAUSES, LAUNCH)
+        )
     )
     return (
         spans.select(*_KEY, (pl.col("end_ns") - pl.col("start_ns")).alias("window_ns"))
@@ -235,6 +270,8 @@ def _divide(frames: Frames) -> pl.DataFrame:
             "window_ns",
             (pl.col("window_ns") - pl.sum_horizontal(CAUSES)).alias("busy_ns"),
             *CAUSES,
+            LAUNCH,
+            (pl.col(OVERHEAD) - pl.col(LAUNCH)).alias(DECISION),
         )
         .sort(_KEY)
     )
@@ -274,7 +311,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _waits(frames: Frames) -> pl.DataFrame:
-    """The waits in order of time. Raises RrfpError for an unknown cause."""
+    """The waits. Raises RrfpError for an unknown cause."""
     waits = frames.scan("wait").select(*_KEY, "start_ns", "end_ns", "cause").collect()
     strange = waits.filter(~pl.col("cause").is_in(CAUSES))
     if not strange.is_empty():
@@ -283,14 +320,16 @@ def _waits(frames: Frames) -> pl.DataFrame:
             f"rank {rank} waited in {step_name(step)} for '{cause}', which is none of "
             f"{', '.join(CAUSES)}"
         )
-    return waits.sort(*_KEY, "start_ns", "end_ns", "cause")
+    return waits
 
 
 def _disjoint(waits: pl.DataFrame) -> pl.DataFrame:
-    """The waits, each cut to what lies after the earlier ones."""
-    return waits.with_columns(
-        pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY))
-    ).filter(pl.col("start_ns") < pl.col("end_ns"))
+    """The waits in order of time, each cut to what lies after the earlier ones."""
+    return (
+        waits.sort(*_KEY, "start_ns", "end_ns", "cause")
+        .with_columns(pl.max_horizontal("start_ns", pl.col("end_ns").cum_max().shift(1).over(_KEY)))
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+    )
 
 
 def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
@@ -315,6 +354,18 @@ def _between(waits: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
     return gaps_until(gaps_until(_disjoint(waits), "start_ns"), "end_ns").select(
         *_KEY, "cause", (pl.col("until_end_ns") - pl.col("until_start_ns")).alias("ns")
     )
+
+
+def _launching(frames: Frames, waits: pl.DataFrame, gaps: pl.DataFrame) -> Sequence[pl.DataFrame]:
+    """How much of the gaps is launch: what waits and launches explain together, less what the waits
+    explain alone."""
+    launches = frames.phases.filter(pl.col("phase") == LAUNCH).select(
+        *_KEY, "start_ns", "end_ns", pl.col("phase").alias("cause")
+    )
+    if launches.is_empty():
+        return ()
+    together, alone = _between(pl.concat([waits, launches]), gaps), _between(waits, gaps)
+    return _part(together, LAUNCH, pl.col("ns")), _part(alone, LAUNCH, -pl.col("ns"))
 
 
 def _behind(waits: pl.DataFrame, spans: pl.DataFrame) -> pl.DataFrame:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 
-from rrfp.analyze.bubbles import CAUSES, bubbles
+from rrfp.analyze.bubbles import CAUSES, OVERHEAD, bubbles
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.html import Markup, paragraph, table
@@ -22,9 +22,10 @@ _MOST_LETTERS = 300
 
 def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
     """Each rank's time by cause. Without structural shares, because the run cannot be replayed, the
-    table leaves out the structural part and the excess."""
+    table leaves out the structural part and the excess; without launches, the overhead's parts."""
     divided = bubbles(frames).with_structural(structural_shares)
     causes = [cause for cause in CAUSES if any(rank.causes_ns[cause] for rank in divided.ranks)]
+    overhead_parts = [*divided.overhead_parts_ns] if OVERHEAD in causes else []
     rows = []
     for rank in divided.ranks:
         work, *idle = apportioned(
@@ -34,12 +35,18 @@ def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
         if rank.structural_ns is not None:
             structural = round(1000 * rank.structural_ns / rank.window_ns)
             parts += [structural, 1000 - work - structural]
+        if overhead_parts:
+            # The overhead comes last.
+            idle += apportioned([*rank.overhead_parts_ns.values()], idle[-1])
         stages = " ".join(map(str, rank.stages))
         rows.append([rank.rank, stages, *map(tenths, [*parts, *idle])])
     names = ["structural", "excess"] if structural_shares else []
     return table(
         "Each rank's time, in % of it",
-        ["rank", "stage", "work", "bubble", *names, *causes],
+        [
+            *("rank", "stage", "work", "bubble", *names, *causes),
+            *(f"of it {part}" for part in overhead_parts),
+        ],
         rows,
         texts=0,
     )

@@ -55,6 +55,7 @@ def bubble_sheet(bubbles: "Bubbles", why_not_replayed: str = "", *, by_rank: boo
             Column("stage", [*stages, ""], is_text=True),
         ]
     work, *others = zip(*shares, strict=True)
+    overhead = dict(zip(causes, others, strict=True)).get("overhead", (0,))[-1]
     bubble = [1000 - each for each in work]
     return Sheet(
         f"Where the time of {_counted(bubbles.steps)} went, in % of it",
@@ -67,7 +68,7 @@ def bubble_sheet(bubbles: "Bubbles", why_not_replayed: str = "", *, by_rank: boo
                 for cause, of in zip(causes, others, strict=True)
             ),
         ],
-        [_told_parts(bubbles, why_not_replayed)],
+        [_told_parts(bubbles, why_not_replayed), _told_overhead(bubbles, overhead)],
         num_names=len(names),
         has_total=True,
     )
@@ -80,6 +81,16 @@ def _told_parts(bubbles: "Bubbles", why_not_replayed: str) -> str:
     if not why_not_replayed:
         return told
     return f"{told} What of it is structural is not known: {why_not_replayed}."
+
+
+def _told_overhead(bubbles: "Bubbles", share: int) -> str:
+    """What all ranks' overhead was, in tenths that sum to its share in the table; empty where that
+    is nothing, or the run has no launches."""
+    parts_ns = bubbles.overhead_parts_ns
+    if not share or not parts_ns:
+        return ""
+    launch, decision = map(tenths, apportioned([*parts_ns.values()], share))
+    return f"The overhead of {tenths(share)}% is {launch}% launch and {decision}% decision."
 
 
 def path_sheet(path: "CriticalPath", stages: dict[int, Sequence[int]]) -> Sheet:
