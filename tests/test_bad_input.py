@@ -1,12 +1,13 @@
 """What cannot work is refused before anything starts: one sentence, its exit code, nothing left."""
 
+import errno
 import os
 import shutil
 import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import polars as pl
 import pytest
@@ -214,6 +215,23 @@ def test_links_within_a_folder_are_followed_to_files(tmp_path: Path) -> None:
     (folder / "less").symlink_to("more")
     (folder / "round").symlink_to("../data")
     assert text_files(folder) == [folder / "b.txt", folder / "more" / "a.txt"]
+
+
+def test_a_folder_within_that_cannot_be_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        text_files(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -111,8 +111,8 @@ def check_within(path: Path, folder: Path) -> None:
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
     """All files and links that are not hidden, in the same order on every machine. Links to folders
-    are not followed."""
-    for where, folders, files in os.walk(folder):
+    are not followed. Raises OSError for a folder that cannot be read."""
+    for where, folders, files in os.walk(folder, onerror=_raise):
         links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
             name for name in folders if name not in skips and not name.startswith(".")
@@ -120,6 +120,10 @@ def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[P
         for name in sorted({*files, *links}):
             if not name.startswith("."):
                 yield Path(where, name)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def json_line(line: bytes, place: str, text_key: str = "text") -> tuple[dict[str, Any], bytes]:
