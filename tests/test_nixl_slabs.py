@@ -8,6 +8,7 @@ import torch
 
 from rrfp.runtime.device.cpu import CpuDevice
 from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES
+from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes import nixl_plane
 from rrfp.runtime.planes.nixl_plane import NixlPlane
 from rrfp.runtime.planes.plane import PlaneRefusal
@@ -28,7 +29,7 @@ class Agent:
 
     made: ClassVar[list[tuple[torch.Tensor, ...]]] = []
 
-    def __init__(self, _: str, *slabs: torch.Tensor) -> None:
+    def __init__(self, _: str, __: Device, *slabs: torch.Tensor) -> None:
         self.made.append(slabs)
 
     def close(self) -> None:

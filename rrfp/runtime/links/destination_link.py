@@ -10,7 +10,7 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.link import Link
 from rrfp.runtime.links.sending import Outbound
 from rrfp.runtime.links.states import LinkOptions, Output, State
-from rrfp.runtime.links.wire import Frame, FrameError, Header, Land, Purpose
+from rrfp.runtime.links.wire import Frame, FrameError, FrameReader, Header, Land, Purpose
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import forms_of, payload_of
 from rrfp.runtime.planes.plane import Pull
@@ -51,10 +51,11 @@ class DestinationLink(Link):
     ) -> None:
         """The link must be able to hold `num_credits` messages that were not consumed; `plane`
         serves its posted messages."""
-        land = None if plane is None else plane.land
-        super().__init__(rank, peer, options, now_ns, far, land)
+        # The first reader is made by what follows.
+        self._land = None if plane is None else plane.land
+        super().__init__(rank, peer, options, now_ns, far)
         self._plane = plane
-        if land is not None:
+        if self._land is not None:
             # The peer's slot is free as soon as it knows.
             self._heard.confirm_bytes = 1
         self._has_let_go = plane is None
@@ -69,6 +70,10 @@ class DestinationLink(Link):
         self._num_received = 0
         self._num_unconsumed = 0
         self._last_step = 0
+
+    def _new_reader(self) -> FrameReader:
+        options, checks = self._options, self.ends.checks_tensors
+        return FrameReader(options.max_message_bytes, checks_tensors=checks, land=self._land)
 
     def consumed(self, step: int) -> bool:
         """The compute thread took a message: give its credit back. Tells whether there are credits
@@ -91,6 +96,11 @@ class DestinationLink(Link):
     @property
     def is_pulling(self) -> bool:
         return bool(self._pulls)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is over and the peer has not said farewell."""
+        return self.state is State.OVER and not self.has_peer_left
 
     @property
     def may_detach(self) -> bool:

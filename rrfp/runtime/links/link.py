@@ -29,7 +29,6 @@ from rrfp.runtime.links.wire import (
     FrameReader,
     GarbledError,
     Header,
-    Land,
     Purpose,
     encode_header,
 )
@@ -53,16 +52,8 @@ class Link(ABC):
     is_source: ClassVar[bool]
 
     def __init__(
-        self,
-        rank: int,
-        peer: int,
-        options: LinkOptions,
-        now_ns: int,
-        far: Far | None = None,
-        land: Land | None = None,
+        self, rank: int, peer: int, options: LinkOptions, now_ns: int, far: Far | None = None
     ) -> None:
-        """`land` gives the memory in which the socket's tensors land, where they go to a device
-        from there."""
         self.peer = peer
         self.state = State.OPEN
         self.connection = Connection.WHOLE
@@ -72,7 +63,6 @@ class Link(ABC):
         self._has_told_of_loss = False
         self._sending = Sending(now_ns)
         self._last_words: list[memoryview] = []
-        self._land = land
         self._reader = self._new_reader()
         self.has_peer_left = False
         """It said farewell."""
@@ -83,11 +73,7 @@ class Link(ABC):
         self._quiet = Quiet(now_ns)
 
     def _new_reader(self) -> FrameReader:
-        return FrameReader(
-            self._options.max_message_bytes,
-            checks_tensors=self.ends.checks_tensors,
-            land=self._land,
-        )
+        return FrameReader(self._options.max_message_bytes, checks_tensors=self.ends.checks_tensors)
 
     # What the two ends do differently.
 
@@ -129,11 +115,6 @@ class Link(ABC):
     def is_broken(self) -> bool:
         """Whether it needs another connection."""
         return self.connection is Connection.BROKEN and self.state is not State.OVER
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it is over and the peer has not said farewell."""
-        return self.state is State.OVER and not self.has_peer_left
 
     @property
     def has_said_all(self) -> bool:
