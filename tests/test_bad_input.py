@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import struct
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
+from rrfp.errors import UsageError
 from rrfp.runtime.device.cuda_presence import cuda_problem
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.train.data.text_files import text_files
@@ -230,7 +232,8 @@ def test_a_folder_within_that_cannot_be_read_is_not_left_out(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(PermissionError, match="closed"):
+    told = f"cannot read the data {tmp_path / 'closed'}: Permission denied; check --data"
+    with pytest.raises(UsageError, match=re.escape(told)):
         text_files(tmp_path)
 
 

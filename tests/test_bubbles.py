@@ -153,8 +153,8 @@ def test_the_parts_of_overhead_are_shown() -> None:
     page = str(bubble_table(frames_of(_on_a_device()), []))
     assert re.findall(r">([^<>]+)</th>", page)[-4:-1] == [
         "overhead",
-        "of it launch",
-        "of it decision",
+        "overhead: launch",
+        "overhead: decision",
     ]
     assert re.findall(r">([^<>]+)</td>", page)[-3:] == ["22.4", "12.9", "9.5"]
 

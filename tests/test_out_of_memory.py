@@ -46,7 +46,7 @@ def test_a_real_allocation_that_fails_on_the_cpu_is_told() -> None:
 
 
 class LostPeerError(RuntimeError):
-    """As torch's own of a collective or an accelerator, which it derives so."""
+    """As torch's own errors of collectives and accelerators, which derive from RuntimeError."""
 
 
 @pytest.mark.parametrize(

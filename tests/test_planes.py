@@ -137,32 +137,6 @@ def test_a_lent_slot_is_free_once_its_tensors_are_gone() -> None:
         pair.close()
 
 
-class PinningDevice(CpuDevice):
-    """Knows which memory of the host was asked for, that copies to a device reach directly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[int] = []
-
-    def empty_on_host(self, num_bytes: int) -> torch.Tensor:
-        self.asked.append(num_bytes)
-        return super().empty_on_host(num_bytes)
-
-
-def test_a_bounce_leaves_and_lands_in_memory_that_the_device_reaches() -> None:
-    devices = [PinningDevice(), PinningDevice()]
-    made = iter([RankPlanes(each, TransportName.BOUNCE, OUTBOX_BYTES) for each in devices])
-    pair = Pair(make_planes=lambda: next(made))
-    try:
-        pair.transports[0].send(1, message(0, filled(LEAST_POSTED_BYTES, 5)))
-        (arrived,) = take(pair.inboxes[1], 1)
-        assert isinstance(arrived, Arrived)
-    finally:
-        pair.close()
-    slab = OUTBOX_BYTES
-    assert sorted(each.asked for each in devices) == [[slab], [slab, LEAST_POSTED_BYTES]]
-
-
 class HangingDevice(CpuDevice):
     """A device that is not synchronous, and on which nothing ends any more once it hangs."""
 

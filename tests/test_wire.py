@@ -87,16 +87,10 @@ def read(reader: FrameReader, connection: socket.socket) -> Frame | None:
     return frame
 
 
-@given(st.lists(tensors(), max_size=4), st.booleans(), st.data())
+@given(st.lists(tensors(), max_size=4), st.data())
 def test_a_message_arrives_bit_for_bit_however_it_is_cut(
-    sent: list[torch.Tensor | None], lands: bool, data: st.DataObject
+    sent: list[torch.Tensor | None], data: st.DataObject
 ) -> None:
-    landed: list[int] = []
-
-    def land(num_bytes: int) -> torch.Tensor:
-        landed.append(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
     message = prepare_message(Message(7, TASK, tuple(sent)), MAX_BYTES)
     header = Header(Purpose.MESSAGE, 7, TASK, sequence=3)
     stream = encode_header(header, message.tensors) + b"".join(
@@ -104,7 +98,7 @@ def test_a_message_arrives_bit_for_bit_however_it_is_cut(
     )
     frame: Frame | None = None
     with pair() as (left, right):
-        reader = FrameReader(MAX_BYTES, land=land if lands else None)
+        reader = FrameReader(MAX_BYTES)
         while stream:
             assert frame is None
             cut = data.draw(st.integers(1, len(stream)))
@@ -116,7 +110,6 @@ def test_a_message_arrives_bit_for_bit_however_it_is_cut(
     assert frame.num_bytes == payload_bytes(sent)
     assert len(frame.tensors) == len(sent)
     assert all(same_bits(*both) for both in zip(sent, frame.tensors, strict=True))
-    assert landed == ([each.nbytes for each in sent if each is not None] if lands else [])
 
 
 def test_frames_follow_each_other_and_an_end_is_told() -> None:

@@ -27,8 +27,8 @@ def doctor(
 ) -> None:
     """Try out what a run needs of this machine, and say what to do.
 
-    Exits with 1 where a run on the device would fail. Nothing else that is
-    slow, absent or failing ends a run. Takes some ten seconds.
+    Exits with 1 where a run on the device would fail. Whatever else is slow,
+    absent or failing does not end a run. Takes some ten seconds.
 
     Example: rrfp doctor --device cuda
     """

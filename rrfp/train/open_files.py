@@ -15,13 +15,13 @@ _ADVICE = "raise the limit: ulimit -n 4096"
 
 
 def most_open_files() -> int:
-    """As many files as this process may ever have open: ranks raise their own limit so far."""
+    """As many files as this process may ever have open: ranks raise their own limit that far."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else most
 
 
 def check_open_files() -> None:
-    """Raise UsageError if no rank could run with as many."""
+    """Raise UsageError if no rank could run with so few."""
     most = most_open_files()
     if most < FILES_OF_A_RANK:
         raise UsageError(

@@ -45,7 +45,7 @@ def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
         "Each rank's time, in % of it",
         [
             *("rank", "stage", "work", "bubble", *names, *causes),
-            *(f"of it {part}" for part in overhead_parts),
+            *(f"overhead: {part}" for part in overhead_parts),
         ],
         rows,
         texts=0,

@@ -48,8 +48,9 @@ def share_gpu(device: torch.device) -> None:
 
 
 def _ranks_of(device: torch.device) -> str:
-    """The name under which the ranks of a GPU are counted, anew when torchrun starts them again,
-    which it does on all of a host."""
+    """The name under which the ranks of a GPU are counted, anew when torchrun starts them again
+    after a failure. Where it does so because hosts have come or gone, ranks that got other numbers
+    are counted twice, and take less than their share."""
     uuid = torch.cuda.get_device_properties(device).uuid
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"rrfp/ranks-of-gpu/{uuid}/{start}"
@@ -57,7 +58,7 @@ def _ranks_of(device: torch.device) -> str:
 
 def _room_on_gpu(device: torch.device) -> int:
     """This rank's even share of what the ranks on its GPU have left, and its allocator's blocks."""
-    share_gpu(device)  # for whoever has joined other groups meanwhile
+    share_gpu(device)  # in case the process groups, and their store, were made anew since
     free, total = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return (free - int(_MARGIN * total)) // num_counted_in(_ranks_of(device)) + unused

@@ -10,7 +10,7 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.link import Link
 from rrfp.runtime.links.sending import Outbound
 from rrfp.runtime.links.states import LinkOptions, Output, State
-from rrfp.runtime.links.wire import Frame, FrameError, FrameReader, Header, Land, Purpose
+from rrfp.runtime.links.wire import Frame, FrameError, Header, Purpose
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.packing import forms_of, payload_of
 from rrfp.runtime.planes.plane import Pull
@@ -29,9 +29,8 @@ class LinkPlane:
     """What the receiving end of a link knows of its data plane."""
 
     name: str
-    land: Land | None = None
-    """Gives the memory in which tensors land that the socket carries, where they are to be taken to
-    the device from there."""
+    lands: bool = False
+    """Whether tensors that the socket has carried are still to be taken to the device."""
 
 
 class DestinationLink(Link):
@@ -51,11 +50,9 @@ class DestinationLink(Link):
     ) -> None:
         """The link must be able to hold `num_credits` messages that were not consumed; `plane`
         serves its posted messages."""
-        # The first reader is made by what follows.
-        self._land = None if plane is None else plane.land
         super().__init__(rank, peer, options, now_ns, far)
         self._plane = plane
-        if self._land is not None:
+        if plane is not None and plane.lands:
             # The peer's slot is free as soon as it knows.
             self._heard.confirm_bytes = 1
         self._has_let_go = plane is None
@@ -70,10 +67,6 @@ class DestinationLink(Link):
         self._num_received = 0
         self._num_unconsumed = 0
         self._last_step = 0
-
-    def _new_reader(self) -> FrameReader:
-        options, checks = self._options, self.ends.checks_tensors
-        return FrameReader(options.max_message_bytes, checks_tensors=checks, land=self._land)
 
     def consumed(self, step: int) -> bool:
         """The compute thread took a message: give its credit back. Tells whether there are credits
@@ -175,7 +168,8 @@ class DestinationLink(Link):
         self._admit(header.sequence)
         if header.purpose is not Purpose.MESSAGE:
             return self._posted(frame, task, now_ns)
-        if self._land is not None and frame.tensors:
+        plane = self._plane
+        if plane is not None and plane.lands and frame.tensors:
             return self._begin(frame, task, 0, now_ns, frame.tensors)
         message = Message(header.step, task, frame.tensors)
         return self._arrived(message, header.sequence, frame.arrived_ns, now_ns, frame.num_bytes)

@@ -14,7 +14,7 @@ them: between hosts without TLS. A kernel that copies memory within a host needs
 import math
 import struct
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -297,10 +297,6 @@ def decode_descriptors(data: bytes | bytearray, max_message_bytes: int) -> Forms
     return tuple(forms)
 
 
-Land = Callable[[int], torch.Tensor]
-"""Gives memory of the host for so many bytes: flat, uint8."""
-
-
 class FrameReader:
     """Puts frames together from bytes as they come.
 
@@ -308,13 +304,9 @@ class FrameReader:
     are made once that header was checked.
     """
 
-    def __init__(
-        self, max_message_bytes: int, *, checks_tensors: bool = False, land: Land | None = None
-    ) -> None:
-        """With `checks_tensors` their checksum is held against what the header says. `land` gives
-        the memory for them; None: they have the memory of any tensor."""
+    def __init__(self, max_message_bytes: int, *, checks_tensors: bool = False) -> None:
+        """With `checks_tensors` their checksum is held against what the header says."""
         self._max_message_bytes = max_message_bytes
-        self._land = land
         self._checks_tensors = checks_tensors
         self._checksum = 0
         """Of what has come since the descriptors."""
@@ -364,10 +356,7 @@ class FrameReader:
                 tensors.append(None)
                 continue
             dtype, shape = form
-            if self._land is None:
-                tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            else:
-                tensor = self._land(form.num_bytes).view(dtype).view(shape)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             if tensor.numel():
                 yield tensor_bytes(tensor)
             tensors.append(tensor)

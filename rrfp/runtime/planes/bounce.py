@@ -1,5 +1,4 @@
-"""Through the host: a slot is pinned host memory, and the link's socket carries what lies in it to
-such memory of the receiver's.
+"""Through the host: a slot is pinned host memory, and the link's socket carries what lies in it.
 
 It works wherever the sockets do, and costs a copy on either side: for tensors on a device that no
 other plane serves.

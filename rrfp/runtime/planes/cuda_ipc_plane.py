@@ -147,7 +147,7 @@ class CudaIpcPuller(MappedPuller):
         if self._slab is None:
             return
         if not waits:
-            # CUDA closes it once the device has ended what it does.
+            # To close it, CUDA would wait for the device.
             self._slab = None
             return
         # A device that has failed says so again, and copies nothing any more.

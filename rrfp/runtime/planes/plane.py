@@ -92,8 +92,8 @@ class Puller(Protocol):
 
     def detach(self, *, waits: bool = True) -> None:
         """Let go of the peer's memory; nothing is pulled any more. The peer frees it afterwards.
-        With `waits=False`, of a link that is lost, the device is not waited for, which may hang:
-        what it would have to end for stays until this process ends."""
+        With `waits=False`, for a lost link, it does not wait for the device, which may hang: what
+        cannot be closed without that stays open until this process ends."""
 
 
 @dataclass(frozen=True, slots=True)

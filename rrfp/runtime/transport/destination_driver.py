@@ -1,8 +1,10 @@
 """Drives the receiving end of a link: its thread alone writes."""
 
 import socket
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from threading import current_thread
 
 import torch
@@ -24,7 +26,9 @@ class DestinationDriver(LinkDriver[DestinationLink]):
     def _serve(self, output: Pull | Released) -> None:
         assert isinstance(output, Pull)
         assert self.puller is not None
-        self.puller.pull(output, self._pulled, self._release)
+        # A tensor that is kept is not to keep this driver, its inbox and what waits there.
+        release = partial(_release, self._link, weakref.ref(self))
+        self.puller.pull(output, self._pulled, release)
 
     def _pulled(self, pull: Pull, pulled: Sequence[torch.Tensor | None] | RrfpError) -> None:
         with self._lock:
@@ -36,11 +40,8 @@ class DestinationDriver(LinkDriver[DestinationLink]):
                 self._wake()
         self._tell(outputs)
 
-    def _release(self, offset: int) -> None:
-        """The tensors in a lent slot are gone: have the peer told. Whoever drops the last of them
-        calls this between any two instructions, perhaps of this driver's own under the lock: so
-        nobody waits for that, and what is not told now goes with whatever is written next."""
-        self._link.release(offset)
+    def wake_if_free(self) -> None:
+        """Have the thread look, unless somebody holds the lock now."""
         if self._lock.acquire(blocking=False):
             try:
                 self._wake()
@@ -76,3 +77,15 @@ class DestinationDriver(LinkDriver[DestinationLink]):
         # It has not heard the answer to its farewell.
         with connection, suppress(OSError):
             connection.sendall(self._link.parting_words())
+
+
+def _release(
+    link: DestinationLink, of_driver: "weakref.ref[DestinationDriver]", offset: int
+) -> None:
+    """The tensors in a lent slot are gone: have the peer told. Whoever drops the last of them calls
+    this between any two instructions, perhaps of the driver's own under its lock: so nobody waits
+    for that, and what is not told now goes with whatever is written next."""
+    link.release(offset)
+    driver = of_driver()
+    if driver is not None:
+        driver.wake_if_free()

@@ -57,8 +57,10 @@ DEVICES: Mapping[str, Callable[[torch.device], Device]] = {
 
 
 def device_at(device: torch.device) -> Device:
-    """The runtime's device where tensors lie on this one of torch's. Raises UsageError where it is
-    not there."""
+    """The runtime's device where tensors lie on this one of torch's. Raises UsageError for one that
+    is not there, or of a type that nothing serves."""
+    if device.type not in DEVICES:
+        raise _unserved(device)
     return DEVICES[device.type](device)
 
 
@@ -71,11 +73,14 @@ def data_planes(device: torch.device, asked: TransportName, outbox_mb: int) -> R
 def transport_maker(device: torch.device) -> TransportMaker:
     """What makes transports for tensors on this device. Raises UsageError for a device that none
     serves."""
-    try:
-        return TRANSPORTS[device.type]
-    except KeyError:
-        served = " and ".join(name.upper() for name in TRANSPORTS)
-        raise UsageError(
-            f"the model is on {device} and messages carry {served} tensors only; there is no"
-            " transport for other devices in this version"
-        ) from None
+    if device.type not in TRANSPORTS:
+        raise _unserved(device)
+    return TRANSPORTS[device.type]
+
+
+def _unserved(device: torch.device) -> UsageError:
+    served = " and ".join(name.upper() for name in TRANSPORTS)
+    return UsageError(
+        f"the model is on {device} and messages carry {served} tensors only; there is no"
+        " transport for other devices in this version"
+    )

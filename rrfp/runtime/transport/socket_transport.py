@@ -45,7 +45,7 @@ from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S, Record
 
 _END_S = 1.0
-"""How long after the deadline of its close a link's thread may end."""
+"""How long after the deadline of its close a thread may end; one waits for a device that hangs."""
 _LAST_WORDS_S = 0.1
 """How long those of a rank that fails may take to be with the system, under TLS."""
 _Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
@@ -262,9 +262,7 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            chosen = served[0]
-            land = chosen.device.empty_on_host if chosen.is_inline else None
-            plane = LinkPlane(str(chosen.name), land)
+            plane = LinkPlane(str(served[0].name), served[0].is_inline)
         link = DestinationLink(
             *(self._rank, peer, self._options, monotonic(), self._num_credits),
             *(plane, self._fars[peer]),
@@ -338,7 +336,8 @@ class SocketTransport:
             if self._is_closed:
                 return
             self._is_closed = True
-        deadline_ns = monotonic() + round(self._close_s * NS_PER_S)
+        patience_s = self._close_s if farewell else 0.0
+        deadline_ns = monotonic() + round(patience_s * NS_PER_S)
         if farewell:
             self._planes.drain(self._close_s)
         elif self._listener is not None:
@@ -348,10 +347,8 @@ class SocketTransport:
         drivers = [*self._destinations.values(), *self._sources.values()]
         for driver in drivers:
             driver.begin_close(deadline_ns, farewell=farewell)
-        have_left = []
-        for driver in drivers:
-            left_s = max(0, deadline_ns - monotonic()) / NS_PER_S
-            have_left.append(driver.join(left_s + _END_S))
+        end_ns = deadline_ns + round(_END_S * NS_PER_S)
+        have_left = [driver.join(max(0, end_ns - monotonic()) / NS_PER_S) for driver in drivers]
         if self._listener is not None:
             self._listener.close()
         for door in self._doors.values():
@@ -359,7 +356,7 @@ class SocketTransport:
         if self._tunnels is not None:
             self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
         # Each peer has let go of this rank's memory before its farewell.
-        self._planes.close(self._close_s, are_detached=all(have_left))
+        self._planes.close(patience_s or _END_S, are_detached=all(have_left))
 
 
 def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:

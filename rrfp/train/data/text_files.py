@@ -11,9 +11,10 @@ import sysconfig
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from rrfp.errors import UsageError, first_line
+from rrfp.train.open_files import is_of_too_many
 
 _MAX_LIBRARY_BYTES = 8_000_000
 """How much of the standard library is read: little enough for a run to start at once."""
@@ -111,8 +112,8 @@ def check_within(path: Path, folder: Path) -> None:
 
 def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[Path]:
     """All files and links that are not hidden, in the same order on every machine. Links to folders
-    are not followed. Raises OSError for a folder that cannot be read."""
-    for where, folders, files in os.walk(folder, onerror=_raise):
+    are not followed. Raises UsageError for a folder that cannot be read."""
+    for where, folders, files in os.walk(folder, onerror=_refuse):
         links = {name for name in folders if Path(where, name).is_symlink()}
         folders[:] = sorted(
             name for name in folders if name not in skips and not name.startswith(".")
@@ -122,8 +123,10 @@ def files_under(folder: Path, skips: frozenset[str] = frozenset()) -> Iterator[P
                 yield Path(where, name)
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _refuse(error: OSError) -> NoReturn:
+    if is_of_too_many(error):
+        raise error
+    raise UsageError(f"cannot read the data {error.filename}: {error.strerror}; check --data")
 
 
 def json_line(line: bytes, place: str, text_key: str = "text") -> tuple[dict[str, Any], bytes]:

@@ -62,6 +62,6 @@ def check_apart(told: Sequence[Taken], own: int) -> None:
             raise too_few_gpus(num_ranks, num_gpus, where)
         raise UsageError(
             f"ranks {other} and {rank} take the same GPU, {printable(gpu)}, and NCCL takes no two "
-            "on one; let whoever starts them set LOCAL_RANK, or show each a GPU of its own with "
-            "CUDA_VISIBLE_DEVICES"
+            "on one; show each a GPU of its own with CUDA_VISIBLE_DEVICES, or start them with a "
+            "launcher that sets LOCAL_RANK"
         )
