@@ -5,33 +5,24 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rrfp.cli import main as cli
 from rrfp.errors import StoppedError
 from rrfp.race.presets import PRESETS
+from tests.called import Run
+from tests.called import run as called
 from tests.races import MadeUp, turn
 
-Run = Callable[..., tuple[int, str, str]]
+__all__ = ["called"]
 
 
 @pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rrfp", "bench", *arguments])
-        code = cli.main()
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+def run(called: Run) -> Run:
+    return partial(called, "bench")
 
 
 @pytest.fixture

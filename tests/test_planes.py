@@ -144,10 +144,12 @@ class HangingDevice(CpuDevice):
 
     def __init__(self) -> None:
         super().__init__()
+        self.is_asked = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()
 
     def synchronize(self, event: DeviceEvent) -> None:
+        self.is_asked.set()
         self.goes_on.wait()
 
 
@@ -160,8 +162,9 @@ def test_a_rank_that_fails_does_not_wait_for_a_device_that_hangs() -> None:
             receiver = pair.transports[1]
             of_receiver = next(each for each in devices if each is receiver._planes.device)
             of_receiver.goes_on.clear()
+            of_receiver.is_asked.clear()
             pair.transports[0].send(1, message(0, filled(1000, 1)))
-            time.sleep(0.2)  # It is pulled now.
+            assert of_receiver.is_asked.wait(10), "nothing was pulled"
             pool.submit(receiver.close, farewell=False).result(10)
         finally:
             of_receiver.goes_on.set()

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from benchmarks.gpu import figures, training
 from rrfp.runtime.device.cuda_presence import cuda_presence
@@ -64,15 +64,7 @@ def _small_message() -> Measured:
     return Measured(f"{taken_us:.1f} us", taken_us < _SMALL_US)
 
 
-def _large_message() -> Measured:
-    return _large(figures.large_message)
-
-
-def _bounced_message() -> Measured:
-    return _large(figures.bounced_message)
-
-
-def _large(measure: Callable[[], float]) -> Measured:
+def _large_message(measure: Callable[[], float]) -> Measured:
     taken_us = probe(measure, limit_s=_LIMIT_S)
     return Measured(f"{taken_us:.0f} us, {figures.NUM_BYTES / taken_us / 1e3:.0f} GB/s")
 
@@ -177,8 +169,18 @@ LINES = (
         _small_message,
         is_timed=True,
     ),
-    Line("64 MB over CUDA IPC within the device, one way", "", _large_message, is_timed=True),
-    Line("64 MB through the host, by `bounce`, one way", "", _bounced_message, is_timed=True),
+    Line(
+        "64 MB over CUDA IPC within the device, one way",
+        "",
+        partial(_large_message, figures.large_message),
+        is_timed=True,
+    ),
+    Line(
+        "64 MB through the host, by `bounce`, one way",
+        "",
+        partial(_large_message, figures.bounced_message),
+        is_timed=True,
+    ),
     Line(
         "Tasks of 5 ms: the runtime's own time",
         f"under {_OWN_SHARE:.0%} of a step",

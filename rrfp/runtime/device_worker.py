@@ -27,7 +27,6 @@ from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
 from rrfp.schedule.patience.just_in_time import JustInTime
 from rrfp.schedule.patience.punctuality import Durations
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, Stimulus, TaskAgreed
-from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
 from rrfp.trace.steps import step_name
 
@@ -67,7 +66,6 @@ class DeviceWorker(Worker):
         self._works = Durations()
         """What tasks take before a pace lengthens them, without the first of a kind and chunk:
         that one may compile its kernels."""
-        self._has_worked: set[tuple[Kind, int]] = set()
         self._due_ns: int | None = None
         """When to decide on what follows the running task; None: when it has ended."""
         self._ended_ns = 0
@@ -228,9 +226,8 @@ class DeviceWorker(Worker):
             self._busy_ns += end_ns - start_ns
             self._ended_ns = self._asked_ns = end_ns
             kind = run.task.kind
-            if (kind, run.chunk) in self._has_worked:
+            if self._durations.expected_ns(kind, run.chunk) is not None:
                 self._works.took(kind, run.chunk, worked_ns)
-            self._has_worked.add((kind, run.chunk))
             if self._pace is not None:
                 self._pace.worked(run.task, worked_ns)
             self._in_time.ran(kind, run.chunk, end_ns - start_ns, launched.known_ns)

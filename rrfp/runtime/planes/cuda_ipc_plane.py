@@ -146,12 +146,10 @@ class CudaIpcPuller(MappedPuller):
     def detach(self, *, waits: bool = True) -> None:
         if self._slab is None:
             return
-        if not waits:
-            # To close it, CUDA would wait for the device.
-            self._slab = None
-            return
-        # A device that has failed says so again, and copies nothing any more.
-        with suppress(RuntimeError):
-            self._await_copies()
+        if waits:
+            # A device that has failed says so again, and copies nothing any more.
+            with suppress(RuntimeError):
+                self._await_copies()
         self._slab = None
-        self._close()
+        if waits:  # CUDA itself waits for the device, to close it
+            self._close()

@@ -356,7 +356,7 @@ class SocketTransport:
         if self._tunnels is not None:
             self._tunnels.close(self._close_s if farewell else _LAST_WORDS_S)
         # Each peer has let go of this rank's memory before its farewell.
-        self._planes.close(patience_s or _END_S, are_detached=all(have_left))
+        self._planes.close(max(patience_s, _END_S), are_detached=all(have_left))
 
 
 def _driver(drivers: dict[int, _Driver], peer: int, otherwise: str) -> _Driver:
