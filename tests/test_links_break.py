@@ -17,6 +17,7 @@ import torch
 
 from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.links.link import MOST_USELESS
+from rrfp.runtime.links.states import State
 from rrfp.runtime.links.wire import Purpose
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -187,12 +188,18 @@ def test_a_cut_while_both_ends_close_fails_nobody() -> None:
     for seed in range(12):
         wires = Wires()
         made = Pair(wrap=wires.wrap, allow_unix=seed % 2 == 0)
-        made.transports[0].send(1, Message(0, task(0), (torch.ones(2**18),)))
-        with ThreadPoolExecutor(1) as pool:
-            closing = pool.submit(made.close)
+        sender, receiver = made.transports
+        sender.send(1, Message(0, task(0), (torch.ones(2**18),)))
+        with ThreadPoolExecutor(2) as pool:
+            closing = [pool.submit(sender.close)]
+            # A receiver that leaves while the sender still works would rightly fail it.
+            while sender._destinations[1]._link.state is State.OPEN:
+                time.sleep(0.0001)
+            closing.append(pool.submit(receiver.close))
             time.sleep(random.Random(seed).random() * 0.004)
             wires.cut()
-            closing.result(PATIENCE_S)
+            for each in closing:
+                each.result(PATIENCE_S)
         for inbox in made.inboxes:
             assert not [event for event in inbox.take() if isinstance(event, Failed)]
 
