@@ -96,9 +96,9 @@ def _gzip(draw: random.Random, data: bytes) -> bytes:
     except (OSError, EOFError, zlib.error):
         return damaged(draw, data)
     if draw.random() < 0.02:
-        return gzip.compress(inside + bytes(draw.choice((1, 300)) << 20))
+        return gzip.compress(inside + bytes(draw.choice((1, 300)) << 20), mtime=0)
     found = _json(draw, inside) if draw.random() < 0.5 else None
-    return gzip.compress(damaged(draw, inside) if found is None else found, 1)
+    return gzip.compress(damaged(draw, inside) if found is None else found, 1, mtime=0)
 
 
 def _png(draw: random.Random, data: bytes) -> bytes:
