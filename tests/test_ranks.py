@@ -64,9 +64,13 @@ def test_a_thread_that_outlives_what_started_it_is_an_error() -> None:
 
 
 def test_where_a_late_rank_was_is_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankFailedError):
-        run_ranks(1, end_in_many_ways, "hang", timeout_s=3.0)
-    assert "in end_in_many_ways" in capfd.readouterr().err
+    def told(timeout_s: float) -> str:
+        with pytest.raises(RankFailedError):
+            run_ranks(1, end_in_many_ways, "hang", timeout_s=timeout_s)
+        return capfd.readouterr().err
+
+    # On a busy machine a rank may not have come there in the shorter time.
+    assert any("in end_in_many_ways" in told(timeout_s) for timeout_s in (3.0, 30.0))
 
 
 def change_everything() -> list[Any]:

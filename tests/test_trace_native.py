@@ -158,8 +158,9 @@ def check_run(num_ranks: int, settings: dict[str, Any], order: str, tmp_path: Pa
 
 def check_same(own: Bubbles, imported: Bubbles) -> None:
     """To 1% of the window. What is told of the ranges' own time is overhead here or there; and a
-    busy core may leave a process between a record's look at the clock and that of its range."""
-    near = 0.01 * own.window_ns + TIME_SLICE_NS
+    busy core may leave a process between a record's look at the clock and that of its range, now
+    and then."""
+    near = 0.01 * own.window_ns + 3 * TIME_SLICE_NS
     assert imported.window_ns == pytest.approx(own.window_ns, abs=near)
     for left, right in zip(imported.ranks, own.ranks, strict=True):
         assert left.busy_ns == pytest.approx(right.busy_ns, abs=near)
