@@ -136,7 +136,7 @@ def test_a_copy_that_fails_is_a_refusal_and_the_memory_is_closed(cuda: Path) -> 
         def copy(self, *_: object) -> None:
             raise RuntimeError("CUDA error: peer mapping resources exhausted\nmore words")
 
-        def synchronize(self, _: object) -> None:
+        def synchronize(self, _: object, *, soon: bool = False) -> None:
             raise RuntimeError("CUDA error: peer mapping resources exhausted")
 
     device = Fails()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rrfp.runtime.device.cuda_presence import (
     cuda_problem,
     installed_torch,
 )
-from rrfp.runtime.device.device import Stream
+from rrfp.runtime.device.device import Event, Stream
 from rrfp.runtime.probe import NoAnswerError
 
 WITH_CUDA = InstalledTorch("2.13.0+cu130", "13.0")
@@ -171,3 +172,34 @@ def test_the_shortest_look_relates_the_clocks(monkeypatch: pytest.MonkeyPatch) -
     device.relate_clocks()
     assert str(device._origin) == "b"
     assert (device._origin_ns, device.clock_error_ns) == (305, 6)
+
+
+class Late:
+    """Stands for an event of torch's that is complete when it is looked at for the n-th time."""
+
+    def __init__(self, num_looks: float) -> None:
+        self.num_looks = num_looks
+        self.num_seen = self.num_slept = 0
+
+    def query(self) -> bool:
+        self.num_seen += 1
+        return self.num_seen >= self.num_looks
+
+    def synchronize(self) -> None:
+        self.num_slept += 1
+
+
+@pytest.mark.parametrize(
+    ("soon", "num_looks", "num_seen", "num_slept"),
+    [(True, 2, 2, 0), (True, 10, 3, 1), (False, 1, 0, 1)],
+    ids=["is there soon", "takes longer", "is not expected soon"],
+)
+def test_what_will_soon_be_complete_is_watched_before_the_thread_sleeps(
+    monkeypatch: pytest.MonkeyPatch, soon: bool, num_looks: int, num_seen: int, num_slept: int
+) -> None:
+    now = iter(range(0, 10 * cuda._WATCH_NS, cuda._WATCH_NS // 4))
+    clock = SimpleNamespace(monotonic_ns=lambda: next(now), sleep=lambda _: None)
+    monkeypatch.setattr(cuda, "time", clock)
+    event = Late(num_looks)
+    a_device().synchronize(Event(event), soon=soon)
+    assert (event.num_seen, event.num_slept) == (num_seen, num_slept)

@@ -148,7 +148,7 @@ class HangingDevice(CpuDevice):
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def synchronize(self, event: DeviceEvent) -> None:
+    def synchronize(self, event: DeviceEvent, *, soon: bool = False) -> None:
         self.is_asked.set()
         self.goes_on.wait()
 

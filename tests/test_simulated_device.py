@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.device import Device, Event, Stream
 from rrfp.runtime.device.simulated import SimulatedDevice, _Stream
 from rrfp.runtime.links.destination_link import DestinationLink
 from rrfp.runtime.links.states import Output, Released
@@ -52,14 +52,30 @@ class SourceFreedEarly(PoisoningOutbox):
         return copying
 
 
+class NeverAwaited:
+    """A device, but nothing is waited for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def synchronize(self, event: Event, *, soon: bool = False) -> None:
+        pass
+
+
 class ArrivalEarly(MappedPuller):
     """The arrival is told when the pull is queued."""
 
-    def _await_copies(self) -> None:
-        pass
+    def pull(self, *pulled: Any) -> None:
+        device = self._device
+        self._device = NeverAwaited(device)
+        super().pull(*pulled)
+        self._device = device
 
     def detach(self, *, waits: bool = True) -> None:
-        super()._await_copies()
+        # What was told early may still be on its way.
         super().detach()
 
 

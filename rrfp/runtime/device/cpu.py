@@ -57,7 +57,7 @@ class CpuDevice:
     def query(self, event: Event) -> bool:
         return True
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: Event, *, soon: bool = False) -> None:
         pass
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

@@ -60,8 +60,9 @@ class Device(Protocol):
         """Whether the event is complete, as the host sees it."""
         ...
 
-    def synchronize(self, event: Event) -> None:
-        """Let the host wait until the event is complete."""
+    def synchronize(self, event: Event, *, soon: bool = False) -> None:
+        """Let the host wait until the event is complete. With `soon`, of what takes microseconds,
+        the thread looks again and again for a while before it sleeps."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Copy bytes on the stream; both are flat, of equal size and of uint8. Neither is kept

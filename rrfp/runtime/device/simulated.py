@@ -162,7 +162,7 @@ class SimulatedDevice:
     def query(self, event: Event) -> bool:
         return cast(threading.Event, event).is_set()
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: Event, *, soon: bool = False) -> None:
         cast(threading.Event, event).wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:

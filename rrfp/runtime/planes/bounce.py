@@ -10,7 +10,7 @@ import torch
 
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.packing import flat
+from rrfp.runtime.planes.packing import copied
 from rrfp.runtime.planes.plane import Offer, Pull, Pulled, Puller, Release
 
 
@@ -49,18 +49,8 @@ class BouncePuller:
         self._stream = device.new_stream()
 
     def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
-        device, stream = self._device, self._stream
         assert pull.inline is not None
-        tensors: list[torch.Tensor | None] = []
-        for source in pull.inline:
-            if source is None:
-                tensors.append(None)
-                continue
-            target = device.empty(source.shape, source.dtype, stream)
-            device.copy(flat(target), flat(source), stream)
-            tensors.append(target)
-        device.synchronize(device.record(stream))
-        told(pull, tensors)
+        told(pull, copied(pull.inline, self._device, self._stream))
 
     def detach(self, *, waits: bool = True) -> None:
         pass

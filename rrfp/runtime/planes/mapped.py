@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from rrfp.runtime.device.device import Device
-from rrfp.runtime.planes.packing import flat, packed_bytes, unpacked
+from rrfp.runtime.planes.packing import copied, packed_bytes, unpacked
 from rrfp.runtime.planes.plane import TRIAL_BYTES, WINDOW_BYTES, Pull, Pulled, Release, beyond_slab
 
 
@@ -36,17 +36,8 @@ class MappedPuller:
         if pull.is_lent and self._memory is not None:
             told(pull, _borrowed(self._memory, pull, release))
             return
-        device, stream = self._device, self._stream
-        tensors: list[torch.Tensor | None] = []
-        for source in unpacked(slab[pull.offset : end], pull.forms):
-            if source is None:
-                tensors.append(None)
-                continue
-            target = device.empty(source.shape, source.dtype, stream)
-            device.copy(flat(target), flat(source), stream)
-            tensors.append(target)
-        self._await_copies()
-        told(pull, tensors)
+        sources = unpacked(slab[pull.offset : end], pull.forms)
+        told(pull, copied(sources, self._device, self._stream))
 
     def _await_copies(self) -> None:
         """Let the host see that what was pulled is here."""

@@ -19,7 +19,7 @@ from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
 from rrfp.runtime.device.device import Device
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.nixl_agent import NixlAgent, Read, ReadError
-from rrfp.runtime.planes.packing import flat, packed_bytes, unpacked
+from rrfp.runtime.planes.packing import copied, packed_bytes, unpacked
 from rrfp.runtime.planes.plane import (
     TRIAL_BYTES,
     WINDOW_BYTES,
@@ -156,25 +156,12 @@ class NixlPuller:
                 told(pull, self._loss(landed))
                 return
             try:
-                told(pull, self._copied(landed, pull))
+                told(pull, copied(unpacked(landed, pull.forms), self._device, self._stream))
             except Exception as error:  # the agent's thread serves other links, too
                 told(pull, self._not_taken(pull, error))
 
         place = self._address + pull.offset
         self._agent.read(Read(self._remote, place, self._remote_device, num_bytes, done))
-
-    def _copied(self, landed: torch.Tensor, pull: Pull) -> list[torch.Tensor | None]:
-        device, stream = self._device, self._stream
-        tensors: list[torch.Tensor | None] = []
-        for source in unpacked(landed, pull.forms):
-            if source is None:
-                tensors.append(None)
-                continue
-            target = device.empty(source.shape, source.dtype, stream)
-            device.copy(flat(target), flat(source), stream)
-            tensors.append(target)
-        device.synchronize(device.record(stream))
-        return tensors
 
     def _loss(self, error: ReadError) -> PeerLostError:
         return PeerLostError(

@@ -51,6 +51,7 @@ class _Copying:
 
     link: PostingLink
     posted: Posted
+    made: Event
     copied: Event
     tensors: Sequence[torch.Tensor | None]
     """Of the message: kept alive until they are copied."""
@@ -162,7 +163,9 @@ class Outbox:
         elif (taken := self._take(waits=not copying)) is not None:
             copying.append(self._copy(*taken))
         elif copying:
-            self._device.synchronize(copying[0].copied)
+            # A copy takes microseconds; the tasks that make the tensors may take long.
+            is_made = self._device.query(copying[0].made)
+            self._device.synchronize(copying[0].copied, soon=is_made)
         return not self._is_closed
 
     def _take(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
@@ -198,7 +201,8 @@ class Outbox:
             *(waiting.queued_ns, begun_ns, begun_ns, is_lent),
             inline=targets if self._plane.is_inline else None,
         )
-        return _Copying(waiting.link, posted, device.record(self._stream), message.tensors)
+        copied = device.record(self._stream)
+        return _Copying(waiting.link, posted, waiting.made, copied, message.tensors)
 
     def _post(self, copying: _Copying) -> None:
         """The host has seen that a message is in its slot: tell the receiver."""

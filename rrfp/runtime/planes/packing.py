@@ -1,10 +1,11 @@
 """How the tensors of a message lie in a slot: one after the other, aligned."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from rrfp.runtime.device.device import Device, Stream
 from rrfp.runtime.planes.slots import ALIGNMENT_BYTES, aligned
 
 
@@ -56,6 +57,22 @@ def unpacked(slot: torch.Tensor, forms: Forms) -> list[torch.Tensor | None]:
         tensors.append(slot[begin:end].view(form.dtype).view(form.shape))
         begin += aligned(form.num_bytes)
     return tensors
+
+
+def copied(
+    sources: Iterable[torch.Tensor | None], device: Device, stream: Stream
+) -> list[torch.Tensor | None]:
+    """Tensors in memory of this rank's own, once the host has seen that they are there."""
+    targets: list[torch.Tensor | None] = []
+    for source in sources:
+        if source is None:
+            targets.append(None)
+            continue
+        target = device.empty(source.shape, source.dtype, stream)
+        device.copy(flat(target), flat(source), stream)
+        targets.append(target)
+    device.synchronize(device.record(stream), soon=True)
+    return targets
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
