@@ -165,13 +165,21 @@ def test_the_shortest_look_relates_the_clocks(monkeypatch: pytest.MonkeyPatch) -
         def synchronize(self) -> None:
             pass
 
-    looks = iter([("a", 100, 200), ("b", 300, 311), ("c", 400, 420), ("d", 1, 99), ("e", 1, 99)])
+    us = 1000
+    looks = [("a", 100, 400), ("b", 500, 525), ("c", 600, 700), ("d", 800, 811), ("e", 900, 901)]
+    left = iter([cuda._Look(event, start * us, end * us) for event, start, end in looks])  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Idle())
-    monkeypatch.setattr(cuda, "_look", lambda _: next(looks))
+    monkeypatch.setattr(cuda, "_look", lambda _: next(left))
     device = a_device()
+    # Until one is good, or the time is up.
+    device.relate_clocks()
+    assert str(device._origin) == "d"
+    assert (device._origin_ns, device.clock_error_ns) == (805_500, 5_500)
+    left = iter([cuda._Look(event, start * us, end * us) for event, start, end in looks])  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda, "time", SimpleNamespace(monotonic_ns=iter([0, 0, 10**9]).__next__))
     device.relate_clocks()
     assert str(device._origin) == "b"
-    assert (device._origin_ns, device.clock_error_ns) == (305, 6)
+    assert (device._origin_ns, device.clock_error_ns) == (512_500, 12_500)
 
 
 class Late:

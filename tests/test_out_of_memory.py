@@ -45,6 +45,17 @@ def test_a_real_allocation_that_fails_on_the_cpu_is_told() -> None:
         torch.empty(2**60, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory\nSearch for more",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_cuda_itself_does_not_get_is_told(message: str) -> None:
+    assert "ran out of memory in 3F7" in fail(torch.AcceleratorError(message), GIB, 2)
+
+
 class LostPeerError(RuntimeError):
     """As torch's own errors of collectives and accelerators, which derive from RuntimeError."""
 

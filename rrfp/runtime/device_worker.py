@@ -9,10 +9,12 @@ Tasks are recorded by the device's own times, launches beside them by the host's
 while its device is.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
+from statistics import median_low
 from threading import Thread
 from typing import Any
 
@@ -25,14 +27,16 @@ from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
 from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
 from rrfp.schedule.patience.just_in_time import JustInTime
-from rrfp.schedule.patience.punctuality import Durations
 from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, Stimulus, TaskAgreed
+from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
 from rrfp.trace.steps import step_name
 
 _MOST_LAUNCHED = 2
 """The running task, and one behind it."""
 _CLOSE_S = 1.0
+_NUM_WORKS = 9
+"""A pace goes by the median of so many, to which one that took very long means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +67,10 @@ class DeviceWorker(Worker):
         self._decides_ahead = False
         self._launched: deque[_Launched] = deque()
         self._in_time = in_time or JustInTime()
-        self._works = Durations()
-        """What tasks take before a pace lengthens them, without the first of a kind and chunk:
-        that one may compile its kernels."""
+        self._works_ns: defaultdict[tuple[Kind, int], deque[int]]
+        self._works_ns = defaultdict(partial(deque, maxlen=_NUM_WORKS))
+        """What the latest tasks of each kind and chunk took before a pace lengthened them, without
+        the very first: that one may compile its kernels."""
         self._due_ns: int | None = None
         """When to decide on what follows the running task; None: when it has ended."""
         self._ended_ns = 0
@@ -91,9 +96,10 @@ class DeviceWorker(Worker):
 
     def _watch(self) -> None:
         """Tell the compute thread when a task has ended, whatever it waits for then."""
-        while (event := self._to_watch.get()) is not None:
-            self._device.synchronize(event)
-            self._inbox.put(Ended())
+        with self._device.selected():
+            while (event := self._to_watch.get()) is not None:
+                self._device.synchronize(event)
+                self._inbox.put(Ended())
 
     def run_step(
         self,
@@ -190,8 +196,8 @@ class DeviceWorker(Worker):
             ended = worked = device.record_timed(stream)
             if pace is not None:
                 # The first ones are taken to be no work at all.
-                work_ns = self._works.expected_ns(task.kind, run.chunk) or 0.0
-                device.keep_busy(stream, pace.left_ns(task, int(work_ns)))
+                works_ns = self._works_ns[task.kind, run.chunk] or (0,)
+                device.keep_busy(stream, pace.left_ns(task, median_low(works_ns)))
                 ended = device.record_timed(stream)
         end_ns = self._clock()
         self._record(PhaseRecord(start_ns, end_ns, self._step, Phase.LAUNCH))
@@ -227,7 +233,7 @@ class DeviceWorker(Worker):
             self._ended_ns = self._asked_ns = end_ns
             kind = run.task.kind
             if self._durations.expected_ns(kind, run.chunk) is not None:
-                self._works.took(kind, run.chunk, worked_ns)
+                self._works_ns[kind, run.chunk].append(worked_ns)
             if self._pace is not None:
                 self._pace.worked(run.task, worked_ns)
             self._in_time.ran(kind, run.chunk, end_ns - start_ns, launched.known_ns)

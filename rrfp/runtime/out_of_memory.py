@@ -12,7 +12,9 @@ from rrfp.schedule.tasks import Task
 _SHARE = 0.9
 """Of what was held when memory ran out: the rest is for the task's own temporary tensors."""
 _MIB = 2**20
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
+_WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of errors that have no class of their own: of torch's memory on the CPU, and of CUDA's memory
+beside torch's, as for kernels that are loaded late."""
 
 
 class OutOfMemoryError(RrfpError):
@@ -38,9 +40,10 @@ def told_when_out_of_memory(
 
 
 def _is_of_memory(error: MemoryError | RuntimeError) -> bool:
-    """Whether an allocator raised it. torch's for the CPU raises a bare RuntimeError."""
+    """Whether an allocator raised it."""
+    told = str(error)
     of_memory = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, of_memory) or _CPU_ALLOCATOR in str(error)
+    return isinstance(error, of_memory) or any(words in told for words in _WORDS)
 
 
 def _held(held_bytes: int, held_microbatches: float) -> str:

@@ -7,14 +7,17 @@ first GPU, and torch would make a context there when it leaves a stream of anoth
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Event, Stream
 
-_NUM_LOOKS = 5
+_GOOD_ERROR_NS = 10_000
+_LOOKS_NS = 1_000_000
+"""How long a better look at the device's clock is sought: with other ranks on the same GPU each one
+waits for its turn."""
 _WATCH_NS = 300_000
 """How long an event is watched that will soon be complete: what waking up from a sleep takes
 (docs/gpu.md). So whatever happens, a wait costs at most twice what it must."""
@@ -71,11 +74,14 @@ class CudaDevice:
     def relate_clocks(self) -> None:
         stream = _cuda(self.compute_stream())
         stream.synchronize()
+        until_ns = time.monotonic_ns() + _LOOKS_NS
         # The shortest look tells the most.
-        looks = [_look(stream) for _ in range(_NUM_LOOKS)]
-        self._origin, before_ns, after_ns = min(looks, key=lambda look: look[2] - look[1])
-        self._origin_ns = (before_ns + after_ns) // 2
-        self.clock_error_ns = (after_ns - before_ns + 1) // 2
+        look = _look(stream)
+        while look.error_ns > _GOOD_ERROR_NS and time.monotonic_ns() < until_ns:
+            look = min(look, _look(stream), key=lambda each: each.error_ns)
+        self._origin = look.event
+        self._origin_ns = (look.before_ns + look.after_ns) // 2
+        self.clock_error_ns = look.error_ns
 
     def keep_busy(self, stream: Stream, time_ns: int) -> None:
         if self._cycles_per_ns is None:
@@ -154,15 +160,28 @@ class _Memory:
         }
 
 
-def _look(stream: torch.cuda.Stream) -> tuple[torch.cuda.Event, int, int]:
-    """An event that an idle stream completes at once, and moments before and after that. It is
-    watched: a thread that sleeps until then wakes up much later."""
+class _Look(NamedTuple):
+    """An event that a device has completed, and moments before and after that."""
+
+    event: torch.cuda.Event
+    before_ns: int
+    after_ns: int
+
+    @property
+    def error_ns(self) -> int:
+        """How far the event may be from the middle."""
+        return (self.after_ns - self.before_ns + 1) // 2
+
+
+def _look(stream: torch.cuda.Stream) -> _Look:
+    """Look at the clock of a device whose stream is idle. The event is watched: a thread that
+    sleeps until then wakes up much later."""
     event = _timed_event()
     before_ns = time.monotonic_ns()
     event.record(stream)
     while not event.query():  # type: ignore[no-untyped-call] # torch's own
         pass
-    return event, before_ns, time.monotonic_ns()
+    return _Look(event, before_ns, time.monotonic_ns())
 
 
 def _timed_event() -> torch.cuda.Event:
