@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import random
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,17 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
 def num_tensors() -> int:
     """Tensors that anything in this process keeps; what only the collector frees counts too."""
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def are_left(num_before: int) -> bool:
+    """Whether more tensors than before stay. gloo's own thread drops what it has carried a moment
+    after it says that this is done."""
+    deadline_s = time.monotonic() + 5
+    while num_tensors() > num_before:
+        if time.monotonic() > deadline_s:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def some_order(seed: int, kinds: str) -> list[Task]:

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from rrfp.megatron.step.gradients import CanonicalGradients
 from rrfp.train.settings import TrainSettings
 from tests.one_chunk import num_tensors
 from tests.ranks import run_ranks
-from tests.saved_memory import GPT, MOE, VLM, ZB_V, Packed, documents, watched_memory
+from tests.saved_memory import GLOO_S, GPT, MOE, VLM, ZB_V, Packed, documents, watched_memory
 from tests.training import RankRun, train_variant
 
 __all__ = ["documents"]
@@ -198,6 +199,7 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
 
         def finish(self) -> None:
             super().finish()
+            time.sleep(GLOO_S)
             # An evaluation is not measured.
             assert bool(self.kept_bytes()) == bool(self._kept)
             if self._kept:
