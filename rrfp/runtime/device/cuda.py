@@ -15,9 +15,9 @@ from rrfp.errors import UsageError
 from rrfp.runtime.device.device import Event, Stream
 
 _GOOD_ERROR_NS = 10_000
+"""Of a look at the device's clock, after which no better one is sought."""
 _LOOKS_NS = 1_000_000
-"""How long a better look at the device's clock is sought: with other ranks on the same GPU each one
-waits for its turn."""
+"""How long a better one is sought: with other ranks on the same GPU each waits for its turn."""
 _WATCH_NS = 300_000
 """How long an event is watched that will soon be complete: what waking up from a sleep takes
 (docs/gpu.md). So whatever happens, a wait costs at most twice what it must."""

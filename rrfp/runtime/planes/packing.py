@@ -1,4 +1,4 @@
-"""How the tensors of a message lie in a slot: one after the other, aligned."""
+"""How the tensors of a message lie in a slot, one after the other and aligned, and leave it."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
