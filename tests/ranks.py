@@ -26,6 +26,8 @@ from unittest.mock import patch
 
 from torch.distributed import TCPStore
 
+from rrfp.runtime.device.host_copies import HELPER
+
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
@@ -33,7 +35,7 @@ HOST = "127.0.0.1"
 AT_END = "rrfp-at-end"
 """The thread of `rrfp.runtime.at_end`, which outlives all others."""
 
-LASTING = (AT_END, "tqdm_monitor", "ThreadPoolExecutor-")
+LASTING = (AT_END, HELPER, "tqdm_monitor", "ThreadPoolExecutor-")
 """How the names of threads begin that go on. The last two are of torch's compiler, which compiles
 in a pool and shows a bar where tqdm is installed; nothing of ours has such names."""
 

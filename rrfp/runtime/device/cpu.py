@@ -1,6 +1,5 @@
 """The CPU as a device: everything is done when its call returns."""
 
-import ctypes
 import math
 import time
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from typing import cast
 import torch
 
 from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.host_copies import HostCopies
 from rrfp.runtime.device.host_memory import HostMemory, memory_at
 
 _LEAST_REUSED_BYTES = 128 * 2**10
@@ -29,6 +29,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self._memory = HostMemory(_MOST_SPARE_BYTES)
+        self._copies = HostCopies()
 
     def compute_stream(self) -> Stream:
         return _STREAM
@@ -63,7 +64,7 @@ class CpuDevice:
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         # torch's copy_ is slower where much memory goes round, and where torch has several threads
         # it waits for cores on which something computes.
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        self._copies.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
         shape = tuple(shape)
