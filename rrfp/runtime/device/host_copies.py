@@ -16,7 +16,7 @@ HELPER = "rrfp-copy"
 
 _PART_BYTES = 2**20
 _LEAST_SHARED_BYTES = 4 * _PART_BYTES
-"""A smaller copy takes no longer than to wake a thread."""
+"""A smaller copy is hardly quicker for it."""
 
 
 class _Copy:
@@ -29,9 +29,9 @@ class _Copy:
         # To take the next one is a single step of the interpreter's.
         self._parts: Iterator[int] = iter(range(0, num_bytes, _PART_BYTES))
         self.help_lock = Lock()
-        """Held while the helper takes part."""
+        """Held while the helper takes parts."""
 
-    def take_part(self) -> None:
+    def take_parts(self) -> None:
         for begin in self._parts:
             num_bytes = min(_PART_BYTES, self._num_bytes - begin)
             ctypes.memmove(self._target + begin, self._source + begin, num_bytes)
@@ -52,7 +52,7 @@ class HostCopies:
             return
         copy = _Copy(target, source, num_bytes)
         self._to_help.put(copy)
-        copy.take_part()
+        copy.take_parts()
         # A helper that comes later finds no part left.
         with copy.help_lock:
             pass
@@ -70,7 +70,7 @@ class HostCopies:
         while True:
             copy = self._to_help.get()
             with copy.help_lock:
-                copy.take_part()
+                copy.take_parts()
 
 
 def _num_cores() -> int:
