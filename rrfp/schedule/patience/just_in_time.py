@@ -38,8 +38,6 @@ class JustInTime:
         self._runs = Durations()
         self._latest_ns: dict[tuple[Kind, int], deque[int]] = {}
         """The latest launches of each kind and chunk."""
-        self._launches_ns: dict[tuple[Kind, int], int] = {}
-        """What is allowed for one of each."""
         self._num_seen = 0
         self._square_noise = 0.0
 
@@ -50,18 +48,17 @@ class JustInTime:
 
     @property
     def launch_ns(self) -> int:
-        """How long a launch may take: the most that is allowed for one of any kind, because it is
-        not known yet which it will be."""
-        return max(self._launches_ns.values(), default=0)
+        """How long a launch may take: the most of any kind, because it is not known yet which it
+        will be. Of each it is the second longest of the latest: few take longer and leave the
+        device idle, and one that compiles a kernel, as the first often does, does not count."""
+        return max(
+            (sorted(each)[max(0, len(each) - 2)] for each in self._latest_ns.values()), default=0
+        )
 
     def launched(self, kind: Kind, chunk: int, taken_ns: int) -> None:
-        """The host has launched a task. What is allowed for is the second longest of the latest:
-        few take longer and leave the device idle, and one that compiles a kernel, as the first of a
-        kind often does, does not count."""
-        key = kind, chunk
-        latest_ns = self._latest_ns.setdefault(key, deque(maxlen=_NUM_LAUNCHES))
+        """The host has launched a task."""
+        latest_ns = self._latest_ns.setdefault((kind, chunk), deque(maxlen=_NUM_LAUNCHES))
         latest_ns.append(taken_ns)
-        self._launches_ns[key] = sorted(latest_ns)[max(0, len(latest_ns) - 2)]
 
     def ran(self, kind: Kind, chunk: int, taken_ns: int, known_ns: int | None = None) -> None:
         """The device has run a task, of which `known_ns` was expected beforehand."""
