@@ -144,6 +144,14 @@ def test_a_run_on_a_gpu_where_there_is_none(
     assert refused("--device", "cuda") == f"rrfp: {cuda_problem()}\n"
 
 
+def test_more_ranks_than_the_cores_can_start(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    words = "17 ranks are more than 16 a core, of which this process may use 1; change --pp"
+    assert words in refused("--pp", "17", "--layers", "17")
+
+
 def test_several_hosts_share_a_directory(rrfp: Rrfp) -> None:
     code, sentence = rrfp("train", "--nnodes", "2", "--rdzv-endpoint", "node0:29400")
     assert code == 2

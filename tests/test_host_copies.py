@@ -20,7 +20,7 @@ GUARD = 64
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> HostCopies:
     """Also on a machine of one core."""
-    monkeypatch.setattr(host_copies, "_num_cores", lambda: 2)
+    monkeypatch.setattr(host_copies, "num_cores", lambda: 2)
     return HostCopies()
 
 
@@ -137,7 +137,7 @@ def test_a_helper_that_is_busy_elsewhere_is_not_waited_for(
 def test_on_one_core_nobody_helps(
     monkeypatch: pytest.MonkeyPatch, moving: Callable[[Move], None]
 ) -> None:
-    monkeypatch.setattr(host_copies, "_num_cores", lambda: 1)
+    monkeypatch.setattr(host_copies, "num_cores", lambda: 1)
     sizes: list[int] = []
     moving(lambda target, source, num_bytes: sizes.append(num_bytes))
     HostCopies().copy(0, 0, 4 * LEAST)

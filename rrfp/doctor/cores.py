@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from rrfp.cores import num_cores
 from rrfp.doctor.check import Check, State
 from rrfp.train.setting_groups import LayoutSettings
 
@@ -11,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def cores(cgroups: Path = _CGROUPS) -> Check:
     """The cores of its affinity, less where the quota of its control group allows less."""
-    num_allowed = len(os.sched_getaffinity(0))
+    num_allowed = num_cores()
     quota = quota_cores(cgroups)
     usable = num_allowed if quota is None else min(num_allowed, quota)
     num_ranks = LayoutSettings().pp

@@ -1,8 +1,8 @@
 """Checks that a run's settings can run: each within its range, and all of them together."""
 
-import os
 from collections.abc import Callable
 
+from rrfp.cores import num_cores
 from rrfp.errors import UsageError
 from rrfp.megatron.item_costs import CostName
 from rrfp.megatron.settings import GradOrder
@@ -102,11 +102,11 @@ def _check_hosts(world_size: int, run: RunSettings) -> None:
         world_size % run.nnodes == 0,
         f"{world_size} ranks do not divide over {run.nnodes} hosts; change --nnodes",
     )
-    num_ranks, num_cores = world_size // run.nnodes, os.cpu_count() or 1
+    num_ranks, most = world_size // run.nnodes, _MAX_RANKS_PER_CORE * num_cores()
     _require(
-        num_ranks <= _MAX_RANKS_PER_CORE * num_cores,
-        f"{num_ranks} ranks on a host of {num_cores} cores are too many; change --pp, --tp or "
-        f"--dp so that there are at most {_MAX_RANKS_PER_CORE * num_cores}",
+        num_ranks <= most,
+        f"{num_ranks} ranks are more than {_MAX_RANKS_PER_CORE} a core, of which this process may "
+        f"use {num_cores()}; change --pp, --tp or --dp so that there are at most {most}",
     )
     _require(
         0 <= run.node_rank < run.nnodes,

@@ -6,10 +6,11 @@ than the part that it is at.
 """
 
 import ctypes
-import os
 from collections.abc import Iterator
 from queue import SimpleQueue
 from threading import Lock, Thread
+
+from rrfp.cores import num_cores
 
 HELPER = "rrfp-copy"
 """The name of the thread, which lives as long as its process."""
@@ -61,7 +62,7 @@ class HostCopies:
         """Tells whether there is a helper: not where this process has one core."""
         with self._start_lock:
             if self._has_helper is None:
-                self._has_helper = _num_cores() > 1
+                self._has_helper = num_cores() > 1
                 if self._has_helper:
                     Thread(target=self._help, name=HELPER, daemon=True).start()
             return self._has_helper
@@ -71,8 +72,3 @@ class HostCopies:
             copy = self._to_help.get()
             with copy.help_lock:
                 copy.take_parts()
-
-
-def _num_cores() -> int:
-    """On which this process may run."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,10 +1,10 @@
 """Plans of many steps, by as many processes as there are cores."""
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+from rrfp.cores import num_cores
 from rrfp.errors import RrfpError, UsageError
 from rrfp.simulate.plan.known import Known
 from rrfp.simulate.plan.process import PlannerProcess
@@ -22,8 +22,7 @@ def plan_all(
 ) -> list[Plan]:
     """A plan for each step, whatever the number of processes (by default, one a core). `finished`
     is called after each. Raises as `plan_entry` does."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    num_processes = min(num_processes or num_cores, len(steps))
+    num_processes = min(num_processes or num_cores(), len(steps))
     if num_processes < 2 or num_simulations * len(steps) < _LEAST_SIMULATIONS:
         plans = []
         for known in steps:
