@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.errors", "rrfp.json_text"}
-"""What every room may use: the version, how the core runs, the errors, and how JSON is parsed."""
+ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.cores", "rrfp.errors", "rrfp.json_text"}
+"""What every room may use: the version, how the core runs, the machine's cores, the errors, and how
+JSON is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ def room(below: str = "", third_parties: str = "") -> Room:
 ROOMS = {
     "rrfp": room(),
     "rrfp.compiled": room(),
+    "rrfp.cores": room(),
     "rrfp.errors": room(),
     "rrfp.json_text": room(),
     "rrfp.__main__": room("cli"),
