@@ -79,7 +79,7 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--steps 1.5", "Invalid value for '--steps'"),
         ("--pp four", "Invalid value for '--pp'"),
         ("--pp -4", "--pp is -4; it must be at least 1"),
-        ("--pp 4096 --layers 4096", "4096 ranks on a host of "),
+        ("--pp 4096 --layers 4096", "4096 ranks are more than 16 a core"),
         (
             "--microbatches 9999999999",
             "--microbatches is 9999999999; it must be at least 1 and at most 65536",
