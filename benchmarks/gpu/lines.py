@@ -194,8 +194,8 @@ LINES = (
         is_timed=True,
     ),
     Line(
-        "4 and 8 stages on one GPU, bf16, with and without dropout, GPT and MoE: `bf`, `bfw` and "
-        "`zb-v` ready against `1f1b` fixed",
+        "4 and 8 stages on one GPU, bf16, with and without dropout, GPT and MoE: `bf` and `bfw` "
+        "ready against `1f1b` fixed, and `zb-v` ready against `zb-v` fixed",
         "the same to the bit",
         _same_to_the_bit,
     ),
