@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 from rich.text import Text
 
+from rrfp.cli.progress import progress
 from rrfp.cli.tables.csv_cells import csv_of, harmless
 from rrfp.cli.terminal.console import console
 from rrfp.cli.terminal.guard import guarded, shown
@@ -48,6 +50,27 @@ def test_rich_draws_its_colours_and_no_others(monkeypatch: pytest.MonkeyPatch) -
     drawn.file = stream = io.StringIO()
     drawn.print(Text("a\x1b[2J\u202e", style="bold"), soft_wrap=True)
     assert stream.getvalue() == "\x1b[1ma\\x1b[2J\\u202e\x1b[0m\n"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_redrawn_steers_and_what_is_said_meanwhile_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", guarded(terminal))
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("Simulating", 3) as more:
+        more(1)
+        print(f"{ESCAPE} said", file=sys.stderr)
+    drawn = terminal.getvalue()
+    assert "\x1b[2KSimulating" in drawn
+    assert r"\x1b[2K" not in drawn
+    assert "said" in drawn
+    assert not set("\x07\x9b\u202e") & set(drawn)
 
 
 def hostile() -> Recording:

@@ -168,6 +168,7 @@ class _Screen:
             self._read()
         self._process.kill()
         os.close(self._master)
+        assert rb"\x1b" not in self._shown, "what moves the cursor is shown as text"
         return self._process.wait()
 
     def _read(self) -> None:

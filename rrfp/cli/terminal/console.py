@@ -1,6 +1,7 @@
 """What draws tables and live pages; `rrfp.cli.terminal.guard` says why rich alone does not."""
 
 from collections.abc import Iterable
+from typing import IO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -15,6 +16,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 class _GuardedConsole(Console):
+    @property
+    def file(self) -> IO[str]:
+        """What lies behind the guarded stream, also while something is redrawn: for that time rich
+        puts a proxy of its own before it."""
+        file = super().file
+        return getattr(file, "rich_proxied_file", file)
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
