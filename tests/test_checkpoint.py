@@ -145,6 +145,17 @@ def test_without_a_checkpoint_a_run_starts_anew_and_says_so(tmp_path: Path) -> N
     assert beginning_of(settings, told.append).run == RunDir(tmp_path / "run")
 
 
+def test_no_host_waits_for_host_0_of_a_run_that_is_done(tmp_path: Path) -> None:
+    made_up(tmp_path, 2)
+    hosts = ("--nnodes=2", "--node-rank=1", "--rdzv-endpoint=127.0.0.1:9", "--out=run")
+    again = (*FLAGS, *hosts, "--save=ck", "--resume")
+    done = rrfp_here(tmp_path, "train", *again, "--steps=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "All 2 steps are trained, and --steps asks for more\n"
+    other = rrfp_here(tmp_path, "train", *again, "--steps=2", "--seed=5")
+    assert other.returncode == 2, other.stderr
+
+
 def test_nothing_is_made_for_a_run_that_is_done_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,7 @@ def _check_pace(settings: TrainSettings) -> None:
 def _run(settings: TrainSettings) -> None:
     from rrfp.replay.cost_files import settled
     from rrfp.trace.rundir import RunDir
-    from rrfp.train.checkpoints.beginning import beginning_of
+    from rrfp.train.checkpoints.beginning import beginning_of, has_trained_all
     from rrfp.train.ranks.launch import launch
     from rrfp.train.ranks.own_directory import remove_abandoned
 
@@ -164,6 +164,9 @@ def _run(settings: TrainSettings) -> None:
         settings = settings.changed(save=settings.run.save.absolute())
     if settings.run.node_rank > 0:
         assert settings.run.out is not None
+        if has_trained_all(settings):
+            _tell(f"All {settings.num_steps} steps are trained, and --steps asks for more")
+            return
         if place_of(settings) is None:
             _tell(
                 f"Host {settings.run.node_rank} of {settings.run.nnodes} joins host 0 at "

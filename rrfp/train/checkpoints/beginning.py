@@ -66,6 +66,18 @@ def beginning_of(settings: TrainSettings, tell: Callable[[str], None]) -> Beginn
     return Beginning(run, found.step, found)
 
 
+def has_trained_all(settings: TrainSettings) -> bool:
+    """Whether `--resume` finds no step left to train, so that host 0 waits for no other host.
+    Raises UsageError if these settings train something else than the checkpoint holds."""
+    if settings.run.save is None or not settings.run.resume:
+        return False
+    found = CheckpointDir(settings.run.save).newest()
+    if found is None or found.step < settings.num_steps:
+        return False
+    check_continues(settings, data_contents(settings), found)
+    return True
+
+
 def _new_run(settings: TrainSettings) -> RunDir:
     run = create_run_dir(settings.run.out, settings.run.force, settings.hint.name)
     write_description(run, settings, ())
