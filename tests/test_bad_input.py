@@ -127,6 +127,8 @@ def refused(rrfp: Rrfp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         ("--nnodes 3 --rdzv-endpoint a:1", "4 ranks do not divide over 3 hosts"),
         ("--nnodes 2", "several hosts need --rdzv-endpoint HOST:PORT"),
         ("--nnodes 2 --rdzv-endpoint a", "--rdzv-endpoint is 'a'; it must be HOST:PORT"),
+        ("--nnodes 2 --rdzv-endpoint a:65536", "it must be HOST:PORT with a port from 1 to 65535"),
+        ("--outbox-mb 9999999999999", "it must be at least 1 and at most 1048576"),
         ("--nnodes 2 --rdzv-endpoint a:b", "--rdzv-endpoint is 'a:b'; it must be HOST:PORT"),
         ("--node-rank 1", "--node-rank is 1; with --nnodes 1 it must be in 0..0"),
         ("--model vlm --image-size 8", "--image-size is 8; scenes take at least 16 pixels"),

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,15 @@ from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
 from rrfp.runtime.device.cuda_runtime import CudaRuntimeError, has_bindings
 from rrfp.runtime.planes.nixl_package import is_installed
 from rrfp.runtime.probe import NoAnswerError, probe
-from rrfp.train.setting_groups import DeviceKind
+from rrfp.runtime.variables import NETWORK
+from rrfp.train.setting_groups import DeviceKind, Network
 from tests import cuda_in_files
 from tests.trained import rrfp, rrfp_here
 
 NAMES = [
     *("gpu", "gpu-clock", "peer-access", "cuda-ipc", "pid-namespace", "nixl", "fabric", "clock"),
-    *("cores", "open-files", "shm-room", "shm-speed", "torch", "megatron-core", "core", "gloo"),
-    "private-network",
+    *("cores", "open-files", "temp-dir", "shm-room", "shm-speed", "torch", "megatron-core"),
+    *("core", "gloo", "private-network"),
 ]
 NO_GPU = CudaPresence((), "there is none")
 TWO_GPUS = CudaPresence(tuple(Gpu("NVIDIA H200", 150_000_000_000, uuid) for uuid in "01"), None)
@@ -175,9 +177,10 @@ def test_a_run_with_too_few_open_files_is_refused_with_what_the_doctor_says(
 
 
 def test_shared_memory_that_is_not_there(tmp_path: Path) -> None:
-    (check,) = shared_memory(tmp_path / "shm")
-    assert check.state is State.ABSENT
-    assert "(No such file or directory); mount a tmpfs there" in check.advice
+    room, speed = shared_memory(tmp_path / "shm")
+    assert room.state is State.ABSENT
+    assert "(No such file or directory); mount a tmpfs there" in room.advice
+    assert speed.figure
 
 
 def test_shared_memory_without_room_is_an_error_and_no_crash(
@@ -224,7 +227,8 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
     assert megatron.advice == (
         "rrfp.train.rank cannot be imported (ModuleNotFoundError: No module named "
-        "'rrfp.no_such_module'); install rrfp anew"
+        "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
+        "from loading"
     )
     answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
     for check in imports():
@@ -233,16 +237,50 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
 
 
 def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
-    assert sum_us() > 0
+    assert sum_us({}) > 0
     answers(gloo_file, 30_000.0)
     assert gloo().state is State.SLOW
     answers(gloo_file, NoAnswerError("it did not answer within 120 s"))
     check = gloo()
     assert check.ends_runs_on(DeviceKind.CPU)
     assert check.advice == (
-        "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether a firewall "
-        "fences it"
+        "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether torch can be"
+        " imported, and no firewall fences loopback"
     )
+
+
+def test_gloo_is_tried_in_the_network_that_ranks_enter() -> None:
+    network = {NETWORK: f"{Network.PRIVATE}:/proc/self/ns/no-such"}
+    with pytest.raises(NoAnswerError, match="this rank cannot enter the network"):
+        probe(sum_us, network, limit_s=60.0)
+
+
+def test_without_a_place_for_temporary_files_nothing_else_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    done = rrfp_here(tmp_path, "doctor", "--format", "json")
+    assert done.returncode == 1
+    (check,) = json.loads(done.stdout)["checks"]
+    assert (check["name"], check["state"]) == ("temp-dir", "fails")
+    assert "set TMPDIR to one that can" in check["advice"]
+    refused = rrfp_here(tmp_path, "train", "--out", "run")
+    assert (refused.returncode, refused.stderr) == (2, done.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("columns", [40, 59, 60, 200])
+def test_the_advice_is_shown_however_narrow_the_terminal(
+    found: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    check = Check("megatron-core", State.SLOW, 1234.5, "Gbit/s", "words of advice that wrap")
+    _, stdout, _ = found([check])
+    assert "words of advice that wrap" in " ".join(stdout.split())
+    assert "1234.5 Gbit/s" in stdout
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_what_is_redrawn_steers_and_what_is_said_meanwhile_does_not(
     monkeypatch.setenv("TERM", "xterm")
     with progress("Simulating", 3) as more:
         more(1)
-        print(f"{ESCAPE} said", file=sys.stderr)
+        sys.stderr.write(f"{ESCAPE} said\n")
     drawn = terminal.getvalue()
     assert "\x1b[2KSimulating" in drawn
     assert r"\x1b[2K" not in drawn

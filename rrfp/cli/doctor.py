@@ -12,6 +12,7 @@ from rrfp.train.setting_groups import DeviceKind
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rich.console import Group
     from rich.table import Table
 
     from rrfp.doctor.check import Check
@@ -42,10 +43,27 @@ def doctor(
     else:
         from rrfp.cli.terminal.console import console
 
-        console().print(_table(checks))
+        page = console()
+        page.print(_table(checks) if page.width >= _TABLE_WIDTH else _list(checks))
     for check in checks:
         if check.ends_runs_on(device):
             raise RrfpError(check.advice)
+
+
+_TABLE_WIDTH = 60
+"""On fewer columns nothing would be left for the last one."""
+
+
+def _list(checks: "Iterable[Check]") -> "Group":
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    lines: list[Text | Padding] = []
+    for check in checks:
+        lines.append(Text(f"{check.name}: {check.state} {_told_figure(check)}".rstrip()))
+        lines.append(Padding(Text(check.advice), (0, 0, 0, 2)))
+    return Group(*lines)
 
 
 def _table(checks: "Iterable[Check]") -> "Table":

@@ -13,11 +13,17 @@ from rrfp.doctor.open_files import open_files
 from rrfp.doctor.pid_namespace import pid_namespace
 from rrfp.doctor.private_network import private_network
 from rrfp.doctor.shared_memory import shared_memory
+from rrfp.doctor.temporary_files import temporary_files
 from rrfp.runtime.device.cuda_presence import cuda_presence
+from rrfp.train.setting_groups import DeviceKind
 
 
 def diagnose() -> list[Check]:
     """What this machine can do; GPUs come first. Takes some ten seconds."""
+    scratch = temporary_files()
+    if scratch.ends_runs_on(DeviceKind.CPU):
+        # Nor does any other check get there what it needs.
+        return [scratch]
     presence = cuda_presence()
     return [
         *gpus(presence),
@@ -28,6 +34,7 @@ def diagnose() -> list[Check]:
         clock(),
         cores(),
         open_files(),
+        scratch,
         *shared_memory(),
         *imports(),
         compiled_core(),

@@ -1,5 +1,6 @@
-"""Whether gloo, which carries the collectives of runs on CPUs, works on loopback."""
+"""Whether gloo, which carries the collectives of runs on CPUs, works where ranks meet."""
 
+import os
 import statistics
 import time
 from datetime import timedelta
@@ -9,6 +10,8 @@ from typing import Any
 from rrfp.doctor.check import EVERY_RUN, Check, State, fails
 from rrfp.runtime.probe import NoAnswerError, probe
 from rrfp.runtime.variables import LOOPBACK
+from rrfp.train.ranks.private_network import enter_network, network_of
+from rrfp.train.setting_groups import RunSettings
 
 _SLOW_US = 20_000.0
 """Ten times what two busy cores take."""
@@ -18,12 +21,13 @@ _LIMIT_S = 120.0
 
 
 def gloo() -> Check:
-    """Two ranks of a process add up a number, again and again."""
+    """Two ranks of a process add up a number, again and again, in the network of a plain run."""
     try:
-        taken_us = probe(sum_us, limit_s=_LIMIT_S)
+        with network_of(RunSettings()) as network:
+            taken_us = probe(sum_us, network, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        advice = f"gloo does not work on {LOOPBACK} ({error}); see whether a firewall fences it"
-        return fails("gloo", advice, EVERY_RUN)
+        advice = f"gloo does not work on {LOOPBACK} ({error}); see whether torch can be imported"
+        return fails("gloo", f"{advice}, and no firewall fences loopback", EVERY_RUN)
     is_slow = taken_us > _SLOW_US
     advice = f"for a sum of two ranks on {LOOPBACK}"
     return Check(
@@ -36,8 +40,12 @@ def gloo() -> Check:
     )
 
 
-def sum_us() -> float:
-    """The median time of a sum over two ranks, which are threads of this process."""
+def sum_us(network: dict[str, str]) -> float:
+    """The median time of a sum over two ranks, which are threads of this process, in the network
+    that these variables name."""
+    os.environ.update(network)
+    enter_network()
+
     import torch.distributed as dist
 
     from rrfp.train.ranks.gloo import one_device_at

@@ -23,7 +23,8 @@ def imports() -> Iterator[Check]:
         told = dict.fromkeys(_MODULES.values(), f"cannot be imported ({error})")
     for name, module in _MODULES.items():
         if isinstance(told[module], str):
-            yield fails(name, f"{module} {told[module]}; install rrfp anew", EVERY_RUN)
+            advice = "install rrfp anew, or raise the limit (ulimit -a) that keeps it from loading"
+            yield fails(name, f"{module} {told[module]}; {advice}", EVERY_RUN)
         else:
             yield _timed(name, told[module])
 

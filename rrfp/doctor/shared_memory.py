@@ -2,7 +2,6 @@
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,45 +16,52 @@ _NUM_ROUNDS = 5
 
 
 def shared_memory(where: Path = _WHERE) -> Iterator[Check]:
-    """What is free, and the speed of copies into it."""
+    """What is free for the libraries that share named files, and the speed of copies into a file
+    without a name, as ranks share it."""
+    yield _room(where)
+    yield _speed()
+
+
+def _room(where: Path) -> Check:
     try:
         found = os.statvfs(where)
     except OSError as error:
-        told = f"{where} cannot be used ({error.strerror}); mount a tmpfs there"
-        yield absent("shm-room", told)
-        return
+        return absent("shm-room", f"{where} cannot be used ({error.strerror}); mount a tmpfs there")
     free_bytes = found.f_bavail * found.f_frsize
     is_little = free_bytes < _ENOUGH_BYTES
-    yield Check(
+    advice = f"free in {where} for NCCL, UCX and data loaders"
+    return Check(
         "shm-room",
         State.SLOW if is_little else State.OK,
         round(free_bytes / 1e9, 2),
         "GB",
-        f"free in {where}; start containers with --shm-size 8g"
-        if is_little
-        else f"free in {where}",
+        f"{advice}; start containers with --shm-size 8g" if is_little else advice,
     )
+
+
+def _speed() -> Check:
+    if not hasattr(os, "memfd_create"):
+        return absent("shm-speed", "this system has no memfd_create, so ranks take sockets instead")
     try:
-        gb_s = copied_gb_s(where, min(_TRIED_BYTES, free_bytes // 2))
+        gb_s = copied_gb_s(_TRIED_BYTES)
     except OSError as error:
-        told = f"{where} cannot be written to ({error.strerror}); mount a tmpfs there"
-        yield fails("shm-speed", told)
-        return
+        told = f"ranks get no shared memory ({error.strerror}) and take sockets instead"
+        return fails("shm-speed", f"{told}; see how much memory is free")
     is_slow = gb_s < _SLOW_GB_S
-    yield Check(
+    advice = f"to copy {_TRIED_BYTES >> 20} MiB into shared memory"
+    return Check(
         "shm-speed",
         State.SLOW if is_slow else State.OK,
         round(gb_s, 1),
         "GB/s",
-        f"to copy {_TRIED_BYTES >> 20} MiB into shared memory"
-        + ("; see whether it is a tmpfs, and not swapped out" if is_slow else ""),
+        f"{advice}; see whether memory is swapped out" if is_slow else advice,
     )
 
 
-def copied_gb_s(where: Path, num_bytes: int) -> float:
+def copied_gb_s(num_bytes: int) -> float:
     """The speed of the fastest of a few copies. Raises OSError if there is no room for one."""
-    data = os.urandom(1 << 20) * max(1, num_bytes >> 20)
-    with tempfile.TemporaryFile(dir=where) as file:
+    data = os.urandom(1 << 20) * (num_bytes >> 20)
+    with os.fdopen(os.memfd_create("rrfp-doctor"), "r+b") as file:
         # A page that cannot be had would end the process where it is first written.
         os.posix_fallocate(file.fileno(), 0, len(data))
         with mmap.mmap(file.fileno(), len(data)) as mapped:

@@ -10,7 +10,7 @@ from rrfp.errors import UsageError
 from rrfp.inputs.admission_files import admission_file
 from rrfp.inputs.dealing_files import dealing_file
 from rrfp.inputs.hint_files import resolve_hint
-from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
+from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
 from rrfp.runtime.transport import tls
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
@@ -116,9 +116,9 @@ class DispatchSettings:
             if not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
         outbox_mb: object = self.outbox_mb
-        if not isinstance(outbox_mb, int) or outbox_mb < 1:
+        if not isinstance(outbox_mb, int) or not 1 <= outbox_mb <= MOST_OUTBOX_MB:
             raise UsageError(
-                f"outbox_mb is {outbox_mb!r}; it must be a number of MiB of at least 1"
+                f"outbox_mb is {outbox_mb!r}; it must be a number of MiB from 1 to {MOST_OUTBOX_MB}"
             )
         if not isinstance(self.tls, bool):
             raise UsageError(f"tls is {self.tls!r}; it must be True or False")

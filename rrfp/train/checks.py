@@ -25,6 +25,7 @@ from rrfp.train.setting_groups import (
     RunSettings,
 )
 from rrfp.train.settings import DECLARED, TrainSettings
+from rrfp.train.temporary_files import temporary_directory
 
 _MAX_PORT = 2**16 - 1
 
@@ -48,6 +49,7 @@ def check_settings(settings: TrainSettings) -> None:
         _check_split(settings)
     _check_hosts(settings.layout.world_size, settings.run)
     check_open_files()
+    temporary_directory()
     # Last: it may take seconds.
     if settings.run.device is DeviceKind.CUDA:
         check_gpus(settings.layout.world_size // settings.run.nnodes, settings.run)
@@ -117,7 +119,8 @@ def _check_hosts(world_size: int, run: RunSettings) -> None:
         host, _, port = run.rdzv_endpoint.rpartition(":")
         _require(
             bool(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT,
-            f"--rdzv-endpoint is '{run.rdzv_endpoint}'; it must be HOST:PORT, such as node0:29400",
+            f"--rdzv-endpoint is '{run.rdzv_endpoint}'; it must be HOST:PORT with a port from 1 to "
+            f"{_MAX_PORT}, such as node0:29400",
         )
     if run.nnodes > 1:
         _require(

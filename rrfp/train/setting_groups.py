@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rrfp.megatron.settings import GradOrder
-from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
+from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.hint import Hint, WeightGradients
@@ -201,7 +201,9 @@ class LayoutSettings:
         DEFAULT_OUTBOX_MB,
         "Memory per rank and data plane in which large messages wait for their receivers, in MiB; "
         "nixl takes twice as much",
-        must=AT_LEAST_1,
+        must=Must(
+            f"at least 1 and at most {MOST_OUTBOX_MB}", lambda value: 1 <= value <= MOST_OUTBOX_MB
+        ),
         metavar="MIB",
     )
     tls: bool = setting(

@@ -22,3 +22,5 @@ class TransportName(StrEnum):
 
 DEFAULT_OUTBOX_MB = 256
 """Of each rank, and of each plane in use."""
+MOST_OUTBOX_MB = 2**20
+"""A TiB: more than any host has for it."""
