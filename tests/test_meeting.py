@@ -124,9 +124,9 @@ def test_hosts_with_other_files_are_refused_on_both(
 def test_hosts_that_differ_are_refused_on_both() -> None:
     port = free_port()
     with both(port, hint="fb") as other:
-        with pytest.raises(UsageError, match="hint is bf on host 0 and fb on host 1"):
+        with pytest.raises(UsageError, match="--hint is bf on host 0 and fb on host 1"):
             meet(settings(port, 0))
-        with pytest.raises(UsageError, match="hint is bf on host 0 and fb on host 1"):
+        with pytest.raises(UsageError, match="--hint is bf on host 0 and fb on host 1"):
             other()
 
 
@@ -249,7 +249,7 @@ def test_a_rank_of_hosts_that_is_taken_is_refused_and_all_are_told() -> None:
 
 
 def test_a_host_too_many_is_refused_and_host_0_is_told() -> None:
-    port, words = free_port(), "nnodes is 2 on host 0 and 3 on host 2"
+    port, words = free_port(), "--nnodes is 2 on host 0 and 3 on host 2"
     with ThreadPoolExecutor() as hosts:
         other = hosts.submit(meet, settings(port, 2, nnodes=3, pp=6))
         with pytest.raises(UsageError, match=words):

@@ -8,7 +8,7 @@ from rrfp.inputs.hint_files import order_file
 from rrfp.inputs.text_files import sha256_of
 from rrfp.replay.cost_files import costs_file
 from rrfp.train.data.tokenizer import tokenizer_file
-from rrfp.train.settings import TrainSettings
+from rrfp.train.settings import DECLARED, TrainSettings
 
 _MAY_DIFFER = frozenset({"node_rank", "rdzv_endpoint", "out", "data", "force", "save"})
 """Settings that may differ between hosts."""
@@ -40,8 +40,9 @@ def check_common(first: Mapping[str, object], node_rank: int, own: Mapping[str, 
     """Raise UsageError if a host's account differs from that of host 0, which is the first."""
     for name, value in first.items():
         if own.get(name) != value:
+            flag = f"--{DECLARED[name].spelled}" if name in DECLARED else name
             raise UsageError(
-                f"{name} is {value} on host 0 and {own.get(name)} on host {node_rank}; run the "
+                f"{flag} is {value} on host 0 and {own.get(name)} on host {node_rank}; run the "
                 "same command with the same files on both"
             )
 
