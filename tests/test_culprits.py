@@ -263,7 +263,7 @@ def test_the_screen_fits_a_terminal(rrfp: Run) -> None:
     assert (code, err) == (0, "")
     assert len(out.splitlines()) <= 24
     assert all(len(line) <= 80 for line in out.splitlines())
-    assert "1. Rank 4 is slower than its peers: mending it saves" in out
+    assert "1. Rank 4 is slower than its peers: fixing it saves" in out
     assert "rrfp analyze whatif slow.pftrace --usual-rank 4" in out
     assert out.splitlines()[-1].startswith("Next: rrfp analyze report slow.pftrace")
 

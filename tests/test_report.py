@@ -135,7 +135,7 @@ def test_a_report_has_every_part() -> None:
     assert all(attrs["role"] == "img" and len(attrs["aria-label"] or "") > 20 for attrs in plots)
     assert "The bound on what a rank holds withholds forwards (bf ready, limit 1)" in page.text
     assert "Try --limit 2, if memory allows." in page.text
-    saved = re.search(r"Replayed with it mended, a step takes ([\d.]+)% less", page.text)
+    saved = re.search(r"Replayed with it fixed, a step takes ([\d.]+)% less", page.text)
     assert saved is not None
     assert float(saved[1]) > 5
     assert (

@@ -24,7 +24,7 @@ def imbalance(
     rank = found.index(max(found))
     sentence = (
         f"Pipeline rank {rank} has {excess:.0%} more to do than the mean of all; no order of tasks "
-        "mends that, only the split of the layers"
+        "fixes that, only the split of the layers"
     )
     if source.layered is None:
         return f"{sentence}, which --layers N lets be searched."

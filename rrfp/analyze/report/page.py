@@ -185,7 +185,7 @@ class _Page:
             lambda: (
                 element("ol", *map(self._finding, self._found), class_="findings")
                 if self._found
-                else paragraph("Mending any one thing would save less than 1% of a step.")
+                else paragraph("Fixing any one thing would save less than 1% of a step.")
             )
         )
 
@@ -198,9 +198,9 @@ class _Page:
             advice(found.told),
             advice(found.advice),
             paragraph(
-                f"It owns {part:.0%} of a step; what mending it saves is not known."
+                f"It owns {part:.0%} of a step; what fixing it saves is not known."
                 if found.saving is None
-                else f"Replayed with it mended, a step takes {part:.1%} less."
+                else f"Replayed with it fixed, a step takes {part:.1%} less."
             ),
         )
 

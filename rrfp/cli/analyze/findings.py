@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames
 
 _NOTABLE_ERROR = 0.01
-"""Of a replay: what mending saves is told from 1% on."""
+"""Of a replay: what fixing saves is told from 1% on."""
 
 
 def findings(
@@ -35,10 +35,10 @@ def findings(
     evaluations: Evaluations = False,
     output_format: FrameFormat = Format.TABLE,
 ) -> None:
-    """Show what makes a run's steps long, by what mending it would save.
+    """Show what makes a run's steps long, by what fixing it would save.
 
-    Every suspect is mended in a replay of the run: a slow stage, rank, replica or
-    link, uneven microbatches, a binding order, a bound. What no replay can mend
+    Every suspect is fixed in a replay of the run: a slow stage, rank, replica or
+    link, uneven microbatches, a binding order, a bound. What no replay can fix
     follows with what it owns of a step.
 
     Of a run that ended before its time it shows the last moments instead: what
@@ -121,9 +121,9 @@ def _lead(found: "Diagnosis") -> str:
 def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
     """What is to be said below the findings."""
     if found.why_not_replayed:
-        return [f"What mending would save is not known: {found.why_not_replayed}."]
+        return [f"What fixing would save is not known: {found.why_not_replayed}."]
     if not found.findings:
-        return ["Mending any one thing would save less than 1% of a step."]
+        return ["Fixing any one thing would save less than 1% of a step."]
     told = []
     num_steps = frames.windows.height
     if found.num_replayed < num_steps:
@@ -137,7 +137,7 @@ def _titled(finding: "Finding") -> str:
     part = (
         f"owns {finding.share:.0%} of a step"
         if finding.saving is None
-        else f"mending it saves {finding.saving:.0%}"
+        else f"fixing it saves {finding.saving:.0%}"
     )
     return f"{finding.title}: {part}"
 
