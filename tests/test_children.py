@@ -47,7 +47,9 @@ sys.exit(0 if how == "end" else 3)
 """
 
 
-def run(directory: Path, *ways: str, lost: Callable[[], str] = str) -> dict[int, Failure]:
+def run(
+    directory: Path, *ways: str, lost: Callable[[], RrfpError | None] = lambda: None
+) -> dict[int, Failure]:
     command = (sys.executable, "-c", PROGRAM, str(directory), ",".join(ways))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
     return run_to_end(command, environments, directory, lost=lost)
@@ -116,8 +118,9 @@ def test_the_first_that_was_killed_stays_the_first(tmp_path: Path) -> None:
 
 
 def test_another_host_that_is_lost_ends_them_all(tmp_path: Path) -> None:
+    lost = RrfpError("host 1 was silent")
     with pytest.raises(RrfpError, match="host 1 was silent"):
-        run(tmp_path, "wait", lost=lambda: "host 1 was silent" if [*tmp_path.iterdir()] else "")
+        run(tmp_path, "wait", lost=lambda: lost if [*tmp_path.iterdir()] else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

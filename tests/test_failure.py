@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from rrfp.errors import UsageError, first_line
+from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.ranks import process
@@ -20,6 +20,10 @@ from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.vigil import Standstill, Why
 
 REPORT = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False)
+
+
+def nobody() -> None:
+    """No other host says why ranks of this one have lost its ranks."""
 
 
 def test_a_report_is_read_as_it_was_written(
@@ -36,7 +40,7 @@ def test_a_stalls_grid_is_told_below_the_sentence(tmp_path: Path) -> None:
     grid = "rank  waits\n1     2.0 s"
     report = FailureReport("rank 1 waited", 1, False, False, detail=grid)
     failure, run = Failure(7, 1, 0.0, report), RunDir(tmp_path)
-    told = str(_first_failure({1: failure}, run, str))
+    told = str(_first_failure({1: failure}, run, nobody))
     assert told == f"rank 1 failed: rank 1 waited (see {run.rank_log(1)})\n{grid}"
 
 
@@ -78,7 +82,9 @@ def test_the_failure_that_the_others_follow_from_is_told(
         for rank, (code, report) in failures.items()
         for was_ended in [code < -100]
     }
-    error = _first_failure(ended, RunDir(tmp_path), lambda: elsewhere)
+    error = _first_failure(
+        ended, RunDir(tmp_path), lambda: RrfpError(elsewhere) if elsewhere else None
+    )
     assert str(error).startswith(told)
     assert error.exit_code == (2 if told == "--lr is -1" else 1)
 
@@ -103,7 +109,7 @@ def test_a_rank_that_stood_still_is_told_with_its_place(
         1: Failure(7, -signal.SIGKILL, 2.0, None, True, STOPPED, stacks),
         2: Failure(8, 1, 1.0, SILENT),
     }
-    assert str(_first_failure(failures, run, str)) == (
+    assert str(_first_failure(failures, run, nobody)) == (
         f"rank 1 (pid 7) stood still in step 7 for 15 s, at {at}, and was killed: a signal had "
         f"stopped it, while ranks 0, 3 waited; {where} is in {run.rank_log(1)}, and see who stops "
         "it"
@@ -114,7 +120,7 @@ def test_ranks_that_all_waited_for_another_are_told_once(tmp_path: Path) -> None
     deadlock = Standstill(Why.DEADLOCK, 150.2, "in close", "a.py:1 in f", [1, 2])
     failures = {0: Failure(6, -signal.SIGKILL, 2.0, None, True, deadlock)}
     assert "killed: every rank of the run waited for another; its output" in str(
-        _first_failure(failures, RunDir(tmp_path), str)
+        _first_failure(failures, RunDir(tmp_path), nobody)
     )
 
 
@@ -123,7 +129,7 @@ def test_a_failure_of_its_own_is_told_before_one_that_was_stopped(tmp_path: Path
         0: Failure(6, 1, 1.0, OWN),
         1: Failure(7, -signal.SIGKILL, 0.5, None, True, STOPPED),
     }
-    told = str(_first_failure(failures, RunDir(tmp_path), str))
+    told = str(_first_failure(failures, RunDir(tmp_path), nobody))
     assert told.startswith("rank 0 failed: no memory")
 
 
@@ -173,7 +179,7 @@ def test_the_first_line_that_says_something() -> None:
     ],
 )
 def test_the_error_says_who_is_to_blame(failure: Failure, culprit: Culprit, tmp_path: Path) -> None:
-    error = _first_failure({1: failure}, RunDir(tmp_path), elsewhere=str)
+    error = _first_failure({1: failure}, RunDir(tmp_path), nobody)
     assert isinstance(error, RunFailedError)
     assert error.culprit == culprit
 

@@ -190,7 +190,7 @@ def test_a_silent_host_is_not_waited_for_again(
     hosts.silence_s = 1.0
     hosts.store.set(f"{PREFIX}/answer/1", '[false, ""]')
     hosts.store.set(f"{PREFIX}/1/0", "records/rank-2.jsonl\nwhat came")
-    hosts.store.set("rrfp/pulse/1", '[1, "here", "node1", ""]')
+    hosts.store.set("rrfp/pulse/1", '[1, "here", "node1", "", null]')
     spill = hosts.runs[0].path / "records/rank-2.jsonl"
 
     def work() -> None:

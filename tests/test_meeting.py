@@ -273,7 +273,7 @@ def test_a_host_that_comes_and_is_lost_is_named_while_others_are_awaited() -> No
         while not can_connect(port):
             time.sleep(0.02)
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        store.set("rrfp/pulse/1", '[1, "here", "node1", ""]')
+        store.set("rrfp/pulse/1", '[1, "here", "node1", "", null]')
 
     with ThreadPoolExecutor() as hosts:
         coming = hosts.submit(come_and_go)

@@ -12,6 +12,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
+from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.train.ranks.hosts import answers, pulse
 from rrfp.train.ranks.hosts.answers import AnsweringStore
 from rrfp.train.ranks.hosts.pulse import Pulse
@@ -84,7 +85,7 @@ def watch(*pulses: Pulse, for_s: float = 2 * SILENCE_S) -> None:
     """As launchers do; nobody is lost."""
     until_s = time.monotonic() + for_s
     while time.monotonic() < until_s:
-        assert [each.lost() for each in pulses] == [""] * len(pulses)
+        assert [each.lost() for each in pulses] == [None] * len(pulses)
         time.sleep(0.01)
 
 
@@ -96,7 +97,7 @@ def test_hosts_that_beat_are_heard_and_a_silent_one_is_named(wire: Wire) -> None
         await_that(here.lost)
         assert here.is_silent(2)
         assert not here.is_silent(1)
-        assert here.lost() == (
+        assert str(here.lost()) == (
             f"host 2 ({NAME}) was silent for 1 s towards host 0 ({NAME}); see whether it still "
             "runs, and the network between them"
         )
@@ -113,8 +114,8 @@ def test_a_wire_that_is_cut_is_told_on_both_ends(wire: Wire) -> None:
         await_that(lambda: here.has_come(1) and there.has_come(0))
         wire.is_open.clear()
         await_that(lambda: here.lost() and there.lost())
-        assert here.lost().startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 ({NAME})")
-        assert there.lost().startswith(f"host 0 ({NAME}) was silent for 1 s towards host 1 (")
+        assert str(here.lost()).startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 (")
+        assert str(there.lost()).startswith(f"host 0 ({NAME}) was silent for 1 s towards host 1 (")
 
 
 def test_a_wire_that_comes_back_is_heard_over_another_connection(wire: Wire) -> None:
@@ -138,19 +139,34 @@ def test_who_was_stopped_itself_takes_nobody_for_lost(
         watch(here, for_s=0.1)
         own.is_open.clear()
         time.sleep(2 * SILENCE_S)  # nobody looks, and nothing is heard
-        assert here.lost() == ""
+        assert here.lost() is None
 
 
-def test_a_failure_is_heard_in_its_own_words(wire: Wire) -> None:
+@pytest.mark.parametrize(
+    "culprit",
+    [
+        None,
+        Culprit(FoundBy.COLLECTIVE),
+        Culprit(FoundBy.LAUNCHER, 2),
+        Culprit(FoundBy.LINK, link=(1, 2)),
+    ],
+)
+def test_a_failure_is_heard_in_its_own_words_and_with_its_culprit(
+    wire: Wire, culprit: Culprit | None
+) -> None:
     with beating(wire, 0, 3) as here, beating(wire, 1, 3) as there, beating(wire, 2, 3) as third:
         await_that(lambda: here.has_come(1) and here.has_come(2))
-        there.fail(RrfpError("rank 2 failed: no \x1b[31mluck\nand its stack"))
+        sentence = "rank 2 failed: no \x1b[31mluck\nand its stack"
+        there.fail(RrfpError(sentence) if culprit is None else RunFailedError(sentence, culprit))
         await_that(here.lost)
-        assert here.lost() == f"host 1 ({NAME}): rank 2 failed: no ?[31mluck"
-        assert here.reason() == here.lost()
-        here.fail(RrfpError(here.lost()))
+        heard = here.reason()
+        assert str(heard) == str(here.lost()) == f"host 1 ({NAME}): rank 2 failed: no ?[31mluck"
+        assert isinstance(heard, RrfpError)
+        here.fail(heard)
         await_that(third.lost)
-        assert third.lost() == here.lost()
+        for error in (heard, third.lost()):
+            assert str(error) == str(heard)
+            assert (error.culprit if isinstance(error, RunFailedError) else None) == culprit
 
 
 def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
@@ -158,15 +174,15 @@ def test_an_interruption_is_a_failure_elsewhere(wire: Wire) -> None:
         with pytest.raises(KeyboardInterrupt), there.telling():
             raise KeyboardInterrupt
         await_that(here.lost)
-        assert here.lost() == f"host 1 ({NAME}): it was told to stop"
+        assert str(here.lost()) == f"host 1 ({NAME}): it was stopped by a signal"
 
 
 def test_a_host_that_is_killed_is_the_reason_before_its_silence_is_over(wire: Wire) -> None:
     with beating(wire, 0) as here:
         with beating(wire, 1):
             await_that(lambda: here.has_come(1))
-            assert here.reason() == ""
-        assert here.reason().startswith(f"host 1 ({NAME}) was silent for ")
+            assert here.reason() is None
+        assert str(here.reason()).startswith(f"host 1 ({NAME}) was silent for ")
         assert not here.is_silent(1)
 
 
@@ -211,13 +227,22 @@ def test_a_host_that_is_lost_at_the_end_is_named(wire: Wire) -> None:
 
 @pytest.mark.parametrize(
     "planted",
-    [b"\x80\x04}.", b"[]", b'"', b'[1,"here","x"]', b'[1,"gone","x",""]', b'["1","here","x",""]'],
+    [
+        *(b"\x80\x04}.", b"[]", b'"', b'[1,"here","x",""]'),
+        *(b'[1,"gone","x","",null]', b'["1","here","x","",null]', b'[1,"here","x","",7]'),
+        b'[1,"failed","x","",["launcher","2",null]]',
+        b'[1,"failed","x","",["nobody",2,null]]',
+        b'[1,"failed","x","",["link",null,[1]]]',
+        b'[1,"failed","x","",["link",null,1]]',
+    ],
 )
 def test_what_is_no_word_ends_the_run_in_a_sentence(wire: Wire, planted: bytes) -> None:
     with beating(wire, 0) as here:
         wire.store.set("rrfp/pulse/1", planted)  # type: ignore[arg-type]
         await_that(here.lost)
-        assert here.lost().startswith("the value of 'rrfp/pulse/1' in the run's store is not what")
+        assert str(here.lost()).startswith(
+            "the value of 'rrfp/pulse/1' in the run's store is not what"
+        )
 
 
 def test_who_has_no_threads_left_for_a_while_is_heard_again(
@@ -240,7 +265,7 @@ def test_who_has_no_threads_left_for_a_while_is_heard_again(
 
 def test_a_name_is_shown_without_control_characters(wire: Wire) -> None:
     with beating(wire, 0) as here:
-        word = [1, "failed", "x", "\x1b]0;owned\x07"]
+        word = [1, "failed", "x", "\x1b]0;owned\x07", None]
         wire.store.set("rrfp/pulse/1", json.dumps(word))
         await_that(here.lost)
-        assert here.lost() == "?]0;owned?"
+        assert str(here.lost()) == "?]0;owned?"

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from rrfp.runtime.transport import tls
+from rrfp.trace.outcome import Culprit, FoundBy, read_ending
+from rrfp.trace.rundir import RunDir
 from tests.link_pairs import needs_tls
 from tests.trained import (
     ENDLESS,
@@ -193,7 +195,7 @@ def test_ctrl_c_on_one_host_is_told_on_the_other(tmp_path: Path) -> None:
         assert second.ended(timeout_s=30)[0] == 130
         code, _, err = first.ended(timeout_s=30)
         assert code == 1
-        assert re.match(r"rrfp: host 1 \(.*\): it was told to stop$", err.splitlines()[-1])
+        assert re.match(r"rrfp: host 1 \(.*\): it was stopped by a signal$", err.splitlines()[-1])
         await_no_process(run, timeout_s=10)
         assert_opens(run)
 
@@ -210,6 +212,9 @@ def test_a_rank_killed_on_one_host_ends_both(tmp_path: Path) -> None:
         code, _, err = first.ended(timeout_s=30)
         assert code == 1
         assert re.match(r"rrfp: host 1 \(.*\): rank 3 \(pid \d+\) was ki", err.splitlines()[-1])
+        ending = read_ending(RunDir(run))
+        assert ending is not None
+        assert ending.culprit == Culprit(FoundBy.LAUNCHER, 3)
         await_no_process(run, timeout_s=10)
         assert_opens(run)
 

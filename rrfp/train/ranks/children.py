@@ -39,15 +39,15 @@ def run_to_end(
     directory: Path,
     *,
     end_on_request: bool = False,
-    lost: Callable[[], str] = str,
+    lost: Callable[[], RrfpError | None] = lambda: None,
     silence_s: float = math.inf,
     is_whole: bool = True,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
     until all have ended; returns the failures. As soon as one rank fails, the others are ended, and
     so it is if one stands still for `silence_s` (`rrfp.train.ranks.liveness`); `is_whole` says that
-    the run has no other ranks than these. All are ended, too, once `lost` says in a sentence that
-    another host is, which is raised as RrfpError; `str` says nothing.
+    the run has no other ranks than these. All are ended, too, once `lost` gives an error, because
+    another host is; it is raised.
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
@@ -80,7 +80,7 @@ def run_to_end(
 def _watch(
     children: Mapping[int, Child],
     noted: list[signal.Signals],
-    lost: Callable[[], str],
+    lost: Callable[[], RrfpError | None],
     vigil: Vigil,
     *,
     end_on_request: bool,
@@ -110,9 +110,9 @@ def _watch(
             number = next(each for each in noted if each != signal.SIGTERM or not end_on_request)
             _end(children, _ending_signal(end_on_request=True) if end_on_request else number)
             raise SignalledError(number)
-        if sentence := lost():
+        if error := lost():
             _end(children, _ending_signal(end_on_request=end_on_request))
-            raise RrfpError(sentence)
+            raise error
         if all(child.has_ended for child in children.values()):
             return _failures(children)
         if (now_s := time.monotonic()) >= look_s:

@@ -85,21 +85,21 @@ def launch(
 class _Elsewhere(Protocol):
     """What is known of the other hosts."""
 
-    def lost(self) -> str:
-        """A sentence once another host is lost or has failed; until then empty."""
+    def lost(self) -> RrfpError | None:
+        """An error once another host is lost or has failed."""
         ...
 
-    def reason(self) -> str:
-        """Why ranks of this host have lost those of another; empty if nobody says."""
+    def reason(self) -> RrfpError | None:
+        """Why ranks of this host have lost those of another; None if nobody says."""
         ...
 
 
 class _NoOtherHost:
-    def lost(self) -> str:
-        return ""
+    def lost(self) -> RrfpError | None:
+        return None
 
-    def reason(self) -> str:
-        return ""
+    def reason(self) -> RrfpError | None:
+        return None
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def _environments(
 
 
 def _first_failure(
-    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], str]
+    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], RrfpError | None]
 ) -> RrfpError:
     """The failure that caused the others, as an error."""
 
@@ -199,7 +199,7 @@ def _first_failure(
     if report.exit_code == UsageError.exit_code:
         return UsageError(report.sentence)
     if (report.is_consequence or report.is_silence) and (reason := elsewhere()):
-        return RrfpError(reason)
+        return reason
     if report.is_silence:
         for other, ended in failures.items():
             if ended.exit_code == -signal.SIGKILL:

@@ -126,8 +126,8 @@ def _awaited(
     store: AnsweringStore, key: str, decode: Callable[[object], T], host: int, pulse: Pulse
 ) -> T:
     while (told := store.read(key, decode, f"host {host}")) is None:
-        if sentence := pulse.lost():
-            raise RrfpError(sentence)
+        if error := pulse.lost():
+            raise error
         time.sleep(_LOOK_S / 10)
     return told
 

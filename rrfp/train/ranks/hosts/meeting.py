@@ -309,8 +309,8 @@ class _Meeting:
 
     def _wait(self, host: int | None = None) -> None:
         """Wait a little for a host, or for any."""
-        if sentence := self.pulse.lost():
-            raise RrfpError(sentence)
+        if error := self.pulse.lost():
+            raise error
         if self._store is not None and (refused := self._store.find(_REFUSED)) is not None:
             raise UsageError(printable(refused.decode(errors="replace")))
         now_s = time.monotonic()

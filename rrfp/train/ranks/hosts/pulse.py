@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Self
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.runtime.decoding import integer, items, parsed, text
+from rrfp.trace.outcome import Culprit, RunFailedError
 from rrfp.train.ranks.hosts.answers import AnsweringStore
 
 _BEAT_S = 1.0
@@ -61,13 +63,22 @@ class Word:
     """The host's own name."""
     sentence: str = ""
     """Why it failed."""
+    culprit: Culprit | None = None
+    """Who is at fault, if it knows."""
 
     @classmethod
     def decoded(cls, data: bytes) -> Self:
         """Raises ValueError if these are no host's words."""
-        beat, state, name, sentence = items(parsed(data), 4)
+        beat, state, name, sentence, culprit = items(parsed(data), 5)
         said = printable(text(name)), printable(text(sentence))
-        return cls(integer(beat), State(text(state)), *said)
+        return cls(integer(beat), State(text(state)), *said, _culprit(culprit))
+
+    @property
+    def error(self) -> RrfpError:
+        """Why it failed, for those who end because of it."""
+        if self.culprit is None:
+            return RrfpError(self.sentence)
+        return RunFailedError(self.sentence, self.culprit)
 
     def has_come_to(self, state: State) -> bool:
         return [*State].index(self.state) >= [*State].index(state)
@@ -117,12 +128,13 @@ class Pulse:
     def has_come(self, host: int) -> bool:
         return host in self._words
 
-    def lost(self) -> str:
-        """A sentence about another host that has failed, or was silent for too long; empty if there
-        is none."""
-        failed = [word.sentence for word in self._words.values() if word.state is State.FAILED]
-        silent = [self._silence(host) for host in self._others if self.is_silent(host)]
-        return next(filter(None, [self._misread, *failed, *silent]), "")
+    def lost(self) -> RrfpError | None:
+        """What ends this host because another one has failed, or was silent for too long."""
+        if self._misread:
+            return RrfpError(self._misread)
+        failed = (word.error for word in self._words.values() if word.state is State.FAILED)
+        silent = (self._silence(host) for host in self._others if self.is_silent(host))
+        return next(chain(failed, silent), None)
 
     def is_silent(self, host: int) -> bool:
         """Whether a host that has come, and not ended, was not heard for too long: half as long
@@ -130,12 +142,12 @@ class Pulse:
         patience = 0.5 if self._own.state is State.FAILED else 1.0
         return self._quiet_s(host) > patience * self.silence_s
 
-    def reason(self) -> str:
+    def reason(self) -> RrfpError | None:
         """Why ranks of this host have lost those of another: what that host says, or that it is not
-        heard itself. Waits for it, for a while; empty if there is no such reason."""
-        _await(lambda: self.lost() != "", _WORD_S)
+        heard itself. Waits for it, for a while; None if there is no such reason."""
+        _await(lambda: self.lost() is not None, _WORD_S)
         overdue = [host for host in self._others if self._quiet_s(host) > _OVERDUE_S]
-        return self.lost() or (self._silence(overdue[0]) if overdue else "")
+        return self.lost() or (self._silence(overdue[0]) if overdue else None)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -152,8 +164,12 @@ class Pulse:
             return
         told = self.lost()
         # What another host has said goes on as it is.
-        is_anothers = told != "" and told == str(error)
-        self._become(State.FAILED, told if is_anothers else f"{self._called()}: {_why(error)}")
+        is_anothers = told is not None and str(told) == str(error)
+        self._become(
+            State.FAILED,
+            str(error) if is_anothers else f"{self._called()}: {_why(error)}",
+            error.culprit if isinstance(error, RunFailedError) else None,
+        )
 
     def part(self) -> None:
         """Wait until the ranks of all hosts have ended, for a while. Raises RrfpError naming a host
@@ -161,9 +177,9 @@ class Pulse:
         self._become(State.ENDED)
         # Host 0 tells the others once it has heard it of all.
         enough = State.PARTED if self._node_rank > 0 else State.ENDED
-        _await(lambda: self._all_are(enough) or self.lost() != "", _PARTING_S)
-        if sentence := self.lost():
-            raise RrfpError(sentence)
+        _await(lambda: self._all_are(enough) or self.lost() is not None, _PARTING_S)
+        if error := self.lost():
+            raise error
         if not self._all_are(enough):
             late = [host for host in self._others if not self._words[host].has_come_to(enough)]
             raise RrfpError(
@@ -188,9 +204,9 @@ class Pulse:
             word.has_come_to(state) or self.is_silent(host) for host, word in self._words.items()
         )
 
-    def _become(self, state: State, sentence: str = "") -> None:
+    def _become(self, state: State, sentence: str = "", culprit: Culprit | None = None) -> None:
         with self._lock:
-            self._own = replace(self._own, state=state, sentence=sentence)
+            self._own = replace(self._own, state=state, sentence=sentence, culprit=culprit)
         self._changed.set()
 
     def _quiet_s(self, host: int) -> float:
@@ -207,8 +223,8 @@ class Pulse:
             has_ended = word is not None and word.has_come_to(State.PARTED)
             return 0.0 if has_ended else now_s - self._heard_s.get(host, now_s)
 
-    def _silence(self, host: int) -> str:
-        return (
+    def _silence(self, host: int) -> RrfpError:
+        return RrfpError(
             f"{self._called(host)} was silent for {self._quiet_s(host):.0f} s towards "
             f"{self._called()}; see whether it still runs, and the network between them"
         )
@@ -272,7 +288,18 @@ def _why(error: BaseException) -> str:
         return first_line(str(error))
     if isinstance(error, Exception):
         return f"{type(error).__name__}: {first_line(str(error))}"
-    return "it was told to stop"
+    return "it was stopped by a signal"
+
+
+def _culprit(told: object) -> Culprit | None:
+    """Raises ValueError for what no host tells."""
+    if told is None:
+        return None
+    found_by, rank, link = items(told, 3)
+    try:
+        return Culprit.decode({"found_by": found_by, "rank": rank, "link": link})
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def printable(told: str) -> str:
