@@ -129,17 +129,36 @@ def test_a_wire_that_comes_back_is_heard_over_another_connection(wire: Wire) -> 
         assert wire.num_connections > 1
 
 
-def test_who_was_stopped_itself_takes_nobody_for_lost(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_who_was_stopped_itself_takes_nobody_for_lost_and_says_so(
+    stopped: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulse, "_PAUSE_S", 0.5)
     own = Wire(wire.store)
-    with beating(own, 0) as here, beating(wire, 1):
-        await_that(lambda: here.has_come(1))
+    with beating(own, stopped) as here, beating(wire, 1 - stopped):
+        await_that(lambda: here.has_come(1 - stopped))
         watch(here, for_s=0.1)
         own.is_open.clear()
         time.sleep(2 * SILENCE_S)  # nobody looks, and nothing is heard
         assert here.lost() is None
+        await_that(here.lost)
+        assert str(here.lost()) == (
+            f"host {stopped} ({NAME}) stood still itself for 2 s, and has not heard "
+            f"host {1 - stopped} ({NAME}) since; see who stopped its rrfp train"
+        )
+
+
+def test_a_host_that_was_heard_after_a_stop_is_named_when_it_is_silent(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "_PAUSE_S", 0.5)
+    with beating(wire, 0) as here:
+        with beating(wire, 1):
+            await_that(lambda: here.has_come(1))
+            time.sleep(2 * SILENCE_S)  # nobody looks
+            watch(here)
+        await_that(here.lost)
+        assert str(here.lost()).startswith(f"host 1 ({NAME}) was silent for 1 s towards host 0 (")
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,10 @@ def test_a_host_whose_launcher_is_stopped_is_named(lost: int, tmp_path: Path) ->
         words = rf"rrfp: host {lost} \(.*\) was silent for \d+ s towards host {1 - lost} \(.*\)"
         assert re.match(words, err.splitlines()[-1]), err
         os.kill(stopped.process.pid, signal.SIGCONT)
-        assert stopped.ended(timeout_s=60)[0] == 1
+        code, _, err = stopped.ended(timeout_s=60)
+        assert code == 1
+        own = rf"rrfp: host {lost} \(.*\) stood still itself for \d+ s, and has not heard host "
+        assert re.match(own, err.splitlines()[-1]), err
         await_no_process(run, timeout_s=10)
         assert_opens(run)
 

@@ -8,6 +8,7 @@ grows. Host 0 reads those of all others, and they read host 0's.
 """
 
 import json
+import math
 import socket
 import threading
 import time
@@ -107,6 +108,9 @@ class Pulse:
         self._heard_s: dict[int, float] = {}
         """When hosts that have come were heard."""
         self._looked_s = 0.0
+        self._stood_s = 0.0
+        """How long this process was stopped itself, when others may have given it up for that."""
+        self._stood_until_s = -math.inf
         self._lock = threading.Lock()
         self._is_closed = False
         self._changed = threading.Event()
@@ -218,14 +222,24 @@ class Pulse:
                 self._heard_s = {
                     other: min(at_s + paused_s, now_s) for other, at_s in self._heard_s.items()
                 }
+                # The others count from the last beat that they heard.
+                if paused_s > self.silence_s - 2 * _BEAT_S:
+                    self._stood_s, self._stood_until_s = paused_s, now_s
             self._looked_s = now_s
             word = self._words.get(host)
             has_ended = word is not None and word.has_come_to(State.PARTED)
             return 0.0 if has_ended else now_s - self._heard_s.get(host, now_s)
 
     def _silence(self, host: int) -> RrfpError:
+        quiet_s = self._quiet_s(host)
+        # What that host said before it gave this one up may arrive only afterwards.
+        if self._heard_s[host] < self._stood_until_s + _OVERDUE_S:
+            return RrfpError(
+                f"{self._called()} stood still itself for {self._stood_s:.0f} s, and has not heard "
+                f"{self._called(host)} since; see who stopped its rrfp train"
+            )
         return RrfpError(
-            f"{self._called(host)} was silent for {self._quiet_s(host):.0f} s towards "
+            f"{self._called(host)} was silent for {quiet_s:.0f} s towards "
             f"{self._called()}; see whether it still runs, and the network between them"
         )
 
