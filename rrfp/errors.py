@@ -1,6 +1,6 @@
 """The errors a user can see. Each message is one sentence: the fact, the value, the next step."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -36,6 +36,11 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(str(error))
+
+
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """As in `rank 1` or `ranks 2, 3`."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:

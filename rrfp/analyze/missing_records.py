@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import polars as pl
 
 from rrfp.analyze.frames import Frames
+from rrfp.errors import numbered
 from rrfp.trace.rundir import expected_ranks
 
 
@@ -12,8 +13,8 @@ def missing_records(frames: Frames) -> Iterator[str]:
     """A sentence for each thing that is missing; `rrfp trace check` looks much closer."""
     missing = sorted(expected_ranks(frames.settings) - set(frames.run["rank"]))
     if missing:
-        ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
-        yield f"{ranks} left no records; figures are of the other {frames.run.height}"
+        told = numbered("rank", missing)
+        yield f"{told} left no records; figures are of the other {frames.run.height}"
     for rank, num_lost in (
         frames.table("loss").group_by("rank").agg(pl.col("num_lost").sum()).sort("rank").iter_rows()
     ):

@@ -165,6 +165,7 @@ def _run(settings: TrainSettings) -> None:
     if settings.run.node_rank > 0:
         assert settings.run.out is not None
         if has_trained_all(settings):
+            remove_abandoned()
             _tell(f"All {settings.num_steps} steps are trained, and --steps asks for more")
             return
         if place_of(settings) is None:

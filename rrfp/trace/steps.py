@@ -8,6 +8,7 @@ Earlier versions numbered evaluations among the training steps.
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from rrfp.errors import numbered
 from rrfp.trace.records import Phase, Recording
 
 Window = tuple[int, int]
@@ -42,11 +43,7 @@ def step_names(steps: Iterable[int]) -> str:
     numbers: dict[str, list[int]] = {STEP: [], EVALUATION: []}
     for sort, number in map(told_step, in_order(steps)):
         numbers[sort].append(number)
-    return " and ".join(
-        f"{sort}{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
-        for sort, found in numbers.items()
-        if found
-    )
+    return " and ".join(numbered(sort, found) for sort, found in numbers.items() if found)
 
 
 def count_of(steps: Collection[int]) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.errors import RrfpError, StoppedError, UsageError, numbered
 from rrfp.runtime import variables
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
@@ -222,8 +222,7 @@ def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str
     at = f", at {place}" if place else ""
     told = f"stood still {standstill.stage}{seconds}{at}, and was killed: {standstill.why}"
     if standstill.waiting and standstill.why is not Why.DEADLOCK:
-        ranks = "rank" if len(standstill.waiting) == 1 else "ranks"
-        told += f", while {ranks} {', '.join(map(str, standstill.waiting))} waited"
+        told += f", while {numbered('rank', standstill.waiting)} waited"
     advice = "see who stops it" if standstill.why is Why.STOPPED else "--silence gives it longer"
     where = f"its stack is in {log}" if failure.stacks else f"its output is in {log}"
     return f"{told}; {where}, and {advice}"

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rrfp.train.temporary_files import temporary_directory
+
 _PREFIX = "rrfp-run-"
 
 
@@ -29,7 +31,7 @@ def own_directory() -> Iterator[Path]:
 
 def _locked_directory() -> tuple[Path, int]:
     while True:
-        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_directory()))
         # Another launcher may take it for abandoned before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -41,7 +43,7 @@ def _locked_directory() -> tuple[Path, int]:
 
 def remove_abandoned() -> None:
     """Remove what launchers of this user have left that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for path in temporary_directory().glob(f"{_PREFIX}*"):
         # Somebody else's, somebody's who lives, or gone by now.
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

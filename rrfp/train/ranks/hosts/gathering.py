@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TypeVar
 
-from rrfp.errors import RrfpError, UsageError, first_line
+from rrfp.errors import RrfpError, UsageError, first_line, numbered
 from rrfp.runtime.decoding import items, text
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spills.segments import segments_in
@@ -241,7 +241,7 @@ class _Sender(_Part):
         return ""
 
     def _without(self) -> str:
-        return f"what {_called(self._ranks)} recorded stays in {self._run.path}"
+        return f"what {numbered('rank', self._ranks)} recorded stays in {self._run.path}"
 
     def _send(self) -> None:
         while True:
@@ -321,7 +321,7 @@ class _Receiver(_Part):
 
     def _without(self) -> str:
         ranks = [rank for host in self._waiting for rank in self._ranks_of[host]]
-        return f"the trace lacks the rest of {_called(ranks)}"
+        return f"the trace lacks the rest of {numbered('rank', ranks)}"
 
     def _receive(self) -> None:
         while self._waiting and not self._is_given_up:
@@ -381,8 +381,3 @@ class _Receiver(_Part):
             for file in self._files.values():
                 fcntl.flock(file, fcntl.LOCK_UN)
                 file.close()
-
-
-def _called(ranks: Sequence[int]) -> str:
-    """As in "rank 1" or "ranks 2, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
