@@ -4,6 +4,7 @@ A verb's file is imported at every start, so it imports what is heavy (torch, po
 inside its commands only.
 """
 
+import gc
 import os
 import sys
 from typing import Annotated
@@ -74,9 +75,13 @@ def main() -> int:
     if completion.is_asked():
         return completion.answer(app)
     take_interrupts()
+    gc.freeze()  # what the imports have made lives until the end
     done = errors.run(app, sys.argv[1:])
     if isinstance(done, int):
         code = done
+        # So that the interpreter does not look through torch's objects as it ends. What a script
+        # that we have run leaves is not ours to leave unfinalized.
+        gc.freeze()
     else:
         give_interrupts_back()
         code = done()
