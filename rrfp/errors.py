@@ -46,5 +46,8 @@ def numbered(noun: str, numbers: Collection[int]) -> str:
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """`; did you mean 'bfw'?`: the known name that is nearest to what somebody wrote, to be put
     behind the fact. Empty if none is near."""
-    nearest = get_close_matches(text, [*known], n=1)
+    names = [*known]
+    # Exchanged letters are likelier than left-out ones, which get_close_matches prefers.
+    exchanged = [name for name in names if sorted(name) == sorted(text)]
+    nearest = exchanged or get_close_matches(text, names, n=1)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""

@@ -71,7 +71,7 @@ def test_version() -> None:
             "rrfp: Invalid value for '--by': 'rnak' is not one of 'stage', 'rank'; did you mean "
             "'rank'? See 'rrfp analyze bubbles --help'",
         ),
-        (["train", "--steps", "many"], "rrfp: Invalid value for '--steps': "),
+        (["train", "--steps", "many"], "rrfp: --steps is 'many'; it takes a whole number"),
     ],
 )
 def test_wrong_usage_is_one_sentence(

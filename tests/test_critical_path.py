@@ -25,6 +25,7 @@ from rrfp.trace.steps import step_windows
 from tests.cases import SEEDS, Case, cases
 from tests.effort import examples
 from tests.naive_path import naive_work, work_on_path
+from tests.recordings import make_recording
 from tests.simulated import simulated_case
 from tests.step_times import MEGATRONS, policy_of, random_times, simulated
 from tests.trained import trained_recording
@@ -165,4 +166,10 @@ def test_without_a_rank_the_path_goes_on_by_what_is_there() -> None:
     path = critical_path(frames, 1)
     assert sum(owner.time_ns for owner in path.owners) == path.length_ns
     with pytest.raises(RrfpError, match="the trace has no messages"):
+        misalignment(frames)
+
+
+def test_one_pipeline_rank_has_no_misalignment() -> None:
+    frames = frames_of(make_recording(1, 4, 2))
+    with pytest.raises(RrfpError, match=r"one pipeline rank, .* open a run with two or more"):
         misalignment(frames)

@@ -32,6 +32,11 @@ from tests.virtual_time import History
         ("1500000B", Bytes(1_500_000), "1500000B"),
         ("512MiB", Bytes(512 * 2**20), "512MiB"),
         ("40GiB", Bytes(40 * 2**30), "40GiB"),
+        ("40gib", Bytes(40 * 2**30), "40GiB"),
+        ("40GB", Bytes(40 * 10**9), "40GB"),
+        ("1.5 MB", Bytes(1_500_000), "1500000B"),
+        ("512kB", Bytes(512_000), "512000B"),
+        ("2TB", Bytes(2 * 10**12), "2TB"),
         ("0.5GiB", Bytes(2**29), "512MiB"),
         ("1.0x", ShareOf1F1B(Fraction(1)), "1.0x"),
         ("0.75x", ShareOf1F1B(Fraction(3, 4)), "0.75x"),
@@ -45,7 +50,8 @@ def test_a_hold_is_read_and_written(text: str, hold: object, again: str) -> None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-3", "1.5", "12GB", "12 GiB", "0B", "0x", "nan", "1e3GiB", "9" * 30 + "B"]
+    "text",
+    ["", "0", "-3", "1.5", "12G", "12  GiB", "0B", "0GB", "0x", "nan", "1e3GiB", "9" * 30 + "B"],
 )
 def test_what_is_no_hold_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"the hold is '.*'; write 12 \(microbatches\), 1500000B"):

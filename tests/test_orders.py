@@ -98,32 +98,34 @@ def test_the_layouts_of_an_order(name: str, layouts: list[tuple[int, Placement]]
         (
             "1f1b",
             Shape(2, 2, 2),
-            "order 1f1b needs --chunks 1, not --chunks 2 --placement loop; change them or choose "
-            "another hint",
+            "order 1f1b needs 1 chunk per rank, not 2 in placement loop; change --placement and "
+            "--chunks (in a job of your own, its virtual pipeline size), or choose another hint",
         ),
         (
             "zb-h1",
             v(2, 2),
-            "order zb-h1 needs --chunks 1, not --chunks 2 --placement v; change them or choose "
-            "another hint",
+            "order zb-h1 needs 1 chunk per rank, not 2 in placement v; change --placement and "
+            "--chunks (in a job of your own, its virtual pipeline size), or choose another hint",
         ),
         (
             "zb-v",
             Shape(2, 2),
-            "order zb-v needs --placement v --chunks 2, not --chunks 1 --placement loop; change "
-            "them or choose another hint",
+            "order zb-v needs 2 chunks per rank in placement v, not 1 in placement loop; change "
+            "--placement and --chunks (in a job of your own, its virtual pipeline size), or choose "
+            "another hint",
         ),
         (
             "interleaved",
             v(2, 2),
-            "order interleaved needs --chunks 2 or more and --placement loop, not --chunks 2 "
-            "--placement v; change them or choose another hint",
+            "order interleaved needs 2 or more chunks per rank in placement loop, not 2 in "
+            "placement v; change --placement and --chunks (in a job of your own, its virtual "
+            "pipeline size), or choose another hint",
         ),
         (
             "interleaved",
             Shape(4, 6, 2),
             "order interleaved needs a multiple of its 4 pipeline ranks as microbatches, not 6; "
-            "change --microbatches",
+            "change their number",
         ),
     ],
 )

@@ -325,6 +325,18 @@ def test_a_window_that_is_none_is_refused(text: str) -> None:
         StepWindow.of(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "num_begun", "why"),
+    [
+        (":", 1, "the job began 1 step and ended none"),
+        (":", 0, "the job began 0 steps, and those from 0 on were to be recorded"),
+        ("2:4", 2, "the job began 2 steps, and those from 2 to 3 were to be recorded"),
+    ],
+)
+def test_why_a_window_has_no_steps(text: str, num_begun: int, why: str) -> None:
+    assert StepWindow.of(text).without_steps(num_begun) == why
+
+
 # Megatron's functions are replaced once their module has been executed.
 
 SCHEDULES = """

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -152,3 +154,17 @@ def test_tables_as_csv_have_no_formulas(tmp_path: Path) -> None:
 def test_reports_as_csv_have_no_formulas() -> None:
     report = pl.DataFrame({"kind": ["=1+1", "F"], "n": [-1, 2]})
     assert csv_of(report) == "kind,n\n'=1+1,-1\nF,2\n"
+
+
+def test_every_sign_has_a_form_in_the_encoding_of_the_locale() -> None:
+    """Without a locale a machine prints ASCII, and what commands print has signs beyond it."""
+    traces = Path(__file__).parent.parent / "traces"
+    a, b = traces / "gpt-pp4-bf.pftrace", traces / "gpt-pp4-megatron.pftrace"
+    done = subprocess.run(
+        (sys.executable, "-m", "rrfp", "analyze", "compare", a, b),
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"^ more than noise" in done.stdout

@@ -328,7 +328,10 @@ def beside(name: str, content: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (Path.unlink, "tokenizer.json: No such file"),
+        (
+            Path.unlink,
+            "tokenizer.json, and no tokenizer is downloaded by its name; give",
+        ),
         (lambda file: file.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
         (lambda file: file.write_text("{"), "tokenizer.json is not JSON"),
         (lambda file: file.write_text("[]"), "tokenizer.json is no JSON object"),

@@ -370,7 +370,7 @@ def test_the_table_fits_and_ends_in_a_sentence(
     ("arguments", "code", "said"),
     [
         (("--hint", "fastest"), 2, "'fastest' is neither a hint"),
-        (("--hint", "zb-v"), 2, "order zb-v needs --placement v --chunks 2"),
+        (("--hint", "zb-v"), 2, "order zb-v needs 2 chunks per rank in placement v"),
         (("--w-share", "nan"), 2, "share is nan; it must be from 0 to 1"),
         (("--w-share", "1.5"), 2, "share is 1.5; it must be from 0 to 1"),
         (("--median-stage", "7"), 2, "the run has no stage 7"),

@@ -38,9 +38,14 @@ def misalignment(
     if stage is not None:
         messages = messages.filter(pl.col("to") == frames.rank_of(stage))
     if messages.is_empty():
+        if frames.run["pp_rank"].n_unique() < 2:
+            raise RrfpError(
+                "the run has one pipeline rank, and so no messages that could be late; open a run "
+                "with two or more"
+            )
         raise RrfpError(
-            "the trace has no messages between stages; record one with 'rrfp train' under its own "
-            "transport"
+            "the trace has no messages between stages; record one with 'rrfp train' or 'rrfp run' "
+            "under their own transport"
         )
     link = (*LINK, *(_RANKS if by_rank else ()))
     return (

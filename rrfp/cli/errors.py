@@ -21,6 +21,16 @@ INTERRUPTED = 130
 
 _NO_CHOICE = re.compile(r": '(.*)' is not one of ('.*')$")
 
+_WANTED = (
+    ("integer", "it takes a whole number"),
+    ("number", "it takes a number"),
+    ("greater than or equal to", "it takes at least {}"),
+    ("greater than", "it takes more than {}"),
+    ("less than or equal to", "it takes at most {}"),
+    ("less than", "it takes less than {}"),
+)
+"""What a value of an option must be, by a phrase of the message that pydantic has for it."""
+
 DEBUG_VARIABLE = "RRFP_DEBUG"
 """Set to anything, it shows the traceback of whatever ends a command."""
 
@@ -44,7 +54,7 @@ def _run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
     except typer.TyperException as error:
         # A group without a command has already shown its help, and brings no message.
         if error.format_message():
-            _say(_usage_sentence(error))
+            _say(_usage_sentence(error, arguments))
         return error.exit_code
     except RrfpError as error:
         return tell(error)
@@ -91,13 +101,14 @@ def _say(sentence: str) -> None:
     print(f"rrfp: {sentence}", file=sys.stderr)
 
 
-def _usage_sentence(error: typer.TyperException) -> str:
+def _usage_sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """Typer's message on one line, with what was probably meant and the help that explains it."""
     # Typer would list whatever is a little near, in alphabetical order.
     near = getattr(error, "possibilities", None)
     told = error.message if near else error.format_message()
     sentence = " ".join(told.split()).rstrip(".").replace(". Did you mean", "; did you mean")
     sentence = sentence.replace(": Value error, ", ": ", 1)
+    sentence = _named_value(error, arguments) or sentence
     chosen = _NO_CHOICE.search(sentence)
     if near:
         sentence += did_you_mean(getattr(error, "option_name", ""), near)
@@ -108,3 +119,18 @@ def _usage_sentence(error: typer.TyperException) -> str:
         return sentence
     see = f"see '{context.command_path} --help'"
     return f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}"
+
+
+def _named_value(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
+    """A sentence with the value of an option that is no number, or not in its range: Typer's has
+    pydantic's message in the place of the value. None for any other error."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    wanted = next((each for phrase, each in _WANTED if phrase in error.message), None)
+    if wanted is None or not error.message.startswith(("Input should be", "Unable to parse")):
+        return None
+    for index, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name in names and (has_value or index + 1 < len(arguments)):
+            value = value if has_value else arguments[index + 1]
+            return f"{name} is '{value:.40}'; {wanted.format(error.message.rpartition(' ')[2])}"
+    return None

@@ -4,6 +4,7 @@ So its work comes to its end and its exit code tells of that work: a training un
 trained, and a gate that fails still fails.
 """
 
+import codecs
 import io
 import os
 import sys
@@ -12,6 +13,23 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rrfp.cli.terminal.guard import guarded
+
+_IN_ASCII = {"\N{RIGHTWARDS ARROW}": "->", "\N{HORIZONTAL ELLIPSIS}": "...", "\N{MICRO SIGN}": "u"}
+_IN_ASCII |= {"\N{BLACK UP-POINTING TRIANGLE}": "^", "\N{BLACK SQUARE}": "#"}
+"""How the signs that commands print are written where the locale's encoding lacks them."""
+
+_ENCODABLE = "rrfp.encodable"
+
+
+def _encodable(error: UnicodeError) -> tuple[str, int]:
+    """Write what a stream's encoding lacks in ASCII: our own signs as above, others as escapes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(each, ascii(each)[1:-1]) for each in lacking), error.end
+
+
+codecs.register_error(_ENCODABLE, _encodable)
 
 
 @contextmanager
@@ -71,7 +89,7 @@ def _forgiving(stream: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
         raw if is_unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors=_ENCODABLE,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

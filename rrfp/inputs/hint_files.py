@@ -53,7 +53,7 @@ def resolve_hint(text: str, *, auto: bool = False) -> Hint:
             f"{', '.join(HINTS)}"
         )
     return (
-        hint_named(text)
+        hint_named(text, (AUTO.name,) if auto else ())
         if order_file(text) is None
         else OrderFile(text, read_text(text, "order file"))
     )

@@ -1,8 +1,8 @@
 """The hold: how much of its activations a rank may keep from F until W, in the user's own unit.
 
-Written as `12` (microbatches of the whole rank), `1500000B`, `512MiB`, `40GiB`, `1.0x` (of the
-largest peak in bytes that 1F1B has in the steps that are compared) or `auto` (what the device has
-left).
+Written as `12` (microbatches of the whole rank), `1500000B`, `512MiB`, `40GiB`, `40GB`, `1.0x` (of
+the largest peak in bytes that 1F1B has in the steps that are compared) or `auto` (what the device
+has left).
 """
 
 import re
@@ -14,9 +14,11 @@ from rrfp.errors import UsageError
 from rrfp.schedule.values import Value
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_DECIMAL_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_READ_UNITS = {name.lower(): size for name, size in (_UNITS | _DECIMAL_UNITS).items()}
 _MOST_BYTES = 2**60
 _MOST_MICROBATCHES = 10**6
-_FORMS = "12 (microbatches), 1500000B, 512MiB, 40GiB, 1.0x (of 1F1B's largest peak in bytes)"
+_FORMS = "12 (microbatches), 1500000B, 512MiB, 40GiB, 40GB, 1.0x (of 1F1B's largest peak in bytes)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +29,11 @@ class Bytes(Value):
 
     def __str__(self) -> str:
         """In a unit in which it is a whole number, so that reading it back is exact."""
-        units = [name for name in reversed(_UNITS) if name != "KiB"]
-        unit = next(name for name in units if self.num % _UNITS[name] == 0)
-        return f"{self.num // _UNITS[unit]}{unit}"
+        binary = [each for each in reversed(_UNITS.items()) if each[0] not in ("B", "KiB")]
+        decimal = [each for each in reversed(_DECIMAL_UNITS.items()) if each[0] != "kB"]
+        units = (*binary, *decimal, ("B", 1))
+        name, size = next(each for each in units if self.num % each[1] == 0)
+        return f"{self.num // size}{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +67,9 @@ def parse_hold(text: str, name: str = "the hold", *, auto: bool = True) -> Hold:
     if re.fullmatch(r"\d{1,7}", text, re.ASCII) and 1 <= int(text) <= _MOST_MICROBATCHES:
         return int(text)
     number = r"(\d{1,19}(?:\.\d{1,9})?)"
-    if match := re.fullmatch(rf"{number}({'|'.join(_UNITS)})", text, re.ASCII):
-        num = int(Fraction(match[1]) * _UNITS[match[2]])
+    units = "|".join(_READ_UNITS)
+    if match := re.fullmatch(rf"{number} ?({units})", text, re.ASCII | re.IGNORECASE):
+        num = int(Fraction(match[1]) * _READ_UNITS[match[2].lower()])
         if 1 <= num <= _MOST_BYTES:
             return Bytes(num)
     elif match := re.fullmatch(rf"{number}x", text, re.ASCII):

@@ -41,7 +41,8 @@ class Shape(Value):
             raise UsageError(f"a step of kinds {self.kinds} is not F, F B or F B W")
         if self.placement is Placement.V and self.num_chunks != 2:
             raise UsageError(
-                f"placement v takes 2 chunks per rank, not {self.num_chunks}; add --chunks 2"
+                f"placement v takes 2 chunks per rank, not {self.num_chunks}; give it --chunks 2 "
+                "(in a job of your own, a virtual pipeline size of 2)"
             )
 
     @property

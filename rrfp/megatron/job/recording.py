@@ -362,10 +362,8 @@ class JobRecording:
         """Make the trace, once every rank has closed its records, and say where it is."""
         if not self._recorded:
             if not self._has_given_up:
-                tell(
-                    f"{run.path} has no steps: the job made {count_of(range(self._num_trained))}, "
-                    f"and steps {self._window} were to be recorded"
-                )
+                why = self._window.without_steps(self._num_trained)
+                tell(f"{run.path} has no steps: {why}")
             return
         deadline_s = time.monotonic() + _END_S
         while any(is_being_written(spill) for spill in run.records.glob("rank-*.jsonl")):

@@ -58,6 +58,14 @@ class StepWindow:
     def __str__(self) -> str:
         return f"{self.start or ''}:{'' if self.stop == sys.maxsize else self.stop}"
 
+    def without_steps(self, num_begun: int) -> str:
+        """Why a job that has begun so many training steps has none recorded."""
+        began = f"the job began {num_begun} step{'' if num_begun == 1 else 's'}"
+        if num_begun > self.start:
+            return f"{began} and ended none"
+        until = "on" if self.stop == sys.maxsize else f"to {self.stop - 1}"
+        return f"{began}, and those from {self.start} {until} were to be recorded"
+
 
 @dataclass(frozen=True, slots=True)
 class RecordingRequest:

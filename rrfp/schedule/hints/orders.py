@@ -22,9 +22,10 @@ F, B, W = Kind.F, Kind.B, Kind.W
 
 @dataclass(frozen=True, slots=True)
 class _Chunks(Value):
-    """The chunks and placement that an order supports, and the flags that select them."""
+    """The chunks and placement that an order supports."""
 
-    flags: str
+    needed: str
+    """As an error names them."""
     min_chunks: int = 1
     max_chunks: int | None = None
     placement: Placement | None = None
@@ -37,10 +38,10 @@ class _Chunks(Value):
         )
 
 
-_ANY = _Chunks("any --chunks")
-_ONE_CHUNK = _Chunks("--chunks 1", max_chunks=1)
-_LOOP = _Chunks("--chunks 2 or more and --placement loop", 2, placement=Placement.LOOP)
-_V = _Chunks("--placement v --chunks 2", 2, 2, Placement.V)
+_ANY = _Chunks("any number of chunks per rank")
+_ONE_CHUNK = _Chunks("1 chunk per rank", max_chunks=1)
+_LOOP = _Chunks("2 or more chunks per rank in placement loop", 2, placement=Placement.LOOP)
+_V = _Chunks("2 chunks per rank in placement v", 2, 2, Placement.V)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,18 @@ class NamedOrder(Value):
     def on(self, shape: Shape) -> Order:
         """The order for a shape; the shape's kinds are replaced by this order's own.
 
-        Raises UsageError, naming the flags it needs, for a shape that it does not fit.
+        Raises UsageError, naming what it needs, for a shape that it does not fit.
         """
         if not self.chunks.fits(shape):
             raise UsageError(
-                f"order {self.name} needs {self.chunks.flags}, not --chunks {shape.num_chunks} "
-                f"--placement {shape.placement}; change them or choose another hint"
+                f"order {self.name} needs {self.chunks.needed}, not {shape.num_chunks} in "
+                f"placement {shape.placement}; change --placement and --chunks (in a job of your "
+                "own, its virtual pipeline size), or choose another hint"
             )
         if not self._fits_microbatches(shape):
             raise UsageError(
                 f"order {self.name} needs a multiple of its {shape.num_ranks} pipeline ranks as "
-                f"microbatches, not {shape.num_microbatches}; change --microbatches"
+                f"microbatches, not {shape.num_microbatches}; change their number"
             )
         shape = replace(shape, kinds=self.kinds)
         return Order(

@@ -1,5 +1,7 @@
 """Every named hint. A new one takes a line in `HINTS`, and what it is a line in `IN_WORDS`."""
 
+from collections.abc import Sequence
+
 from rrfp.errors import UsageError, did_you_mean
 from rrfp.schedule.hints.alternation import ALTERNATIONS
 from rrfp.schedule.hints.hint import Hint
@@ -30,11 +32,13 @@ IN_WORDS: dict[str, str] = {
 """What each hint is, in a few words."""
 
 
-def hint_named(name: str) -> Hint:
-    """The hint of that name; raises UsageError, with the list of names, if there is none."""
+def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
+    """The hint of that name; raises UsageError, with the list of names, if there is none. `others`
+    are names that the caller takes besides."""
     if name not in HINTS:
+        names = [*HINTS, *others]
         raise UsageError(
-            f"'{name}' is neither a hint ({', '.join(HINTS)}) nor the path of an order file"
-            f"{did_you_mean(name, HINTS)}"
+            f"'{name}' is neither a hint ({', '.join(names)}) nor the path of an order file"
+            f"{did_you_mean(name, names)}"
         )
     return HINTS[name]

@@ -129,9 +129,12 @@ def _refuse(error: OSError) -> NoReturn:
     raise UsageError(f"cannot read the data {error.filename}: {error.strerror}; check --data")
 
 
-def json_line(line: bytes, place: str, text_key: str = "text") -> tuple[dict[str, Any], bytes]:
-    """The fields of a line of JSON, and the bytes of its text. Raises UsageError, naming the place,
-    if the line does not have it."""
+def json_line(
+    line: bytes, place: str, text_key: str = "text", *, names_key: bool = False
+) -> tuple[dict[str, Any], bytes]:
+    """The fields of a line of JSON, and the bytes of its text. Raises UsageError, naming the place
+    and the fields that are there, if the line does not have it; with `names_key` a user may have
+    named another field with --text-key."""
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
@@ -142,7 +145,10 @@ def json_line(line: bytes, place: str, text_key: str = "text") -> tuple[dict[str
         raise UsageError(f"{place}: not JSON ({error}); correct or remove the line") from None
     text = value.get(text_key) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        raise UsageError(f"{place}: no string field '{text_key}'; each line takes one")
+        fields = ", ".join(f"'{name:.40}'" for name in [*value][:12]) if value else ""
+        has = f", and it has {fields}" if isinstance(value, dict) and fields else ""
+        other = "name another with --text-key, or " if names_key and has else ""
+        raise UsageError(f"{place}: no string field '{text_key}'{has}; {other}give each line one")
     return value, text.encode("utf-8", errors="surrogatepass")
 
 
@@ -151,7 +157,7 @@ def _json_texts(path: Path, text_key: str) -> Iterator[Text]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield Text(place, io.BytesIO(json_line(line, place, text_key)[1]))
+                yield Text(place, io.BytesIO(json_line(line, place, text_key, names_key=True)[1]))
 
 
 def _parquet_texts(path: Path, text_key: str) -> Iterator[Text]:

@@ -72,6 +72,12 @@ class Tokenizer:
 def tokenizer_file(path: Path) -> Path:
     """The file of the tokenizer that --tokenizer names: the file itself, or that of a folder.
     Raises UsageError if there is none."""
+    if not path.exists():
+        raise UsageError(
+            f"there is no file or folder {path}, and no tokenizer is downloaded by its name; give "
+            f"--tokenizer a {_FILE}, or a folder that holds one (save_pretrained of a fast "
+            "tokenizer)"
+        )
     if not path.is_dir():
         return path
     file = path / _FILE
