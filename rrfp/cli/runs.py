@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LAST_LINE = 2**16
 """More octets than a line of `metrics.jsonl` has."""
 
+_MOST_OF_ANYTHING = 10**12
+"""A larger number in a description is a wrong one."""
 _LAYOUT = ("pp", "tp", "cp", "dp", "ep", "chunks")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NS_PER_S = 1e9
@@ -257,7 +259,7 @@ def _told_outcome(run: _Run) -> str:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and abs(value) < _MOST_OF_ANYTHING else None
 
 
 def _text(value: object) -> str | None:

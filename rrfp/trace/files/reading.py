@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from rrfp.errors import RrfpError
+
 MOST_SMALL_BYTES = 64 << 20
 """More than any description or note of a run has."""
 LONGEST_LINE_BYTES = 256 << 20
 """More than the records of a step take."""
 
+_SYSTEM = Path("/proc")
 _KINDS = {
+    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -24,8 +28,16 @@ _KINDS = {
 }
 
 
+class UnfitFileError(RrfpError, OSError):
+    """What has the name of a run's file is none."""
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be read: {self.strerror}; move it away first"
+
+
 def open_regular(path: Path) -> IO[bytes]:
-    """A regular file to read. Raises OSError for anything else, without waiting."""
+    """A regular file to read. Raises UnfitFileError for anything else, without waiting, and
+    OSError."""
     # Opening a device may already do something, so look before.
     _check_regular(path, path.stat())
 
@@ -42,23 +54,21 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
-    """The content of a regular file. Raises OSError for anything else, and for a file of more than
-    `most_bytes`."""
+    """The content of a regular file. Raises UnfitFileError for anything else, and for a file of
+    more than `most_bytes`, and OSError."""
     with open_regular(path) as file:
-        # The system's own files state no size, and some of them never end.
         if os.fstat(file.fileno()).st_size > most_bytes:
             raise _too_large(path, most_bytes)
         content = file.read(most_bytes + 1)
-    # None if the system would have waited.
-    if content is None or len(content) > most_bytes:
+    if len(content) > most_bytes:
         raise _too_large(path, most_bytes)
     return content
 
 
 def lines_of(file: IO[bytes], path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
     """The lines of an open file from its position on, the last one perhaps without its end; with
-    `num_bytes` those that begin in so many bytes. Raises OSError for a line that is longer than any
-    of a run's."""
+    `num_bytes` those that begin in so many bytes. Raises UnfitFileError for a line that is longer
+    than any of a run's, and OSError."""
     num_read = 0
     while num_bytes is None or num_read < num_bytes:
         line = file.readline(LONGEST_LINE_BYTES)
@@ -66,19 +76,21 @@ def lines_of(file: IO[bytes], path: Path, num_bytes: int | None = None) -> Itera
             return
         if len(line) == LONGEST_LINE_BYTES:
             told = f"it has a line of {LONGEST_LINE_BYTES >> 20} MiB or more"
-            raise OSError(errno.EFBIG, told, str(path))
+            raise UnfitFileError(errno.EFBIG, told, str(path))
         num_read += len(line)
         yield line
 
 
 def _check_regular(path: Path, status: os.stat_result) -> None:
     kind = stat.S_IFMT(status.st_mode)
-    if kind == stat.S_IFDIR:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if kind != stat.S_IFREG:
-        told = f"it is {_KINDS.get(kind, 'something else')} and not a regular file"
-        raise OSError(errno.EINVAL, told, str(path))
+    told = "" if kind == stat.S_IFREG else _KINDS.get(kind, "something else")
+    # The system's own files pass for regular ones; some wait for news, some never end.
+    if not told and _SYSTEM.exists() and status.st_dev == _SYSTEM.stat().st_dev:
+        told = "a file of the system's"
+    if told:
+        told = f"it is {told} and not a regular file"
+        raise UnfitFileError(errno.EINVAL, told, str(path))
 
 
-def _too_large(path: Path, most_bytes: int) -> OSError:
-    return OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
+def _too_large(path: Path, most_bytes: int) -> UnfitFileError:
+    return UnfitFileError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB", str(path))
