@@ -6,8 +6,8 @@ into a trace and removed them. Nothing is locked and nothing written: the run ta
 
 from collections.abc import Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
@@ -39,7 +39,7 @@ class RecordsTail:
         self.grown_ns: int | None = None
         """When the file last grew, in ns since 1970."""
         self._most = most
-        self._file: IO[bytes] | None = open_regular(path)
+        self._file: BufferedReader | None = open_regular(path)
         self.has_more = False
         """Whether the last call left something that was there already."""
         self._begun: list[bytes] = []

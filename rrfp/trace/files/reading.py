@@ -8,8 +8,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from rrfp.errors import RrfpError
 
@@ -35,7 +35,7 @@ class UnfitFileError(RrfpError, OSError):
         return f"{self.filename} cannot be read: {self.strerror}; move it away first"
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """A regular file to read. Raises UnfitFileError for anything else, without waiting, and
     OSError."""
     # Opening a device may already do something, so look before.
@@ -65,12 +65,16 @@ def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
     return content
 
 
-def lines_of(file: IO[bytes], path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
+def lines_of(file: BufferedReader, path: Path, num_bytes: int | None = None) -> Iterator[bytes]:
     """The lines of an open file from its position on, the last one perhaps without its end; with
     `num_bytes` those that begin in so many bytes. Raises UnfitFileError for a line that is longer
     than any of a run's, and OSError."""
     num_read = 0
     while num_bytes is None or num_read < num_bytes:
+        if file.peek(1)[:1] == b"\0":
+            # A hole, as a crash leaves at the end; it may be of any size and has no line.
+            yield file.read(1)
+            return
         line = file.readline(LONGEST_LINE_BYTES)
         if not line:
             return
