@@ -145,10 +145,10 @@ def test_a_forked_child_does_not_keep_a_run_open(tmp_path: Path) -> None:
     os.close(kept)
 
 
-def test_locks_are_taken_on_files_open_for_reading_and_writing(
+def test_locks_are_taken_on_files_open_for_what_nfs_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS asks for that."""
+    """Writing for an exclusive lock, and reading for a shared one, which any reader has."""
     modes = []
 
     def flock(file: IO[Any], operation: int) -> None:
@@ -158,4 +158,4 @@ def test_locks_are_taken_on_files_open_for_reading_and_writing(
     path = tmp_path / "rank-0.jsonl"
     SpillWriter(path, INFO).close()
     is_being_written(path)
-    assert modes == [os.O_RDWR] * 3
+    assert modes == [os.O_RDWR, os.O_RDWR, os.O_RDONLY]

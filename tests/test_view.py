@@ -18,6 +18,7 @@ from rrfp.errors import RrfpError
 from rrfp.trace.initial_view import InitialView
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.view import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
+from tests.other_user import as_other_user, needs_root
 from tests.recordings import make_recording
 
 CONTENT = bytes(range(256)) * 100
@@ -76,22 +77,29 @@ def _ask(
         connection.close()
 
 
+def _path_of(server: TraceServer, name: str = "trace.pftrace") -> str:
+    """The path of what only the server's user may read."""
+    return urlsplit(server.address).path + name
+
+
 def test_only_the_loopback_address_is_served(public: TraceServer) -> None:
     assert public.server_address[0] == "127.0.0.1"
 
 
 def test_the_public_ui_may_read_the_trace(public: TraceServer, local: TraceServer) -> None:
     for server in (public, local):
-        response, body = _ask(server, "/trace.pftrace", Origin=PUBLIC_UI)
+        response, body = _ask(server, _path_of(server), Origin=PUBLIC_UI)
         assert (response.status, body) == (200, CONTENT)
         assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
-        response, _ = _ask(server, "/trace.pftrace", "OPTIONS", Origin=PUBLIC_UI)
+        response, _ = _ask(server, _path_of(server), "OPTIONS", Origin=PUBLIC_UI)
         assert response.status == 204
         assert response.headers["Access-Control-Allow-Origin"] == PUBLIC_UI
         assert response.headers["Access-Control-Allow-Private-Network"] == "true"
 
 
-@pytest.mark.parametrize("path", ["/", "/index.html", "/v1/bundle.js", "/run.json"])
+@pytest.mark.parametrize(
+    "path", ["/", "/index.html", "/v1/bundle.js", "/run.json", "/trace.pftrace"]
+)
 def test_the_public_ui_may_read_nothing_else(
     public: TraceServer, local: TraceServer, path: str
 ) -> None:
@@ -116,7 +124,7 @@ def test_the_public_ui_may_read_nothing_else(
 )
 def test_another_site_is_refused(public: TraceServer, local: TraceServer, origin: str) -> None:
     for server in (public, local):
-        for path in ("/trace.pftrace", "/index.html", "/"):
+        for path in (_path_of(server), _path_of(server, ""), "/index.html", "/"):
             for method in ("GET", "HEAD", "OPTIONS", "POST"):
                 response, body = _ask(server, path, method, Origin=origin)
                 assert (response.status, body) == (403, b"")
@@ -131,7 +139,7 @@ def test_the_pages_served_here_may_ask(local: TraceServer) -> None:
         {"Origin": "http://localhost:8000", "Host": "localhost:8000"},
     ]
     for headers in asking:
-        for path in ("/trace.pftrace", "/index.html"):
+        for path in (_path_of(local), "/index.html"):
             response, _ = _ask(local, path, **headers)
             assert response.status == 200
             assert "Access-Control-Allow-Origin" not in response.headers
@@ -169,10 +177,10 @@ def test_posts_find_nothing(local: TraceServer) -> None:
 def test_another_host_name_is_refused(public: TraceServer, local: TraceServer) -> None:
     for server in (public, local):
         for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", ""):
-            response, _ = _ask(server, "/trace.pftrace", Host=host)
+            response, _ = _ask(server, _path_of(server), Host=host)
             assert response.status == 403
         for host in ("localhost", "127.0.0.1", "localhost:8000", f"127.0.0.1:{server.port}"):
-            response, _ = _ask(server, "/trace.pftrace", Host=host)
+            response, _ = _ask(server, _path_of(server), Host=host)
             assert response.status == 200
 
 
@@ -182,12 +190,13 @@ def test_another_host_name_is_refused(public: TraceServer, local: TraceServer) -
         ("/index.html?a=b", "text/html; charset=utf-8", b"<html>"),
         ("/v1/engine.wasm", "application/wasm", b"\0asm"),
         ("/v1/bundle.js", "text/javascript; charset=utf-8", b"1"),
-        ("/trace.pftrace", "application/octet-stream", CONTENT),
+        ("trace.pftrace", "application/octet-stream", CONTENT),
     ],
 )
 def test_the_local_ui_is_served(
     local: TraceServer, path: str, content_type: str, content: bytes
 ) -> None:
+    path = path if path.startswith("/") else _path_of(local, path)
     response, body = _ask(local, path)
     assert (response.status, body) == (200, content)
     assert response.headers["Content-Type"] == content_type
@@ -206,19 +215,70 @@ def test_the_local_ui_may_ask_no_other_host(local: TraceServer) -> None:
 
 def test_a_trace_that_went_away_is_not_found(public: TraceServer, trace: Path) -> None:
     trace.unlink()
-    response, _ = _ask(public, "/trace.pftrace")
+    response, _ = _ask(public, _path_of(public))
     assert response.status == 404
 
 
 def test_the_address_leads_to_the_ui_and_the_trace(public: TraceServer, local: TraceServer) -> None:
     for server, ui in ((public, f"{PUBLIC_UI}/"), (local, "http://{}/index.html")):
-        assert server.address == f"http://127.0.0.1:{server.port}/"
+        assert server.own_address == f"http://127.0.0.1:{server.port}/"
+        assert server.address.startswith(server.own_address)
         for host in (f"127.0.0.1:{server.port}", "127.0.0.1:8000", "localhost:8000"):
-            response, body = _ask(server, "/", Host=host)
-            assert (response.status, body) == (302, b"")
-            page, _, arguments = response.headers["Location"].partition("#!/?")
-            assert page == ui.format(host)
-            assert parse_qs(arguments)["url"] == [f"http://{host}/trace.pftrace"]
+            for path in ("/", _path_of(server, "")):
+                response, body = _ask(server, path, Host=host)
+                assert (response.status, body) == (302, b"")
+                page, _, arguments = response.headers["Location"].partition("#!/?")
+                assert page == ui.format(host)
+                assert parse_qs(arguments)["url"] == [f"http://{host}{_path_of(server)}"]
+
+
+def test_only_who_knows_the_token_may_read_the_trace(local: TraceServer) -> None:
+    token = urlsplit(local.address).path.strip("/")
+    assert len(token) >= 22
+    for path in (
+        "/trace.pftrace",
+        f"/{token}",
+        f"/{token[:-1]}/trace.pftrace",
+        f"/{token}x/trace.pftrace",
+        f"/{token}/../{token}/trace.pftrace",
+        f"/{token}/index.html",
+        "//trace.pftrace",
+        f"/trace.pftrace?{token}",
+    ):
+        for method in ("GET", "HEAD"):
+            response, body = _ask(local, path, method)
+            assert (response.status, body) == (404, b"")
+
+
+@needs_root
+def test_another_user_of_the_host_gets_nothing(public: TraceServer, local: TraceServer) -> None:
+    def ask() -> set[bytes]:
+        answers = set()
+        for server in (public, local):
+            for path in ("/", "/trace.pftrace", "/run.json"):
+                with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                    connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+                    answers.add(connection.makefile("rb").read().split(b"\r\n")[0])
+        return answers
+
+    assert ask() != {b"HTTP/1.0 404 Not Found"}
+    assert as_other_user(ask) == {b"HTTP/1.0 404 Not Found"}
+
+
+def test_a_browser_is_started_without_the_token(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    shown = threading.Event()
+    write_trace(trace, make_recording(2, 3, 2))
+    monkeypatch.setenv("BROWSER", "none")
+    monkeypatch.setattr("webbrowser.open", lambda address: (opened.append(address), shown.set()))
+    monkeypatch.setattr(TraceServer, "serve_forever", lambda _: shown.wait(10))
+    monkeypatch.setattr(sys, "argv", ["rrfp", "trace", "view", str(trace)])
+    assert cli.main() == 0
+    printed = capsys.readouterr().out.split()
+    (address,) = (word for word in printed if word.startswith("http://127"))
+    assert opened == [f"{address.rsplit('/', 2)[0]}/"]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:80@evil.example", "127.0.0.1:x", "127.0.0.1:"])
@@ -241,7 +301,7 @@ def test_what_is_appended_is_shown_and_the_file_served_as_it_is(trace: Path, ui:
             response, body = _ask(server, urlsplit(shown).path, Origin=PUBLIC_UI)
             assert (response.status, body) == (200, CONTENT + b"more")
             assert response.headers["Content-Length"] == str(len(body))
-            assert _ask(server, "/trace.pftrace")[1] == CONTENT
+            assert _ask(server, _path_of(server))[1] == CONTENT
     assert trace.read_bytes() == CONTENT
 
 

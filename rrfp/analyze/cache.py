@@ -8,8 +8,8 @@ written beside a trace, the tables are made anew each time.
 
 import hashlib
 import json
-import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,7 +26,9 @@ from rrfp.analyze.files.seal import is_sealed, seal, sealed, unsealed
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
-from rrfp.trace.files.whole_file import open_whole
+from rrfp.trace.files.reading import open_regular, read_small
+from rrfp.trace.files.whole_file import is_own, make_directory, write_whole
+from rrfp.trace.perfetto.event_columns import foreign
 
 if TYPE_CHECKING:
     from rrfp.analyze.findings.diagnosis import Diagnosis
@@ -38,6 +40,9 @@ _LAYOUT = 7
 _NOTES = 6
 """Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
+
+_TRACE_BEGINS = b"\n"
+"""The tag of a trace's first packet."""
 
 _temporary: list[tempfile.TemporaryDirectory[str]] = []
 """Folders of traces beside which nothing can be written; removed when the process ends."""
@@ -118,10 +123,10 @@ class CachedTrace:
         place = f"{self._folder.name}/{path.name}"
         # A note of another's making may hold anything under its seal.
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-            return read(parsed(unsealed(place, path.read_bytes())))
+            return read(parsed(unsealed(place, read_small(path))))
         found = find()
-        with suppress(OSError), open_whole(path) as file:
-            file.write(sealed(place, json.dumps(write(found)).encode()))
+        with suppress(OSError):
+            write_whole(path, sealed(place, json.dumps(write(found)).encode()))
         return found
 
 
@@ -132,15 +137,20 @@ def _told(steps: range | None) -> str:
 def _folder_of(trace: Path) -> Path:
     """The folder of a trace's tables, which are made if they are not there yet."""
     try:
-        with trace.open("rb") as file:
+        with open_regular(trace) as file:
+            if file.read(1) not in (_TRACE_BEGINS, b""):
+                # Before its digest: the file may be of any size.
+                raise foreign(trace)
+            file.seek(0)
             digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
     except OSError as error:
         raise RrfpError(f"the trace {trace} could not be read: {error.strerror}") from error
     folder = trace.with_name(f"{trace.name}.frames") / f"{digest}-{_LAYOUT}"
-    if _is_whole(folder):
-        return folder
-    with suppress(OSError, PolarsError):
-        return _make_beside(trace, folder)
+    if is_own(trace.parent) and (is_own(folder.parent) or not folder.parent.exists()):
+        if _is_whole(folder):
+            return folder
+        with suppress(OSError, PolarsError):
+            return _make_beside(trace, folder)
     _temporary.append(tempfile.TemporaryDirectory(prefix="rrfp-"))
     elsewhere = Path(_temporary[-1].name)
     try:
@@ -155,9 +165,8 @@ def _folder_of(trace: Path) -> Path:
 
 def _make_beside(trace: Path, folder: Path) -> Path:
     """Make the tables in their folder, in the place of those of an earlier trace."""
-    folder.parent.mkdir(exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    make_directory(folder.parent)
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     partial.mkdir()
     try:
         _make(trace, partial)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rrfp.chaos.processes import Marked, Process
 from rrfp.runtime import variables
+from rrfp.trace.files.whole_file import create_new
 from rrfp.trace.outcome import Ending, read_ending
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
@@ -41,7 +42,7 @@ class TrainingSession:
         self._metrics_before = _identity(self.run.metrics)
         self._outcome_before = _identity(self.run.outcome)
         self.began_s = time.monotonic()
-        with self._output.open("wb") as output:
+        with create_new(self._output) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rrfp", "train", *flags_of(settings)],
                 stdin=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ from rrfp.cli.options import RowFormat
 from rrfp.cli.tables.csv_cells import print_csv
 from rrfp.errors import UsageError
 from rrfp.json_text import parsed
+from rrfp.trace.files.reading import open_regular
 from rrfp.trace.outcome import Outcome, is_going, read_ending
 from rrfp.trace.rundir import RUNS, RunDir, began_ns, runs_in
 from rrfp.trace.sessions import read_description
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _LAST_LINE = 2**16
 """More octets than a line of `metrics.jsonl` has."""
 
+_MOST_OF_ANYTHING = 10**12
+"""A larger number in a description is a wrong one."""
 _LAYOUT = ("pp", "tp", "cp", "dp", "ep", "chunks")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NS_PER_S = 1e9
@@ -101,9 +104,7 @@ def _read(path: Path) -> _Run:
     return _Run(
         run=path.name,
         path=str(path),
-        began=datetime.fromtimestamp((began_ns(path) or 0) / _NS_PER_S)
-        .astimezone()
-        .isoformat(timespec="seconds"),
+        began=_iso_time(began_ns(path) or 0),
         kind=kind,
         hint=_text(settings.get("hint")),
         dispatch=_text(settings.get("dispatch")),
@@ -115,6 +116,14 @@ def _read(path: Path) -> _Run:
         error=problem or error,
         has_trace=bool(_recorded(run)),
     )
+
+
+def _iso_time(time_ns: int) -> str:
+    # A file may have any time, also one that no calendar has.
+    with suppress(ValueError, OverflowError, OSError):
+        moment = datetime.fromtimestamp(time_ns / _NS_PER_S).astimezone()
+        return moment.isoformat(timespec="seconds")
+    return datetime.fromtimestamp(0).astimezone().isoformat(timespec="seconds")
 
 
 def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
@@ -141,9 +150,9 @@ def _num_steps(run: RunDir, kind: str, settings: Mapping[str, Any]) -> int | Non
     if kind != "train":
         return None
     try:
-        with run.metrics.open("rb") as file:
+        with open_regular(run.metrics) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_LINE))
-            whole, *_ = file.read().rpartition(b"\n")  # the last line may be under way
+            whole, *_ = file.read(_LAST_LINE).rpartition(b"\n")  # the last line may be under way
         return int(parsed(whole.splitlines()[-1])["step"]) + 1 if whole else 0
     except FileNotFoundError:
         return 0
@@ -178,14 +187,15 @@ def _recorded(run: RunDir) -> list[RunDir]:
 
 def _size_of(path: Path) -> int:
     """The octets of all files below a directory; what cannot be read counts nothing."""
-    total = 0
-    with suppress(OSError), os.scandir(path) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    total += _size_of(Path(entry.path))
-                else:
-                    total += entry.stat(follow_symlinks=False).st_size
+    total, folders = 0, [os.fspath(path)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
     return total
 
 
@@ -249,7 +259,7 @@ def _told_outcome(run: _Run) -> str:
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and abs(value) < _MOST_OF_ANYTHING else None
 
 
 def _text(value: object) -> str | None:

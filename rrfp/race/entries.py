@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from rrfp.trace.files.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_own, write_whole
 from rrfp.train.settings import TrainSettings
 
 
@@ -108,7 +108,7 @@ class RaceFiles:
 
     def write_entries(self, entries: Sequence[Entry]) -> None:
         lines = "".join(f"{entry.to_json()}\n" for entry in entries)
-        self.entries.write_text(lines, encoding="utf-8")
+        write_whole(self.entries, lines.encode())
 
     def read_entries(self) -> list[Entry]:
         return [Entry.from_json(line) for line in self.entries.read_text("utf-8").splitlines()]
@@ -136,8 +136,7 @@ class RaceFiles:
 
     def begin(self, entry: Entry, number: int) -> None:
         """Write down whose turn it is."""
-        with open_whole(self.under_way) as file:
-            file.write(json.dumps([entry.name, number]).encode())
+        write_whole(self.under_way, json.dumps([entry.name, number]).encode())
 
     def read_under_way(self) -> tuple[str, int] | None:
         """The entry and the round of the turn that began last; None before the first one."""
@@ -158,7 +157,7 @@ def _are_fields(values: dict[str, Any], kind: type[Turn | Failure]) -> bool:
 
 def append_object(path: Path, values: dict[str, Any]) -> None:
     """Append an object to a file of JSON lines; an incomplete last line is ended first."""
-    with path.open("a+b") as file:
+    with open_own(path) as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":

@@ -16,6 +16,7 @@ from rrfp.race.peers import check_peer
 from rrfp.race.systems import MEGATRON
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.policy import Dispatch
+from rrfp.trace.files.whole_file import make_directory, open_own
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
@@ -74,7 +75,7 @@ class BenchDir:
         """The lineup's turns and failures so far."""
         return [each for size in lineup.races for each in self.race(*size).read_turns()]
 
-    def prepare(self, lineup: Lineup, *, force: bool) -> IO[str]:
+    def prepare(self, lineup: Lineup, *, force: bool) -> IO[bytes]:
         """Make the directory, or resume an earlier run of the same lineup in it.
 
         `force` removes what another lineup, or this one, has left. Raises UsageError if another
@@ -90,8 +91,8 @@ class BenchDir:
             )
         text = lineup.to_json()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = self.lineup.open("a+", encoding="utf-8", errors="replace")
+            make_directory(self.path)
+            file = open_own(self.lineup)
         except OSError as error:
             raise UsageError(
                 f"the results' directory {self.path} cannot be made ({error.strerror}); "
@@ -100,7 +101,7 @@ class BenchDir:
         try:
             self._lock(file)
             file.seek(0)
-            known = file.read()
+            known = file.read().decode(errors="replace")
             if known and not _is_lineup(known):
                 raise UsageError(
                     f"{self.lineup} is not a lineup of a race; choose another directory with --out"
@@ -111,14 +112,14 @@ class BenchDir:
                 raise UsageError(_why_other(self.path, known, text))
             if known != text:
                 file.truncate(0)
-                file.write(text)
+                file.write(text.encode())
                 file.flush()
         except BaseException:
             file.close()
             raise
         return file
 
-    def _lock(self, file: IO[str]) -> None:
+    def _lock(self, file: IO[bytes]) -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -244,7 +245,7 @@ def _launch(
     """Run the ranks to their end; returns the failure of an entry, if one failed."""
     run = RunDir(files.path)
     if hosts.leads:
-        files.path.mkdir(exist_ok=True)
+        make_directory(files.path)
         files.write_entries(entries)
         files.under_way.unlink(missing_ok=True)
     settings = hosts.applied(_of_race(entries[0].settings), run.path)

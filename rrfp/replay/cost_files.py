@@ -10,6 +10,7 @@ from rrfp.simulate.costs.flops import parse_flops
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.costs.rows import parse_rows
 from rrfp.simulate.costs.table import PRESETS, parse_table, preset
+from rrfp.trace.files.reading import read_small
 from rrfp.trace.locate import find_run, resolve_trace
 from rrfp.trace.rundir import RUNS
 
@@ -119,7 +120,7 @@ def _mode(path: Path) -> int:
 def _read(path: Path) -> str:
     """A file's text, without the byte order mark that spreadsheets write."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_small(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read the costs {path}: {reason}; choose another file") from None

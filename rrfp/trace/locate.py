@@ -4,12 +4,16 @@ A run is named by a path, or in short: `NAME` is `runs/NAME`, `@-1` the newest r
 the one before. A path that exists goes first.
 """
 
+import atexit
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError, did_you_mean
+from rrfp.trace.files.whole_file import is_own
 from rrfp.trace.outcome import why_without_records
 from rrfp.trace.rundir import RUNS, RunDir, runs_in
 
@@ -38,8 +42,9 @@ def find_run(named: Path | None) -> Path:
 
 def _newest() -> Path:
     for path in runs_in():
-        if RunDir(path).sessions():
-            return path
+        with suppress(OSError):  # another user's
+            if RunDir(path).sessions():
+                return path
     raise RrfpError(f"there is no run yet in {RUNS}; make one with 'rrfp train'")
 
 
@@ -83,7 +88,8 @@ def resolve_trace(path: Path | None) -> Path:
     """The trace of a run, given as `find_run` reads it, or as the trace file itself.
 
     Merges the run's records if its launcher died before it could, and joins the sessions of a run
-    that was resumed. Raises RrfpError if there is no trace, or sessions cannot be joined.
+    that was resumed; in a temporary directory if others may replace the files of the run's own.
+    Raises RrfpError if there is no trace, or sessions cannot be joined.
     """
     path = find_run(path)
     if path.is_file():
@@ -99,4 +105,16 @@ def resolve_trace(path: Path | None) -> Path:
     # Imported late: Perfetto's module is slow to import, and most runs are already merged.
     from rrfp.trace.spills.merge import encode_run
 
-    return encode_run(path)
+    if is_own(path) and all(is_own(each.records) for each in sessions if each.records.exists()):
+        return encode_run(path)
+    return encode_run(path, _elsewhere(run))
+
+
+def _elsewhere(run: RunDir) -> Path:
+    """A new directory with links to what a run's own says besides its records; removed when this
+    process ends."""
+    path = Path(tempfile.mkdtemp(prefix="rrfp-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    for file in (run.run_json, run.metrics):
+        (path / file.name).symlink_to(file.absolute())
+    return path

@@ -1,7 +1,7 @@
 """How a run ended: `outcome.json`, which the launcher keeps locked while the run goes.
 
 So a run that still goes is told from one whose launcher was killed: this one's file is empty, and
-nobody holds it. Like the ranks' own files it is opened for reading and writing (see `spill.py`).
+nobody holds it, as with the ranks' own files (see `spill.py`).
 """
 
 import json
@@ -13,6 +13,8 @@ from typing import IO, Any, Self
 
 from rrfp.errors import RrfpError, StoppedError, first_line
 from rrfp.json_text import parsed
+from rrfp.trace.files.reading import read_small
+from rrfp.trace.files.whole_file import open_own
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.sessions import read_description
 from rrfp.trace.spills.spill import hold, is_being_written
@@ -138,14 +140,14 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     finally:
         if file is not None:
             with suppress(OSError):
-                file.write(f"{json.dumps(note.described())}\n")
+                file.write(f"{json.dumps(note.described())}\n".encode())
             with suppress(OSError):
                 file.close()
 
 
-def _hold(run: RunDir) -> IO[str] | None:
+def _hold(run: RunDir) -> IO[bytes] | None:
     with suppress(OSError):
-        file = run.outcome.open("w+", encoding="utf-8")
+        file = open_own(run.outcome, anew=True)
         hold(file)
         return file
     return None
@@ -163,11 +165,11 @@ def read_ending(run: RunDir) -> Ending | None:
     """What the launcher of a run that has ended wrote; None if no launcher ran it. May raise
     OSError."""
     try:
-        text = run.outcome.read_text(encoding="utf-8", errors="replace")
+        content = read_small(run.outcome)
     except FileNotFoundError:
         return None
     try:
-        return Ending.decode(parsed(text))
+        return Ending.decode(parsed(content.decode(errors="replace")))
     except (ValueError, TypeError, KeyError):
         return Ending(Outcome.KILLED)
 

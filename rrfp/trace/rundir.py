@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rrfp.errors import UsageError
+from rrfp.trace.files.whole_file import link_whole, why_not_own
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
 
 RUNS = Path("runs")
@@ -19,8 +20,8 @@ LATEST = RUNS / "latest"
 """A link to the newest run in `RUNS` that has a trace."""
 _LONGEST_PATH, _LONGEST_NAME = 4095, 128
 """Of Linux, and of what a run's files are called in its directory."""
-_OTHERS = 0o077
-"""The modes of a file that concern other users."""
+_OTHERS, _OTHERS_WRITE = 0o077, 0o022
+"""The modes of a file that concern other users, and those that let them write."""
 _OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
 
 
@@ -133,11 +134,11 @@ def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) 
 @contextmanager
 def own_files(*, shared: bool = False) -> Iterator[None]:
     """Files and directories that this process makes in the block, and processes that it starts
-    there, are for its user alone (modes 0600 and 0700); with `shared` the umask decides."""
-    if shared:
-        yield
-        return
+    there, are for its user alone (modes 0600 and 0700); with `shared` others may read them if the
+    umask lets them."""
     before = os.umask(_OTHERS)
+    if shared:
+        os.umask(before | _OTHERS_WRITE)
     try:
         yield
     finally:
@@ -165,6 +166,21 @@ def expected_ranks(settings: Mapping[str, object]) -> set[int]:
     return expected
 
 
+def own_run_dir(path: Path) -> RunDir:
+    """The run in a directory that exists and is to be written to. Takes away others' permission to
+    write there; raises UsageError if the directory belongs to another user."""
+    try:
+        path.chmod(path.stat().st_mode & ~_OTHERS_WRITE & 0o7777)
+        why = why_not_own(path)
+    except PermissionError:
+        why = f"belongs to user {path.stat().st_uid}"
+    if why:
+        raise UsageError(
+            f"{path} {why}, who could replace the run's files; choose another directory with --out"
+        )
+    return RunDir(path)
+
+
 def _create_at(out: Path, force: bool) -> RunDir:
     run = RunDir(out)
     try:
@@ -177,10 +193,9 @@ def _create_at(out: Path, force: bool) -> RunDir:
                 f"{out} exists; choose another directory with --out, or replace the run in it "
                 f"with --force"
             ) from None
+        own_run_dir(out)
         if _makes_own_files():
-            # Another user's directory is as that user wants it.
-            with suppress(PermissionError):
-                out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
+            out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
         for file in (
             *(run.run_json, run.metrics, run.admission, run.dealing),
             *(run.outcome, run.joined_trace),
@@ -219,11 +234,17 @@ def runs_in(directory: Path = RUNS) -> list[Path]:
     went on last. Empty if there is no such directory. May raise OSError."""
     try:
         with os.scandir(directory) as entries:
-            names = [each.name for each in entries if each.is_dir() and each.name != LATEST.name]
+            names = [each.name for each in entries if each.name != LATEST.name and _is_dir(each)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     began = {path: ns for name in names if (ns := began_ns(path := directory / name)) is not None}
     return sorted(began, key=lambda path: (began[path], path.name), reverse=True)
+
+
+def _is_dir(entry: "os.DirEntry[str]") -> bool:
+    with suppress(OSError):  # as for a link to itself
+        return entry.is_dir()
+    return False
 
 
 def began_ns(path: Path) -> int | None:
@@ -243,11 +264,14 @@ def update_latest(runs: Path) -> None:
     if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
         return
     with suppress(OSError):
-        newest = next((path for path in runs_in(runs) if RunDir(path).has_trace()), None)
+        newest = next((path for path in runs_in(runs) if _has_trace(path)), None)
         if newest is None:
             latest.unlink(missing_ok=True)
             return
-        link = runs / f".latest-{os.getpid()}"
-        link.unlink(missing_ok=True)
-        link.symlink_to(newest.name, target_is_directory=True)
-        link.replace(latest)
+        link_whole(latest, newest.name)
+
+
+def _has_trace(path: Path) -> bool:
+    with suppress(OSError):  # another user's
+        return RunDir(path).has_trace()
+    return False

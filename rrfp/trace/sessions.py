@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, reason_of
 from rrfp.json_text import parsed
+from rrfp.trace.files.reading import read_small
 from rrfp.trace.records import (
     CostRecord,
     RankRecords,
@@ -62,11 +63,11 @@ def _has_begun(description: Mapping[str, Any]) -> bool:
 def read_description(path: Path) -> dict[str, Any]:
     """The content of run.json; empty if its launcher died before it wrote it."""
     try:
-        settings = parsed(path.read_bytes())
+        settings = parsed(read_small(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RrfpError(f"{path} cannot be read: {error}") from error
+        raise RrfpError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(settings, dict):
         raise RrfpError(f"{path} is not a JSON object")
     return settings

@@ -7,7 +7,10 @@ file; its content policy allows that only from port 9001. All files that can be 
 before the first request, so no path leads anywhere else. Requests under another host name (DNS
 rebinding) or from a page of another site are refused.
 
-`/` redirects to the UI with the trace and its initial view, which keeps the address to open short.
+Every user of the host can connect to the port, so the trace is at a path with a random token that
+only its user learns. `/TOKEN/` redirects to the UI with the trace and its initial view. `/` does so
+for a process of the same user: a browser is started with that address, because every user of the
+host can read its command line.
 A UI served from here contacts no other host: the one script that it would load from elsewhere is
 left out as it is served, and a content policy stops everything else.
 """
@@ -15,8 +18,12 @@ left out as it is served, and a content policy stops everything else.
 import importlib.util
 import os
 import re
+import secrets
 import shutil
+import socket
+import struct
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +32,7 @@ from pathlib import Path
 from typing import IO
 
 from rrfp.errors import RrfpError
+from rrfp.trace.files.reading import open_regular
 from rrfp.trace.initial_view import InitialView
 
 PUBLIC_UI = "https://ui.perfetto.dev"
@@ -33,11 +41,12 @@ PUBLIC_UI_PORT = 9001
 
 _ADDRESS = "127.0.0.1"
 _OUR_HOST = re.compile(rf"({re.escape(_ADDRESS)}|localhost)(:\d+)?")
-_TRACE_PATH = "/trace.pftrace"
-_SHOWN_PATH = "/shown.pftrace"
+_TRACE_NAME = "trace.pftrace"
+_SHOWN_NAME = "shown.pftrace"
 """The trace with what is appended to it."""
 _TRACE_TYPE = "application/octet-stream"
-_TRACES = (_TRACE_PATH, _SHOWN_PATH)
+_CONNECTIONS = Path("/proc/net/tcp")
+_ESTABLISHED = "01"
 _UI_PATH = "/index.html"
 _UI_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
 _FOREIGN_SCRIPT = re.compile(rb"https://[a-z.]+/[a-z/-]*is_internal_user\.js")
@@ -64,6 +73,8 @@ class _File:
 
     def open(self) -> IO[bytes]:
         """The content, but for what is appended. Raises OSError if the file cannot be read."""
+        if self.content_type == _TRACE_TYPE:
+            return open_regular(self.path)
         if self.path.suffix != ".js":
             return self.path.open("rb")
         return BytesIO(_FOREIGN_SCRIPT.sub(_NO_SCRIPT_PATH.encode(), self.path.read_bytes()))
@@ -99,11 +110,13 @@ class TraceServer(ThreadingHTTPServer):
         initial_view: InitialView | None = None,
         appended: bytes = b"",
     ) -> None:
-        self.files = {_TRACE_PATH: _File(trace, _TRACE_TYPE)} | _ui_files(ui)
-        self._shown_path = _TRACE_PATH
+        self._token = secrets.token_urlsafe()
+        self.traces = {_TRACE_NAME: _File(trace, _TRACE_TYPE)}
+        self.ui_files = _ui_files(ui)
+        self._shown_name = _TRACE_NAME
         if appended:
-            self._shown_path = _SHOWN_PATH
-            self.files[_SHOWN_PATH] = _File(trace, _TRACE_TYPE, appended)
+            self._shown_name = _SHOWN_NAME
+            self.traces[_SHOWN_NAME] = _File(trace, _TRACE_TYPE, appended)
         self.has_ui = ui is not None
         self._arguments = (initial_view or InitialView()).ui_arguments()
         ports = [PUBLIC_UI_PORT if port is None else port]
@@ -117,14 +130,27 @@ class TraceServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """What to open in a browser. Its token lets whoever knows it read the trace."""
+        return f"http://{_ADDRESS}:{self.port}/{self._token}/"
+
+    @property
+    def own_address(self) -> str:
+        """The same without the token, for a browser of the same user."""
         return f"http://{_ADDRESS}:{self.port}/"
+
+    def name_behind_token(self, path: str) -> str | None:
+        """The name that follows the token in a path; None for a path that does not begin with
+        it."""
+        token, slash, name = path.removeprefix("/").partition("/")
+        is_known = secrets.compare_digest(token.encode(), self._token.encode())
+        return name if is_known and slash else None
 
     def ui_address(self, host: str) -> str:
         """The address of the UI with the trace and the initial view, for a browser that sees this
         server as `host` (through a tunnel its port may differ)."""
         ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
-        return f"{ui}#!/?url=http://{host}{self._shown_path}&{self._arguments}"
+        trace = f"http://{host}/{self._token}/{self._shown_name}"
+        return f"{ui}#!/?url={trace}&{self._arguments}"
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Report errors, except that a browser disconnected."""
@@ -154,6 +180,13 @@ def _ui_files(folder: Path | None) -> dict[str, _File]:
         if path.suffix in _CONTENT_TYPES and path.is_file()
     }
     return files | {_NO_SCRIPT_PATH: _File(Path(os.devnull), _CONTENT_TYPES[".js"])}
+
+
+def _as_listed(address: tuple[str, int]) -> str:
+    """An IPv4 address and port as the kernel lists them: `0100007F:2329`."""
+    host, port = address
+    (number,) = struct.unpack("=I", socket.inet_aton(host))
+    return f"{number:08X}:{port:04X}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -194,10 +227,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_for_us():
             self._refuse(HTTPStatus.FORBIDDEN)
             return
-        if self._asked == "/":
+        name = self.server.name_behind_token(self._asked)
+        if name == "" or (self._asked == "/" and self._is_of_same_user()):
             self._lead_to_ui()
             return
-        wanted = self.server.files.get(self._asked)
+        if name is None:
+            wanted = self.server.ui_files.get(self._asked)
+        else:
+            wanted = self.server.traces.get(name)
         if wanted is None:
             self._refuse(HTTPStatus.NOT_FOUND)
             return
@@ -253,7 +290,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_public_ui(self) -> bool:
         """Whether the public UI requests the trace, the only file that it may read."""
-        return self.headers.get("Origin") == PUBLIC_UI and self._asked in _TRACES
+        name = self.server.name_behind_token(self._asked)
+        return self.headers.get("Origin") == PUBLIC_UI and name in self.server.traces
+
+    def _is_of_same_user(self) -> bool:
+        """Whether the peer is a process of this one's user, as far as the system says."""
+        ours, theirs = map(_as_listed, (self.connection.getsockname(), self.client_address))
+        with suppress(OSError):
+            for line in _CONNECTIONS.read_text().splitlines()[1:]:
+                _, local, remote, state, _, _, _, user, *_ = line.split()
+                if (local, remote, state) == (theirs, ours, _ESTABLISHED):
+                    return int(user) == os.geteuid()
+        return False
 
     def _allow_public_ui(self) -> None:
         self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rrfp.runtime.delays import Delays
+from rrfp.trace.files.whole_file import create_new
 from rrfp.trace.records import Record
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.open import open_data
@@ -28,11 +29,11 @@ def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
     """Train every variant on this rank, from the same start, and write what it learned."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     lines = variants_file(run).read_text(encoding="utf-8").splitlines()
-    with learned_file(run, layout.rank).open("w", encoding="utf-8") as file:
+    with create_new(learned_file(run, layout.rank)) as file:
         for index, line in enumerate(lines):
             delays = Delays(index, layout.rank, _MAX_DELAY_S)
             learned = _learn(TrainSettings.from_json(line), layout, delays)
-            file.write(json.dumps(asdict(learned)) + "\n")
+            file.write(f"{json.dumps(asdict(learned))}\n".encode())
             file.flush()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from rrfp.inputs.hint_files import OrderFile
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
+from rrfp.trace.files.whole_file import write_whole
 from rrfp.trace.rundir import RunDir
 from rrfp.train.settings import TrainSettings
 from rrfp.verify.learned import Learned, read_learned, variants_file
@@ -73,7 +74,7 @@ def learn(
     layout; in one launch. Raises RrfpError if a rank fails."""
     run = RunDir(directory)
     lines = "".join(f"{settings.to_json()}\n" for settings in chosen)
-    variants_file(run).write_text(lines, encoding="utf-8")
+    write_whole(variants_file(run), lines.encode())
     launch(base, run)
     return [read_learned(run, rank, len(chosen)) for rank in range(base.layout.world_size)]
 

@@ -6,11 +6,12 @@ into a trace and removed them. Nothing is locked and nothing written: the run ta
 
 from collections.abc import Sequence
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
+from rrfp.trace.files.reading import LONGEST_LINE_BYTES, lines_of, open_regular
 from rrfp.trace.records import RankInfo, RankRecords
 from rrfp.trace.spills.segments import number_of, segment_after
 from rrfp.trace.spills.spill import add_flush, header_of
@@ -38,7 +39,7 @@ class RecordsTail:
         self.grown_ns: int | None = None
         """When the file last grew, in ns since 1970."""
         self._most = most
-        self._file: IO[bytes] | None = path.open("rb")
+        self._file: BufferedReader | None = open_regular(path)
         self.has_more = False
         """Whether the last call left something that was there already."""
         self._begun: list[bytes] = []
@@ -63,7 +64,7 @@ class RecordsTail:
             return None
         if self.info is None:
             self._file.seek(0)
-            header = self._file.readline()
+            header = next(lines_of(self._file, self.path), b"")
             if not header.endswith(b"\n"):
                 return None
             self.info = header_of(self.path, self._decoded(header))
@@ -94,6 +95,8 @@ class RecordsTail:
             self._begun = []
         if rest:
             self._begun.append(rest)
+        if sum(map(len, self._begun)) > LONGEST_LINE_BYTES:
+            raise self._damaged(b"".join(self._begun[:1]))
         return lines
 
     def _enter_next_segment(self) -> bytes:
@@ -103,7 +106,7 @@ class RecordsTail:
         if following is None:
             return b""
         try:
-            file = following.open("rb")
+            file = open_regular(following)
         except FileNotFoundError:
             return b""
         if not file.readline().endswith(b"\n"):
@@ -132,10 +135,13 @@ class RecordsTail:
         try:
             return parsed(line)
         except ValueError as error:
-            raise RrfpError(
-                f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
-                "the run is not followed any further"
-            ) from error
+            raise self._damaged(line) from error
+
+    def _damaged(self, line: bytes) -> RrfpError:
+        return RrfpError(
+            f"{self.path} has a line that is not JSON: {line[:40]!r}; the file is damaged, and "
+            "the run is not followed any further"
+        )
 
 
 def _first_of(segments: Sequence[Path], most: int) -> Path:
@@ -167,7 +173,7 @@ class LinesTail:
         """The lines that were finished since the last call. A file that was replaced, as when a run
         goes on from a checkpoint, is read anew. May raise OSError."""
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             return []
         with file:
@@ -175,11 +181,10 @@ class LinesTail:
             if inode != self._inode:
                 self._inode, self._offset = inode, 0
             file.seek(self._offset)
-            octets = file.read()
-        whole, newline, _ = octets.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
+            lines = [each for each in lines_of(file, self._path) if each.endswith(b"\n")]
+        self._offset += sum(map(len, lines))
         found = []
-        for line in whole.splitlines():
+        for line in lines:
             with suppress(ValueError):
                 value = parsed(line)
                 if isinstance(value, dict) and _fits(value):

@@ -6,6 +6,7 @@ from pathlib import Path
 import polars as pl
 
 from rrfp.analyze.frames import Frames
+from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.steps import EVALUATION, STEP, evaluation_step
 
 TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run")
@@ -21,7 +22,8 @@ def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
     for name in TABLES:
         file = folder / f"{name}.parquet"
         frame = _with_evaluations(getattr(frames, name))
-        frame.write_parquet(file)
+        with open_whole(file) as out:
+            frame.write_parquet(out)
         yield file, len(frame)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, run_frame
+from rrfp.trace.files.whole_file import create_new
 from rrfp.trace.perfetto.format import FIELDS
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ def write_tables(reader: "TraceReader", folder: Path) -> None:
     reader.check_whole()
     for writer in writers.values():
         writer.write()
-    run_frame(iter(reader.infos.values()), reader.settings).with_columns(
+    run = run_frame(iter(reader.infos.values()), reader.settings).with_columns(
         pl.Series("source", list(reader.infos), pl.Int64)
-    ).write_parquet(folder / _RUN)
+    )
+    with create_new(folder / _RUN) as file:
+        run.write_parquet(file)
 
 
 def _file(folder: Path, name: str, number: int) -> Path:
@@ -88,8 +91,7 @@ class _TableWriter:
         for name, is_text in FIELDS[self._name]:
             if is_text:
                 frame = frame.with_columns(texts.gather(frame[name]).alias(name))
-        frame.select(*self._schema).write_parquet(
-            _file(self._folder, self._name, self._num_files), compression="lz4"
-        )
+        with create_new(_file(self._folder, self._name, self._num_files)) as file:
+            frame.select(*self._schema).write_parquet(file, compression="lz4")
         self._num_files += 1
         self._tables, self._num_rows = [], 0

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 
 from rrfp.json_text import parsed
+from rrfp.trace.files.reading import open_regular, read_small
+from rrfp.trace.files.whole_file import write_whole
 
 _SEAL = "seal.json"
 
@@ -17,14 +19,14 @@ def seal(folder: Path, place: str) -> None:
     """Seal the files that are in a folder now; `place` says what they belong to. May raise
     OSError."""
     digests = {file.name: _digest(file) for file in folder.iterdir()}
-    (folder / _SEAL).write_bytes(sealed(place, json.dumps(digests).encode()))
+    write_whole(folder / _SEAL, sealed(place, json.dumps(digests).encode()))
 
 
 def is_sealed(folder: Path, place: str, pattern: str) -> bool:
     """Whether the files that match the pattern are those that were sealed for this place, and as
     they were then."""
     try:
-        digests = parsed(unsealed(place, (folder / _SEAL).read_bytes()))
+        digests = parsed(unsealed(place, read_small(folder / _SEAL)))
         found = {file.name: _digest(file) for file in folder.glob(pattern)}
     except (OSError, ValueError):
         return False
@@ -45,7 +47,7 @@ def unsealed(place: str, data: bytes) -> bytes:
 
 
 def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -66,7 +66,7 @@ def view(
                 err=True,
             )
         if not no_browser:
-            _open_browser(server.address)
+            _open_browser(server.own_address)
         typer.echo("Ctrl-C ends it.", err=True)
         server.serve_forever()
 

@@ -177,6 +177,7 @@ class Trials:
         anew."""
         from rrfp.replay.cost_files import costs_file, settled
         from rrfp.simulate.costs.cut_files import CUT, cut_in, written_cut
+        from rrfp.trace.files.whole_file import make_directory, write_whole
         from rrfp.trace.rundir import RUNS
         from rrfp.tune.from_costs import cut_of
 
@@ -197,8 +198,8 @@ class Trials:
         content = written_cut(cut)
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         path = RUNS / "tune" / f"{digest}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        make_directory(path.parent)
+        write_whole(path, content.encode())
         return str(path)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp.schedule.admission import format_admission
-from rrfp.trace.files.whole_file import open_whole
+from rrfp.trace.files.whole_file import open_own, open_whole
 
 
 class OrdersFile:
@@ -15,11 +15,11 @@ class OrdersFile:
 
     def __init__(self, path: Path, replica: int) -> None:
         """`path` is that of the joined file."""
-        self._file = _part(path, replica).open("w", encoding="utf-8")
+        self._file = open_own(_part(path, replica), anew=True)
 
     def write(self, order: Sequence[int]) -> None:
         """The order of the next step."""
-        self._file.write(format_admission([order]))
+        self._file.write(format_admission([order]).encode())
         self._file.flush()
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from rrfp.runtime import variables
 from rrfp.runtime.links.wire import MAGIC
+from rrfp.trace.files.whole_file import open_own, write_whole
 
 
 class LinkFault(StrEnum):
@@ -44,9 +45,8 @@ def shown_links(directory: Path) -> list[str]:
 def order(directory: Path, link: str, fault: LinkFault, number: float) -> Path:
     """Order a fault; the file that is given is removed when the link obeys."""
     path = directory / f"{link}.{fault}"
-    part = directory / f".{path.name}"
-    part.write_text(f"{number}", encoding="utf-8")
-    return part.replace(path)
+    write_whole(path, f"{number}".encode())
+    return path
 
 
 class _Faulty(socket.socket):
@@ -57,7 +57,7 @@ class _Faulty(socket.socket):
             connection.family, connection.type, connection.proto, fileno=connection.detach()
         )
         self._orders = {fault: directory / f"{rank}-{peer}.{fault}" for fault in LinkFault}
-        (directory / f"{rank}-{peer}").touch()
+        open_own(directory / f"{rank}-{peer}").close()
 
     def sendmsg(self, buffers: Iterable[Any], *rest: Any) -> int:
         self._drop()

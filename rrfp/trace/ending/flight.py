@@ -20,6 +20,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rrfp.trace.files.reading import open_regular
+from rrfp.trace.files.whole_file import open_own
 from rrfp.trace.perfetto.format import bounds_of
 from rrfp.trace.records import RECORD_TYPES, Record, num_times
 
@@ -79,7 +81,7 @@ class FlightRing:
     def __init__(self, path: Path) -> None:
         """Raises OSError if the file cannot have all of its blocks."""
         self._path = path
-        with path.open("w+b") as file:
+        with open_own(path, anew=True) as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
             except OSError:
@@ -181,7 +183,7 @@ class Flight:
 def read_flight(path: Path) -> Flight | None:
     """What is in a flight record, however its rank ended; None if it is not one. Slots that are not
     whole or hold numbers that no run has are left out. May raise OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = file.read(FILE_BYTES + 1)
     if len(data) != FILE_BYTES:
         return None

@@ -17,6 +17,7 @@ from typing import Any, Self
 from rrfp.errors import RrfpError
 from rrfp.trace.ending.finding import finding
 from rrfp.trace.ending.recovery import OUTCOME, RECORDING_OFF, UNREAD_FLIGHTS
+from rrfp.trace.files.reading import lines_of, open_regular
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.records import BegunRecord, Doing, Recording
 from rrfp.trace.rundir import RunDir
@@ -185,8 +186,8 @@ def _sessions_of(run: RunDir) -> list[RunDir]:
 
 def _steps_in(metrics: Path) -> Iterator[int]:
     """The steps of the lines of a file of metrics; others are none of ours, or not whole yet."""
-    with suppress(OSError), metrics.open("rb") as file:
-        for line in file:
+    with suppress(OSError), open_regular(metrics) as file:
+        for line in lines_of(file, metrics):
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 step = json.loads(line)["step"]
                 if isinstance(step, int):

@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from rrfp.errors import RrfpError, reason_of
+from rrfp.trace.files.whole_file import create_new
 from rrfp.trace.files.whole_lines import WholeLines
 
 MOST_WAITING_BYTES = 64 << 20
@@ -58,7 +59,7 @@ class ReportFile:
     def copy_to(self, path: Path) -> None:
         """Write all lines so far into another file, also those that wait, and also where the file
         is gone. May raise OSError."""
-        with path.open("wb") as copy:
+        with create_new(path) as copy:
             if self._file is not None:
                 copy.writelines(self._file.read())
             copy.writelines(self._waiting)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from rrfp.trace.files.whole_file import open_own
+
 _PIECE_BYTES = 1 << 20
 
 
@@ -16,7 +18,7 @@ class WholeLines:
         """`anew` empties the file first."""
         self._path = path
         # Unbuffered: what is written has reached the system, and what is not was never begun.
-        self._file = path.open("w+b" if anew else "a+b", buffering=0)
+        self._file = open_own(path, anew=anew, buffering=0)
         self._status = os.fstat(self._file.fileno())
         self.num_bytes = self._status.st_size
         """Its size up to the last whole line."""

@@ -11,6 +11,7 @@ import numpy as np
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
+from rrfp.trace.files.reading import open_regular
 from rrfp.trace.perfetto.format import FIELDS, RANK, RUN
 from rrfp.trace.perfetto.protobuf import (
     Bytes,
@@ -224,7 +225,7 @@ def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
 
 
 def foreign(path: Path) -> RrfpError:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     remedy = "; unpack it first, with gunzip" if is_gzipped else ""
     return RrfpError(f"{path} is not an uncompressed Perfetto trace{remedy}")

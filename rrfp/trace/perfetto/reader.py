@@ -20,6 +20,7 @@ from google.protobuf import message
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
+from rrfp.trace.files.reading import open_regular
 from rrfp.trace.perfetto.event_columns import (
     CATEGORIES_READ,
     INSTANT,
@@ -157,7 +158,7 @@ class TraceReader:
         """
         np.empty(_NUM_BYTES_FREED, np.uint8)
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 if file.seek(0, 2) == 0:
                     raise RrfpError(f"the trace {self._path} is empty")
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -35,28 +35,33 @@ _PART_BYTES = 2 << 20
 """Of all ranks' files that are in memory at a time; their records take twenty times as much."""
 
 
-def encode_run(directory: Path) -> Path:
+def encode_run(directory: Path, elsewhere: Path | None = None) -> Path:
     """Merge what the sessions of a run have recorded into their traces, and return the path of the
-    run's: that of its one session, or of all of them joined.
+    run's: that of its one session, or of all of them joined. With `elsewhere`, traces that the run
+    lacks are made in that directory, and the run is left as it is.
 
     Raises RrfpError if the run is still going, if a file is corrupt, if no rank recorded anything,
     or if the sessions cannot be joined; the records of a session without a trace then stay.
     """
     sessions = RunDir(directory).sessions()
-    recorded = [session for session in sessions if encode_session(session)]
-    if not recorded:
+    traces = [trace for session in sessions if (trace := _encoded(session, elsewhere)) is not None]
+    if not traces:
         raise RrfpError(why_without_records(RunDir(directory)))
-    if len(recorded) == 1:
-        return recorded[0].trace
-    whole = recorded[-1].joined_trace
+    if len(traces) == 1:
+        return traces[0]
+    whole = RunDir(elsewhere or directory).joined_trace
     if not whole.exists():
-        write_trace(whole, joined([read_trace(session.trace) for session in recorded]))
+        write_trace(whole, joined([read_trace(trace) for trace in traces]))
     return whole
 
 
 def encode_session(run: RunDir) -> bool:
     """Merge one session's records into its trace, if that has not been done, and remove them.
     Returns whether there is a trace; raises RrfpError as `encode_run` does."""
+    return _encoded(run, None) is not None
+
+
+def _encoded(run: RunDir, elsewhere: Path | None) -> Path | None:
     segments = segments_in(run.records)
     for segment in chain.from_iterable(segments.values()):
         if is_being_written(segment):
@@ -67,15 +72,20 @@ def encode_session(run: RunDir) -> bool:
             )
     ranks = [rank for paths in segments.values() if (rank := SpilledRank.of(paths)) is not None]
     if not ranks:
-        return run.trace.exists()
-    _merge(run, ranks)
+        return run.trace if run.trace.exists() else None
+    if elsewhere is not None:
+        trace = RunDir(elsewhere, run.session).trace
+        _merge(run, ranks, trace)
+        return trace
+    describe_recording(run, _merge(run, ranks, run.trace))
     run.joined_trace.unlink(missing_ok=True)
     shutil.rmtree(run.records, ignore_errors=True)
     update_latest(run.path.parent)
-    return True
+    return run.trace
 
 
-def _merge(run: RunDir, ranks: Sequence[SpilledRank]) -> None:
+def _merge(run: RunDir, ranks: Sequence[SpilledRank], trace: Path) -> dict[str, Any]:
+    """Write the trace of a session, and return its description."""
     description = description_of_trace(run)
     recovered = [_surveyed(run, rank, description) for rank in ranks]
     kept = kept_steps([rank.ended_steps for rank in ranks if rank.begins_late])
@@ -99,11 +109,11 @@ def _merge(run: RunDir, ranks: Sequence[SpilledRank]) -> None:
         _leave(records, kept)
     shifts_ns = [rank.info.clock_offset_ns - first_ns for rank in ranks]
     infos = [rank.info for rank in ranks]
-    with trace_writer(run.trace, description, infos, shifts_ns) as writer:
+    with trace_writer(trace, description, infos, shifts_ns) as writer:
         for part in _parts(ranks, kept):
             writer.write(part, is_last=False)
         writer.write(recovered, is_last=True)
-    describe_recording(run, description)
+    return description
 
 
 def _surveyed(run: RunDir, rank: SpilledRank, description: dict[str, Any]) -> RankRecords:

@@ -9,8 +9,8 @@ Where the records of a rank are bounded they go into several such files, its seg
 removed. Every segment has the header, and begins with a flush of its own.
 
 A writer holds a shared lock on its file as long as its process lives. So a reader knows whether the
-run is still going, however it may end. Both open the file for reading and writing, because NFS
-grants shared locks only to readers and exclusive ones only to writers.
+run is still going, however it may end. The writer takes an exclusive lock and opens the file for
+writing, too; a reader takes a shared one and only reads, so that it may be another user.
 """
 
 import fcntl
@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, Protocol
 from rrfp.errors import RrfpError
 from rrfp.json_text import parsed
 from rrfp.schedule.tasks import Kind
+from rrfp.trace.files.reading import lines_of, open_regular
+from rrfp.trace.files.whole_file import make_directory
 from rrfp.trace.files.whole_lines import WholeLines
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Record, num_times
@@ -100,7 +102,7 @@ class SpillWriter:
 
     def __init__(self, path: Path, info: RankInfo, most_bytes: int | None = None) -> None:
         """With `most_bytes`, at most so many are kept, and the last segment at least."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         self._first = path
         self._most_bytes = most_bytes
         self._header = _header(info)
@@ -197,7 +199,7 @@ def is_being_written(path: Path) -> bool:
 
     May raise OSError.
     """
-    with suppress(FileNotFoundError), path.open("r+b") as file:
+    with suppress(FileNotFoundError), open_regular(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -236,9 +238,9 @@ def iter_lines(path: Path) -> Iterator[Line]:
     offset = number = 0
     while True:
         # Open for some lines at a time, for there may be more ranks than files may be open.
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
-            lines = file.readlines(_NUM_BYTES_READ)
+            lines = [*lines_of(file, path, _NUM_BYTES_READ)]
             offset = file.tell()
         if not lines:
             return

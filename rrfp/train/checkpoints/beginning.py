@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rrfp.errors import UsageError
 from rrfp.trace.files.whole_file import unfinished
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.rundir import RunDir, create_run_dir, own_run_dir
 from rrfp.trace.sessions import read_description
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
 from rrfp.train.checkpoints.manifest import METRICS
@@ -100,7 +100,7 @@ def _run_of(
         # The checkpoints were copied or moved, and that run may go on as well.
         tell(f"The run in {path} saves to another directory, so a new one is made for this run")
         return None
-    return RunDir(path)
+    return own_run_dir(path)
 
 
 def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
@@ -114,7 +114,7 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
             f"{out} is not the directory of a run that saves to {settings.run.save}; choose "
             "another one with --out, or leave it out to go on where the run was"
         )
-    return RunDir(out)
+    return own_run_dir(out)
 
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:

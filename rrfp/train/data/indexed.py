@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rrfp.errors import UsageError
+from rrfp.trace.files.whole_file import create_new
 from rrfp.train.data.corpus import Tokens
 
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
@@ -177,7 +178,7 @@ def write_index(
     sequence of each document, with the end of the last."""
     (number,) = (number for number, each in _WRITTEN_TYPES if each is dtype)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    with with_suffix(prefix, ".idx").open("wb") as index:
+    with create_new(with_suffix(prefix, ".idx")) as index:
         index.write(_INDEX_HEAD.pack(_INDEX_MAGIC, 1, number, len(lengths), len(bounds)))
         for table in (lengths, starts * np.dtype(dtype).itemsize, bounds):
             index.write(table.tobytes())

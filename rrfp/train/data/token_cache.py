@@ -21,6 +21,7 @@ import numpy as np
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.inputs.text_files import sha256_of
 from rrfp.json_text import parsed
+from rrfp.trace.files.whole_file import create_new, write_whole
 from rrfp.train.data.indexed import indexed_documents, token_type, with_suffix, write_index
 from rrfp.train.data.text_files import text_files, texts
 from rrfp.train.data.tokenizer import Tokenizer, named_end, tokenizer_file
@@ -74,7 +75,7 @@ def encoded(data: DataSettings, tell: Callable[[str], None] | None = None) -> En
         with tempfile.TemporaryDirectory(dir=prefix.parent, prefix="unfinished-") as name:
             draft = Path(name, "tokens")
             num_tokens = _write(draft, data, tokenizer)
-            with_suffix(draft, ".json").write_text(json.dumps(told, indent=2) + "\n")
+            write_whole(with_suffix(draft, ".json"), f"{json.dumps(told, indent=2)}\n".encode())
             # The last one says that all are there.
             for suffix in (".bin", ".idx", ".json"):
                 with_suffix(draft, suffix).replace(with_suffix(prefix, suffix))
@@ -162,7 +163,7 @@ def _write(prefix: Path, data: DataSettings, tokenizer: Tokenizer) -> int:
     dtype = token_type(tokenizer.vocab_size)
     lengths, bounds = array("i"), array("q", [0])
     num_of_text = 0
-    with with_suffix(prefix, ".bin").open("wb") as file:
+    with create_new(with_suffix(prefix, ".bin")) as file:
         for batch in _batches(_pieces(data)):
             for piece, tokens in zip(batch, _encode(tokenizer, batch), strict=True):
                 num_of_text += len(tokens)

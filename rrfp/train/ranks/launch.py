@@ -10,6 +10,7 @@ from typing import Protocol
 
 from rrfp.errors import RrfpError, StoppedError, UsageError, numbered
 from rrfp.runtime import variables
+from rrfp.trace.files.whole_file import open_own
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.contents import data_contents
@@ -233,8 +234,9 @@ def _log_stacks(failures: Mapping[int, Failure], run: RunDir) -> None:
     for rank, failure in failures.items():
         if failure.stacks:
             # The run's directory may have gone.
-            with suppress(OSError), run.rank_log(rank).open("a", encoding="utf-8") as log:
-                log.write(f"It stood still, and was killed. Its threads:\n{failure.stacks}")
+            told = f"It stood still, and was killed. Its threads:\n{failure.stacks}"
+            with suppress(OSError), open_own(run.rank_log(rank)) as log:
+                log.write(told.encode())
 
 
 def _signal_name(number: int) -> str:

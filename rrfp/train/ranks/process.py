@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rrfp.errors import RrfpError, first_line
+from rrfp.trace.files.whole_file import make_directory, open_own
 from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
 from rrfp.train.open_files import is_of_too_many, told_of_too_many
@@ -106,11 +107,11 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def _write_output_to(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     # A run that is resumed has the output of all its sessions.
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = open_own(path)
     for descriptor in (1, 2):
-        os.dup2(log, descriptor)
+        os.dup2(log.fileno(), descriptor)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from rrfp.errors import UsageError
+from rrfp.trace.files.whole_file import write_whole
 from rrfp.watch.measures import TOLD, Measure
 
 
@@ -54,7 +55,7 @@ class PrometheusFile:
         self._newest[source] = step, [*measures]
 
     def flush(self) -> None:
-        write_to_textfile(str(self._path), self._registry)
+        write_whole(self._path, generate_latest(self._registry))
 
     def close(self) -> None:
         self.flush()

@@ -19,6 +19,7 @@ from typing import IO, TypeVar
 
 from rrfp.errors import RrfpError, UsageError, first_line, numbered
 from rrfp.runtime.decoding import items, text
+from rrfp.trace.files.whole_file import create_new, make_directory, open_own
 from rrfp.trace.rundir import RunDir
 from rrfp.trace.spills.segments import segments_in
 from rrfp.trace.spills.spill import NUM_SEGMENTS, hold
@@ -84,7 +85,7 @@ def _hosts_apart(store: AnsweringStore, run: RunDir, num_hosts: int, pulse: Puls
     """Host 0's part: the hosts that do not see its directory."""
     token = secrets.token_hex(8)
     mark = _mark(run, token)
-    mark.touch()
+    create_new(mark).close()
     try:
         store.set(f"{_PREFIX}/token", json.dumps(token))
         apart = []
@@ -356,8 +357,8 @@ class _Receiver(_Part):
                 return
             if name not in self._files:
                 path = self._run.path / name
-                path.parent.mkdir(exist_ok=True)
-                self._files[name] = path.open("ab" if match[2] else "wb+")
+                make_directory(path.parent)
+                self._files[name] = open_own(path, anew=not match[2])
                 if match[1]:
                     # Whoever reads the run sees that more is to come.
                     hold(self._files[name])

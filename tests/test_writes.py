@@ -1,0 +1,149 @@
+"""Only one module of rrfp creates files: what it opens cannot be a link that somebody planted."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rrfp
+
+_SOURCES = Path(rrfp.__file__).parent
+_ANY = {
+    *("write_text", "write_bytes", "touch", "symlink_to", "hardlink_to", "mkfifo", "mknod"),
+    *("mkdir", "makedirs", "copyfile", "copytree", "copy2", "move"),
+    *("write_parquet", "write_csv", "write_json", "sink_parquet", "sink_csv", "to_csv", "savefig"),
+    *("write_to_textfile", "SummaryWriter", "FileHandler", "memmap", "tofile", "savez", "creat"),
+    *("mktemp", "mkstemp", "NamedTemporaryFile", "TemporaryDirectory", "mkdtemp"),
+}
+"""Calls that make or fill a file, by the name of the function or method."""
+_OF_MODULES = {
+    ("torch", "save"),
+    ("np", "save"),
+    ("gzip", "open"),
+    ("os", "link"),
+    ("os", "symlink"),
+}
+_OPEN = {"file", "out", "octets"}
+"""How a file that is open is called where polars writes a table to it; without one, to a text."""
+
+_PRIVATE = "in a directory that this process has made with mkdtemp, or its tests' own"
+_TEMPORARY = "an unpredictable name, made exclusively, by Python's tempfile"
+ALLOWED = {
+    ("trace/files/whole_file.py", "*"): "the one place",
+    ("trace/files/reading.py", "os.open"): "reads: the flags are those of a file opened so",
+    ("trace/rundir.py", "mkdir"): "a new directory: mkdir follows no link and replaces nothing",
+    ("trace/locate.py", "mkdtemp"): _TEMPORARY,
+    ("trace/locate.py", "symlink_to"): _PRIVATE,
+    ("analyze/cache.py", "TemporaryDirectory"): _TEMPORARY,
+    ("analyze/cache.py", "mkdir"): "a new directory under an unpredictable name",
+    ("analyze/files/export.py", "mkdir"): "a directory that the user names for output",
+    ("watch/exporters/wandb_offline.py", "mkdir"): "a directory that the user names for output",
+    ("watch/exporters/tensorboard_files.py", "mkdir"): "a directory that the user names",
+    ("watch/exporters/tensorboard_files.py", "SummaryWriter"): "the library's own unique names",
+    ("chaos/campaign.py", "mkdir"): _PRIVATE,
+    ("chaos/campaign.py", "copytree"): "to --keep, a directory that the user names",
+    ("chaos/campaign.py", "copyfile"): "to --keep, a directory that the user names",
+    ("chaos/session.py", "mkdir"): _PRIVATE,
+    ("cli/chaos/command.py", "mkdtemp"): _TEMPORARY,
+    ("cli/chaos/command.py", "mkdir"): _PRIVATE,
+    ("cli/verify.py", "mkdtemp"): _TEMPORARY,
+    ("cli/verify.py", "mkdir"): _PRIVATE,
+    ("cli/streams.py", "open"): "/dev/null in the place of a closed stream",
+    ("cli/streams.py", "os.open"): "/dev/null in the place of a closed stream",
+    ("interchange/imported_run.py", "TemporaryDirectory"): _TEMPORARY,
+    ("interchange/straggler.py", "open"): "/dev/null",
+    ("runtime/transport/connecting.py", "mkdtemp"): _TEMPORARY,
+    ("runtime/transport/private_socket.py", "os.open"): "O_EXCL and O_NOFOLLOW, in a mkdtemp",
+    ("runtime/transport/tls.py", "NamedTemporaryFile"): _TEMPORARY,
+    ("train/checkpoints", "*"): "in a directory that was checked (docs/security.md)",
+    ("train/data/indexed.py", "memmap"): "maps a file of tokens to read it",
+    ("train/data/token_cache.py", "mkdir"): "the user's own cache directory",
+    ("train/data/token_cache.py", "TemporaryDirectory"): _TEMPORARY,
+    ("train/ranks/network_maker.py", "write_text"): "/proc/self of a new namespace",
+    ("train/ranks/own_directory.py", "mkdtemp"): _TEMPORARY,
+    ("train/data/picture_folder.py", "open"): "a picture to read",
+    ("doctor/cuda_ipc.py", "open"): "memory of a GPU",
+    ("runtime/planes/cuda_ipc_plane.py", "open"): "memory of a GPU",
+    ("interchange/json_stream.py", "gzip.open"): "reads",
+    ("train/ranks/liveness/warnings.py", "mkfifo"): _PRIVATE,
+    ("train/ranks/liveness/warnings.py", "os.open"): _PRIVATE,
+}
+"""Where else something is made, by file (or folder) and call, and why no planted link is followed
+there. `*` means every call of that file."""
+
+
+def test_nothing_but_one_module_creates_files() -> None:
+    stray = []
+    for source in sorted(_SOURCES.rglob("*.py")):
+        name = source.relative_to(_SOURCES).as_posix()
+        for call, line in writes_in(source.read_text(encoding="utf-8")):
+            places = (name, name.rpartition("/")[0])
+            if not any((place, each) in ALLOWED for place in places for each in (call, "*")):
+                stray.append(f"rrfp/{name}:{line}: {call}")
+    assert not stray, "write with rrfp.trace.files.whole_file, or say here why not"
+
+
+def test_each_exception_names_a_file_that_is_there() -> None:
+    assert [name for name, _ in ALLOWED if not (_SOURCES / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "call"),
+    [
+        ("path.open('wb')", "open"),
+        ("path.open(mode)", "open"),
+        ("open(path, mode='a')", "open"),
+        ("path.write_text('')", "write_text"),
+        ("os.open(path, os.O_CREAT)", "os.open"),
+        ("path.mkdir()", "mkdir"),
+        ("shutil.copyfile(a, b)", "copyfile"),
+        ("torch.save(x, path)", "torch.save"),
+        ("frame.write_parquet(path)", "write_parquet"),
+        ("tempfile.mkdtemp()", "mkdtemp"),
+        ("path.open()", None),
+        ("path.open('rb')", None),
+        ("transport.open()", None),
+        ("os.open(path, os.O_RDONLY)", None),
+        ("frame.write_parquet(file)", None),
+    ],
+)
+def test_a_write_is_found(source: str, call: str | None) -> None:
+    assert [name for name, _ in writes_in(source)] == ([] if call is None else [call])
+
+
+def writes_in(source: str) -> Iterator[tuple[str, int]]:
+    """The calls in a source that may create or fill a file, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = _write(node)
+            if name is not None:
+                yield name, node.lineno
+
+
+def _write(call: ast.Call) -> str | None:
+    match call.func:
+        case ast.Name(name):
+            owner = ""
+        case ast.Attribute(ast.Name(owner), name):
+            pass
+        case ast.Attribute(_, name):
+            owner = "..."
+        case _:
+            return None
+    if (owner, name) in _OF_MODULES:
+        return f"{owner}.{name}"
+    if name == "open":
+        if owner == "os":
+            return None if _only_reads(ast.unparse(call)) else "os.open"
+        modes = [*call.args[1 if owner == "" else 0 :][:1]]
+        modes += [each.value for each in call.keywords if each.arg == "mode"]
+        texts = [m.value if isinstance(m, ast.Constant) else "w" for m in modes]
+        return "open" if any(set(str(text)) & set("wax+") for text in texts) else None
+    if name.startswith("write_") and {ast.unparse(each) for each in call.args[:1]} <= _OPEN:
+        return None
+    return name if name in _ANY else None
+
+
+def _only_reads(text: str) -> bool:
+    return "O_RDONLY" in text and "O_CREAT" not in text
