@@ -95,7 +95,7 @@ def run_example(run: str, *, installs: bool) -> list[str]:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
     else:
-        from rrfp.__main__ import main
+        from rrfp.cli.main import main
 
         sys.argv = ["rrfp", "run", "--hint", "bfw", "--out", run, "--steps", "1:", *arguments]
         assert main() == 0

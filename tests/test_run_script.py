@@ -194,8 +194,9 @@ def test_the_command_ends_as_python_does(how: str, where: Path) -> None:
     (where / "script.py").write_bytes(ENDS[how])
     (where / "wrong.py").write_text("x = (")
     (where / "rrfp").write_text(COMMAND)
-    # The module `__main__` of that command must outlive the script: Python goes on to use it.
-    plain = check_same(where, "script.py", run=("rrfp", "run"))
+    # The command's module `__main__` must outlive the script, as Python goes on to use it. Where it
+    # does not, what this variable puts in its place makes sure of a SIGSEGV.
+    plain = check_same(where, "script.py", run=("rrfp", "run"), PYTHONMALLOC="debug")
     assert plain.code != 0 or how.endswith("nothing")
 
 

@@ -146,12 +146,12 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "-h", "--help", action="store_true", default=False, help="Show this message and exit."
     )
-    panels = {}
+    panels: dict[str, Any] = {}
     for declared in OPTIONS:
         name = panel_of(declared)
-        panel = panels.setdefault(name, None) or parser.add_argument_group(name)
-        panels[name] = panel
-        told = declared.help_text
+        if name not in panels:
+            panels[name] = parser.add_argument_group(name)
+        panel, told = panels[name], declared.help_text
         told = (hint_help(told) if declared.kind is Hint else told).replace("%", "%%")
         if declared.kind is bool:
             panel.add_argument(f"--{declared.spelled}", action="store_true", help=told)
