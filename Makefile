@@ -17,9 +17,11 @@ UNFINISHED := $(VENV)/unfinished
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 LOCKS := requirements-3.11.lock requirements-3.12.lock
 LOCK_VENV := build/lock-venv
+# The environment of somebody else's job.
+IMAGE := .venv-image
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-core test-all test-gpu fuzz lint format bench docs pictures screenshots lock clean
+.PHONY: help setup image train test test-core test-all test-gpu fuzz lint format bench docs pictures screenshots lock clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -53,6 +55,16 @@ $(COMPILED): $(STAMP) $(CORE)
 	@mkdir -p build
 	@$(VENV)/bin/python setup.py -q build_ext --inplace >build/core.log 2>&1 \
 	    || echo "make setup: the core does not compile and runs interpreted; see build/core.log" >&2
+	@touch $@
+
+image: $(IMAGE)/set-up  ## Build .venv-image/: Megatron-Core among packages that are a year old
+
+$(IMAGE)/set-up: requirements-image.lock pyproject.toml
+	@echo "Setting up $(IMAGE)/; the first time takes a few minutes." >&2
+	@python3.11 -m venv --clear $(IMAGE)
+	@$(IMAGE)/bin/python -m pip -qq --disable-pip-version-check install -r requirements-image.lock
+	@RRFP_COMPILED=0 $(IMAGE)/bin/python -m pip -qq --disable-pip-version-check install \
+	    --no-deps --no-build-isolation --editable .
 	@touch $@
 
 train: setup  ## Train a GPT readiness-first; more flags in ARGS="--steps 5"

@@ -10,6 +10,7 @@ and `--install` calls `install()` by itself.
 
 import hashlib
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,49 @@ def train(settings: Any, layout: Any, schedule: Any, *, evaluates: bool) -> dict
             digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
     seen["parameters_sha256"] = digest.hexdigest()
     return seen
+
+
+# Another job, in processes that have imported nothing yet.
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
+NOT_OF_A_JOB = ("typer", "rich", "polars", "perfetto", "google.protobuf", "PIL", "tokenizers")
+
+
+def run_example(run: str, *, installs: bool) -> list[str]:
+    """Train and record the example on this rank, by `rrfp run` or by `install()`, and return which
+    of the packages that no job needs are loaded then. An import of ours that a job has no use for
+    fails at once."""
+    sys.meta_path.insert(0, _OnlyOfAJob())
+    arguments = [str(EXAMPLE), "--pp", "2", "--steps", "3"]
+    if installs:
+        from rrfp.megatron import DispatchSettings, install
+
+        install(DispatchSettings(hint="bfw"), out=run, steps="1:", at_import=True)
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        from rrfp.cli.main import main
+
+        sys.argv = ["rrfp", "run", "--hint", "bfw", "--out", run, "--steps", "1:", *arguments]
+        assert main() == 0
+    from rrfp.runtime.at_end import at_end
+
+    # The processes of a test end in another way than those of a job.
+    at_end.run()
+    return [name for name in NOT_OF_A_JOB if name in sys.modules]
+
+
+class _OnlyOfAJob:
+    """Refuses what modules of ours import beside torch, Megatron-Core, NumPy and Python's own."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename and frame.f_back is not None:
+            frame = frame.f_back
+        whose = str(frame.f_globals.get("__name__"))
+        allowed = {"rrfp", "torch", "megatron", "numpy", *sys.stdlib_module_names}
+        if whose.startswith("rrfp") and name.partition(".")[0] not in allowed:
+            raise AssertionError(f"{whose} imports {name}")
 
 
 if __name__ == "__main__":

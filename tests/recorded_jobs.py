@@ -1,7 +1,9 @@
 """A Megatron job run by `rrfp run` on a test's ranks, and what its recording says."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
+from unittest.mock import patch
 
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import resolve_trace
@@ -21,6 +23,15 @@ def run_script(options: list[str], arguments: list[str]) -> None:
     assert main() == 0
     # The processes of a test end in another way than those of a job.
     at_end.run()
+
+
+def run_script_beside(protobuf: str, options: list[str], arguments: list[str]) -> None:
+    """The same in an environment that seems to have this version of protobuf."""
+    real = metadata.version
+    with patch.object(
+        metadata, "version", lambda name: {"protobuf": protobuf}.get(name) or real(name)
+    ):
+        run_script(options, arguments)
 
 
 def read_whole(run: Path) -> TraceContents:

@@ -1,6 +1,7 @@
 """The rooms: imports go down only. This table is the one place that says what may import what."""
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ANYWHERE = {"rrfp", "rrfp.compiled", "rrfp.cores", "rrfp.errors", "rrfp.json_text"}
-"""What every room may use: the version, how the core runs, the machine's cores, the errors, and how
-JSON is parsed."""
+ANYWHERE = {
+    *("rrfp", "rrfp.compiled", "rrfp.cores", "rrfp.errors", "rrfp.json_text", "rrfp.requirements")
+}
+"""What every room may use: the version, how the core runs, the machine's cores, the errors, how
+JSON is parsed, and what is installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ ROOMS = {
     "rrfp.cores": room(),
     "rrfp.errors": room(),
     "rrfp.json_text": room(),
+    "rrfp.requirements": room(),
     "rrfp.__main__": room("cli"),
     "rrfp.schedule": room(),
     "rrfp.inputs": room("schedule"),
@@ -67,6 +71,12 @@ ROOMS = {
         "typer rich polars torch",
     ),
 }
+
+IN_A_JOB = re.compile(r"rrfp\.(__main__|cli\.main|cli\.run|megatron|runtime|schedule)\b")
+"""What runs in the processes of somebody's job, with all that it imports: its environment has what
+Megatron needs, and none of our other packages."""
+
+OF_A_JOB = {"torch", "megatron", "numpy"}
 
 MOST_FILES = 20
 """Of a package, so that its directory can be taken in at a glance."""
@@ -228,6 +238,42 @@ def test_the_drop_in_needs_neither_the_recorder_of_native_schedules_nor_the_cpu(
     }
     assert len(drop_in) > 15
     assert [name for needed in drop_in.values() for name in needed if name.startswith(inner)] == []
+
+
+def at_start(module: str) -> set[str]:
+    """What a module imports when it is imported itself: not in functions, nor for types alone."""
+    found: set[str] = set()
+    left: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys() or {str(node.module)}
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            left += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return found
+
+
+def test_a_job_needs_what_megatron_needs_and_no_more() -> None:
+    left = [module for module in MODULES if IN_A_JOB.match(module)]
+    assert len(left) > 100
+    needed: dict[str, set[str]] = {}
+    while left:
+        module = left.pop()
+        if module in MODULES and module not in needed:
+            needed[module] = at_start(module)
+            left += needed[module]
+    others = {
+        (module, name)
+        for module, names in needed.items()
+        for name in names - MODULES.keys()
+        if name.partition(".")[0] not in sys.stdlib_module_names | OF_A_JOB
+    }
+    assert others == set()
 
 
 def test_no_package_has_too_many_files() -> None:

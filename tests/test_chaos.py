@@ -33,7 +33,7 @@ from rrfp.chaos.plan import (
 )
 from rrfp.chaos.processes import Marked, Process
 from rrfp.chaos.session import flags_of
-from rrfp.cli import main as cli
+from rrfp.cli import app
 from rrfp.errors import UsageError
 from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
 from rrfp.train.settings import TrainSettings
@@ -292,7 +292,7 @@ def test_a_session_gets_the_flags_of_its_settings() -> None:
     assert "--no-trace" in flags
     assert "--save=a b" in flags
     assert not any(flag.startswith("--resume") for flag in flags)
-    group: Any = typer.main.get_command(cli.app)
+    group: Any = typer.main.get_command(app.app)
     read = group.commands["train"].make_context("train", flags).params
     told = {name: value for name, value in read.items() if value is not None}
     assert TrainSettings(**told).described() == settings.described()

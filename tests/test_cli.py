@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
@@ -209,6 +210,49 @@ def test_what_was_probably_meant_is_said(
     assert told in captured.err
 
 
+@pytest.mark.parametrize(
+    ("installed", "arguments"),
+    [
+        ({"typer": "0.15.4", "rich": "13.9.4"}, ["analyze", "run"]),
+        ({"typer": None}, ["train"]),
+        ({"protobuf": "4.25.9"}, []),
+        ({"perfetto": "0.0.1"}, ["--help"]),
+    ],
+)
+def test_what_an_environment_lacks_is_told_in_a_sentence(
+    installed: dict[str, str | None],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        found = installed.get(name, real(name))
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(sys, "argv", ["rrfp", *arguments])
+    assert main.main() == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    for name, found in installed.items():
+        state = "not installed" if found is None else f"{found} is installed"
+        assert re.search(rf"{name}>=[\d.]+,<[\d.]+ \({state}\)", told.err)
+    assert told.err.count("installed)") == len(installed)
+    # What runs in a job needs none of them.
+    plain = ("--dispatch", "megatron", "--no-trace")
+    (tmp_path / "script.py").write_text("print('ran')")
+    monkeypatch.setattr(sys, "argv", ["rrfp", "run", *plain, str(tmp_path / "script.py")])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main.main() == 0
+    assert capsys.readouterr().out == "ran\n"
+
+
 @pytest.mark.parametrize("verb", ["train", "run", "simulate"])
 def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -219,7 +263,7 @@ def test_the_help_says_what_each_hint_is_on_a_line_of_its_own(
     shown = capsys.readouterr().out
     assert set(IN_WORDS) == set(HINTS)
     for name, words in IN_WORDS.items():
-        assert re.search(rf" {re.escape(name)} +{re.escape(words)} ", shown)
+        assert re.search(rf" {re.escape(name)} +{re.escape(words)}( |\n)", shown)
     for panel in ("Schedule", "Memory", "Layout", "Output"):
-        assert f"─ {panel} ─" in shown
+        assert (f"\n{panel}:\n" if verb == "run" else f"─ {panel} ─") in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.cli import main as cli
+from rrfp.cli import app
 from rrfp.cli.errors import run
 
 EARLIER = Path(__file__).parent / "fixtures" / "earlier"
@@ -41,7 +41,7 @@ def test_a_report_of_an_earlier_run(
     if (name, command[1]) == ("megatron", "misalignment"):
         pytest.skip("Megatron's own schedule recorded no messages then")
     for path in (earlier / name, earlier / name / "trace.pftrace"):
-        assert run(cli.app, [*command, str(path), "--format", "json"]) == 0
+        assert run(app.app, [*command, str(path), "--format", "json"]) == 0
         assert json.loads(capsys.readouterr().out)
 
 
@@ -50,16 +50,16 @@ def test_other_commands_take_an_earlier_run(
     earlier: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(earlier / name)
-    assert run(cli.app, ["trace", "check", where]) == 0
+    assert run(app.app, ["trace", "check", where]) == 0
     assert "is whole" in capsys.readouterr().out
-    assert run(cli.app, ["trace", "export", where, "-o", str(tmp_path / "run.json")]) == 0
-    assert run(cli.app, ["trace", "export", where, "-o", str(tmp_path / "tables")]) == 0
-    assert run(cli.app, ["analyze", "compare", where, where]) == 0
-    assert run(cli.app, ["analyze", "report", where, "-o", str(tmp_path / "report.html")]) == 0
+    assert run(app.app, ["trace", "export", where, "-o", str(tmp_path / "run.json")]) == 0
+    assert run(app.app, ["trace", "export", where, "-o", str(tmp_path / "tables")]) == 0
+    assert run(app.app, ["analyze", "compare", where, where]) == 0
+    assert run(app.app, ["analyze", "report", where, "-o", str(tmp_path / "report.html")]) == 0
     chart = ["analyze", "chart", "gantt", where, "-o", str(tmp_path / "gantt.svg")]
-    assert run(cli.app, chart) == 0
+    assert run(app.app, chart) == 0
     costs = ["simulate", "--pp", "2", "--microbatches", "4", "--costs", where]
-    assert run(cli.app, costs) == 0
+    assert run(app.app, costs) == 0
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ def test_the_policy_of_an_earlier_run_is_the_one_that_was_in_effect(
 ) -> None:
     # Without jitter it keeps its own policy.
     command = ["analyze", "whatif", str(earlier / name), "--without-jitter", "--format", "json"]
-    assert run(cli.app, command) == 0
+    assert run(app.app, command) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert (row["dispatch"], row["limit"], row["hold"]) == (dispatch, limit, None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from rrfp.cli import app
 from rrfp.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,7 @@ MENTIONS = sorted({command for page in PAGES for command in _mentions(page)})
 
 def _parse(command: str, *, may_be_a_name: bool = False) -> None:
     """Parse as the command line does, without running anything."""
-    target: Any = typer.main.get_command(cli.app)
+    target: Any = typer.main.get_command(app.app)
     _, *arguments = shlex.split(command.partition(" > ")[0], comments=True)
     while hasattr(target, "commands") and arguments:
         # `rrfp analyze [RUN]` names no report.

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import Phase
+from tests.megatron_job import run_example
 from tests.ranks import HOST, run_ranks
-from tests.recorded_jobs import JOB, ROOT, read_whole, run_script, steps_of
+from tests.recorded_jobs import JOB, ROOT, read_whole, run_script, run_script_beside, steps_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -152,6 +154,34 @@ def test_install_records_as_well(tmp_path: Path) -> None:
     described = contents.recording.settings["settings"]
     assert isinstance(described, dict)
     assert described["recorded_by"] == "install()"
+
+
+@pytest.mark.parametrize("installs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_job_loads_what_megatron_needs_and_no_more(tmp_path: Path, installs: bool) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(
+        2, partial(run_example, installs=installs), str(run), timeout_s=200, fresh=True
+    ) == [[], []]
+    # Another process has made it.
+    assert (run / "trace.pftrace").exists()
+    assert steps_of(read_whole(run).recording) == {(1, 2)}
+
+
+def test_a_job_whose_environment_has_no_trace_writer_leaves_its_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, seen_at = tmp_path / "run", tmp_path / "a"
+    seen_at.mkdir()
+    arguments = [str(seen_at), '{"pp": 2}']
+    options = ["--out", str(run)]
+    run_ranks(2, run_script_beside, "4.25.9", options, arguments, timeout_s=200)
+    assert sorted(path.name for path in run.iterdir()) == ["records", "run.json"]
+    told = [line for line in capfd.readouterr().err.splitlines() if "rrfp:" in line]
+    assert told == [
+        f"rrfp: 3 steps recorded in {run}; this environment lacks protobuf>=6.33,<7 (4.25.9 is "
+        "installed), so the first rrfp command that opens the run in another one makes its trace"
+    ]
+    assert steps_of(read_whole(run).recording) == {(0, 1, 2)}
 
 
 def test_install_is_told_where_to_record() -> None:

@@ -4,13 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from rrfp.cli import errors, main
+from rrfp.cli import main
+from rrfp.cli.run.command import parsed
 from rrfp.errors import UsageError
 from rrfp.megatron.job.after_import import after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
@@ -19,6 +21,12 @@ from rrfp.trace.rundir import create_run_dir
 
 ROOT = Path(__file__).parent.parent
 RUN = ("-m", "rrfp", "run")
+COMMAND = """
+import sys
+from rrfp.cli.main import main
+sys.exit(main())
+"""
+"""The command `rrfp` as pip installs it."""
 UNUSED = "called no pipeline schedule of Megatron's, so nothing was dispatched or recorded"
 
 
@@ -43,10 +51,14 @@ def outcome(where: Path, *arguments: str | Path, **environment: str) -> Outcome:
 
 
 def check_same(
-    where: Path, *arguments: str | Path, options: tuple[str, ...] = (), **environment: str
+    where: Path,
+    *arguments: str | Path,
+    options: tuple[str, ...] = (),
+    run: tuple[str, ...] = RUN,
+    **environment: str,
 ) -> Outcome:
     """Run it both ways, and compare all that can be seen from outside."""
-    ways = ((), (*RUN, *options))
+    ways = ((), (*run, *options))
     with ThreadPoolExecutor() as pool:
         plain, ours = pool.map(lambda way: outcome(where, *way, *arguments, **environment), ways)
     stderr = plain.stderr
@@ -152,6 +164,59 @@ def test_a_script_runs_as_under_python(does: str, where: Path) -> None:
     check_same(where, "script.py")
 
 
+ENDS = {
+    "a bracket is open": b"x = (1,",
+    "a bracket too many": b"print(1))",
+    "an indent is missing": b"if True:\nprint()",
+    "a tab among spaces": b"if 1:\n\tx = 1\n        y = 2",
+    "a null byte": b"x = 1\0",
+    "an unknown encoding": b"# coding: nope\nx = 1",
+    "no encoding": b'x = "\xe9"',
+    "another encoding": b'# coding: ascii\nx = "\xe9"',
+    "a mark of byte order": b"\xef\xbb\xbfx = 1 +",
+    "two bytes a character": "x = 1".encode("utf-16"),
+    "the compiler refuses": b"def f():\n    nonlocal x",
+    "it raises a SyntaxError": b"raise SyntaxError('own', ('file', 1, 2, 'abc', 1, 3))",
+    "it imports one": b"import wrong",
+    "it raises by chance": SCRIPTS["raises while it handles"].encode(),
+    "it raises several": b"raise ExceptionGroup('all', [ValueError(1), TypeError(2)])",
+    "it exits with a huge number": b"raise SystemExit(2**80)",
+    "it exits with a list": b"raise SystemExit([1])",
+    "it exits with nothing": b"raise SystemExit",
+    "it exits with text": b"raise SystemExit('no data')",
+    "it is interrupted": b"raise KeyboardInterrupt",
+}
+"""How a program may end, by a name for it."""
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_command_ends_as_python_does(how: str, where: Path) -> None:
+    (where / "script.py").write_bytes(ENDS[how])
+    (where / "wrong.py").write_text("x = (")
+    (where / "rrfp").write_text(COMMAND)
+    # The command's module `__main__` must outlive the script, as Python goes on to use it. Where it
+    # does not, what this variable puts in its place makes sure of a SIGSEGV.
+    plain = check_same(where, "script.py", run=("rrfp", "run"), PYTHONMALLOC="debug")
+    assert plain.code != 0 or how.endswith("nothing")
+
+
+def test_a_script_may_remove_its_streams(where: Path) -> None:
+    (where / "script.py").write_text("import sys\ndel sys.stdout, sys.stderr\n")
+    assert outcome(where, *RUN, "script.py") == Outcome(0, "", "")
+
+
+@pytest.mark.parametrize("name", ["job", "./job", "job.zip", "empty"])
+def test_a_directory_or_an_archive_runs_as_under_python(name: str, where: Path) -> None:
+    (where / "job").mkdir()
+    (where / "empty").mkdir()
+    (where / "job" / "__main__.py").write_text(
+        "import sys\nprint(sys.argv, sys.path[0], __file__, __spec__.name)\n1 / 0"
+    )
+    with zipfile.ZipFile(where / "job.zip", "w") as archive:
+        archive.write(where / "job" / "__main__.py", "__main__.py")
+    assert check_same(where, name, "--hint", "no").code == 1
+
+
 @pytest.mark.parametrize("path", ["script.py", "./scripts/../script.py", "links/other.py", "/"])
 def test_its_names_are_those_that_python_gives(path: str, where: Path) -> None:
     (where / "scripts").mkdir()
@@ -212,6 +277,16 @@ def test_a_module_runs_as_under_python(arguments: list[str], where: Path) -> Non
     assert ("Traceback" in plain.stderr) == bool(plain.code)
 
 
+@pytest.mark.parametrize("name", ["wrong", "package", "package.part"])
+def test_a_module_that_is_no_python_ends_as_python_does(name: str, where: Path) -> None:
+    (where / "package").mkdir()
+    for wrong in ("wrong.py", "package/__main__.py", "package/part.py"):
+        (where / wrong).write_text("x = (")
+    (where / "package" / "__init__.py").touch()
+    (where / "rrfp").write_text(COMMAND)
+    assert outcome(where, "rrfp", "run", "-m", name) == outcome(where, "-m", name)
+
+
 def test_a_module_that_is_nowhere_is_told_as_by_python(where: Path) -> None:
     assert outcome(where, *RUN, "--module", "nowhere") == outcome(where, "-m", "nowhere")
 
@@ -236,8 +311,14 @@ def test_nothing_is_imported_before_the_script_does(where: Path) -> None:
     ("arguments", "sentence"),
     [
         (["nowhere.py"], "the script nowhere.py cannot be read (No such file or directory); name"),
-        (["."], "the script . cannot be read (Is a directory); name"),
-        ([], "Missing argument 'SCRIPT'; see 'rrfp run --help'"),
+        ([], "the script is missing; name a Python file, or -m and a module; see 'rrfp run --help"),
+        (["--hint", "bf"], "the script is missing"),
+        (["--hnt", "bf", "s.py"], "no option --hnt; did you mean '--hint'? See 'rrfp run --help'"),
+        (["-x", "s.py"], "there is no option -x; see 'rrfp run --help'"),
+        (["--hint"], "--hint needs a value; see 'rrfp run --help'"),
+        (["--force=yes", "s.py"], "--force: ignored explicit argument 'yes'; see"),
+        (["--limit", "three", "s.py"], "--limit is 'three'; it takes an integer"),
+        (["--stall-s=-", "s.py"], "--stall-s is '-'; it takes a number"),
         (["--steps", "4", "s.py"], "the steps to record are '4'; give a range such as '20:40'"),
         (["--steps", "-4:", "s.py"], "the steps to record are '-4:'; give a range"),
         (["--steps", "4:4", "s.py"], "the range of steps to record, '4:4', is empty"),
@@ -260,9 +341,13 @@ def test_nothing_is_imported_before_the_script_does(where: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused_in_a_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert errors.run(main.app, ["run", *arguments]) == 2
+    monkeypatch.setattr(sys, "argv", ["rrfp", "run", *arguments])
+    assert main.main() == 2
     told = capsys.readouterr().err
     assert sentence in told
     assert told.startswith("rrfp: ")
@@ -277,11 +362,12 @@ def test_a_job_that_is_started_again_goes_on(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "s.py").touch()
-    arguments = ["run", "--out", str(tmp_path), str(tmp_path / "s.py")]
+    arguments = ["--out", str(tmp_path), str(tmp_path / "s.py")]
     monkeypatch.setenv(told, "0")
-    assert errors.run(main.app, arguments) == 2
+    with pytest.raises(UsageError, match="exists; choose another directory"):
+        parsed(arguments)
     monkeypatch.setenv(told, "1")
-    assert callable(errors.run(main.app, arguments))
+    assert callable(parsed(arguments))
 
 
 def test_paths_count_from_where_they_were_given(

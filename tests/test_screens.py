@@ -28,6 +28,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from rrfp.analyze.charts.colours import KIND_COLOURS
+from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.cli.analyze.screen import Part, fitted
 from rrfp.doctor.check import Check, State, absent
@@ -84,7 +85,7 @@ def _commands(command: object, *words: str) -> Iterator[tuple[str, ...]]:
             yield from _commands(each, *words, name)
 
 
-HELP = {"-".join(("help", *words)): words for words in _commands(typer.main.get_command(cli.app))}
+HELP = {"-".join(("help", *words)): words for words in _commands(typer.main.get_command(app.app))}
 
 Run = Callable[..., tuple[str, str]]
 

@@ -43,11 +43,11 @@ def rrfp(
 def rrfp_here(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The same in this process: for a command that only reads, it is the same and takes no second
     to start."""
-    from rrfp.cli import errors, main
+    from rrfp.cli import app, errors
 
     out, err = io.StringIO(), io.StringIO()
     with chdir(directory), redirect_stdout(out), redirect_stderr(err):
-        code = errors.run(main.app, arguments)
+        code = errors.run(app.app, arguments)
         assert isinstance(code, int)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 

@@ -7,9 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
-
-import typer
-from typer.completion import shell_complete
+from typing import TYPE_CHECKING
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.admission import Admit
@@ -21,6 +19,9 @@ from rrfp.schedule.hold import Hold
 from rrfp.schedule.patience.setting import AutoPatience, Patience
 from rrfp.trace.rundir import runs_in
 from rrfp.train.declared import Declared
+
+if TYPE_CHECKING:
+    import typer
 
 PROGRAM = "rrfp"
 VARIABLE = "_RRFP_COMPLETE"
@@ -39,9 +40,12 @@ def is_asked() -> bool:
     return VARIABLE in os.environ
 
 
-def answer(app: typer.Typer) -> int:
+def answer(app: "typer.Typer") -> int:
     """Print what the shell may offer, and give the exit code. Never says anything else: it would
     stand in the middle of somebody's command line."""
+    import typer
+    from typer.completion import shell_complete
+
     command = typer.main.get_command(app)
     try:
         return shell_complete(command, {}, PROGRAM, VARIABLE, os.environ[VARIABLE])

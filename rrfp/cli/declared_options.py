@@ -1,10 +1,9 @@
 """Options made of settings as they were declared, for the verbs that take some of them."""
 
 import inspect
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from rrfp.cli.completion import completer_of
 from rrfp.schedule.hints.hint import Hint
@@ -15,6 +14,7 @@ from rrfp.train.declared import Declared
 
 SCHEDULE, MEMORY, LAYOUT, MODEL, DATA = "Schedule", "Memory", "Layout", "Model", "Data"
 TRAINING, PACE, OUTPUT, CHECKPOINTS, HOSTS = "Training", "Pace", "Output", "Checkpoints", "Hosts"
+TIME_OUTS = "Time-outs"
 
 _OF_GROUPS = {
     "policy": SCHEDULE,
@@ -22,6 +22,8 @@ _OF_GROUPS = {
     "model": MODEL,
     "data": DATA,
     "run": TRAINING,
+    "recording": OUTPUT,
+    "waits": TIME_OUTS,
 }
 _OF_SETTINGS = {
     **dict.fromkeys(("limit", "hold", "hold_features", "measure_memory", "recompute"), MEMORY),
@@ -33,9 +35,16 @@ _OF_SETTINGS = {
 """The panels of settings that do not stand in their group's."""
 
 
+def panel_of(declared: Declared) -> str:
+    """The panel of a setting in the help."""
+    return _OF_SETTINGS.get(declared.flag, _OF_GROUPS[declared.group])
+
+
 def option_of(declared: Declared) -> inspect.Parameter:
     """The option of a setting, in its panel of the help; without it the settings' own default
     holds, or a TOML file's."""
+    import typer
+
     is_text = declared.kind in (Hint, Hold, Patience) or issubclass(declared.kind, StrEnum)
     kind = str if is_text else declared.kind
     told = hint_help(declared.help_text) if declared.kind is Hint else declared.help_text
@@ -44,7 +53,7 @@ def option_of(declared: Declared) -> inspect.Parameter:
         help=escaped(told),
         show_default=False,
         metavar=declared.metavar,
-        rich_help_panel=_OF_SETTINGS.get(declared.flag, _OF_GROUPS[declared.group]),
+        rich_help_panel=panel_of(declared),
         autocompletion=completer_of(declared),
     )
     return inspect.Parameter(
@@ -53,6 +62,28 @@ def option_of(declared: Declared) -> inspect.Parameter:
         default=None,
         annotation=Annotated[kind | None, option],
     )
+
+
+def listed(run: Callable[..., Any], options: Iterable[Declared]) -> Callable[..., Any]:
+    """`rrfp run` as typer lists and completes it, with these options."""
+    import typer
+
+    own = {
+        "module": Annotated[bool, typer.Option("-m", "--module")],
+        "script": Annotated[str, typer.Argument(metavar="SCRIPT")],
+        "arguments": Annotated[list[str] | None, typer.Argument(metavar="ARGS")],
+    }
+    parameters = [option_of(declared) for declared in options]
+    for name, annotation in own.items():
+        default = inspect.Parameter.empty if name == "script" else None
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+        )
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def hint_help(about: str) -> str:

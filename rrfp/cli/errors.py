@@ -9,12 +9,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from rrfp.cli.streams import unheard_if_closed
 from rrfp.errors import RrfpError, did_you_mean
+
+if TYPE_CHECKING:
+    import typer
 
 FAILED = 1
 INTERRUPTED = 130
@@ -35,27 +36,25 @@ DEBUG_VARIABLE = "RRFP_DEBUG"
 """Set to anything, it shows the traceback of whatever ends a command."""
 
 
-def run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
-    """Run a command line and give its exit code, whatever happens in it. A command may return a
+def run(app: "typer.Typer", arguments: Sequence[str]) -> int | Callable[[], int]:
+    """Run a command line of typer's, and give what `handled` gives."""
+    return handled(lambda: _invoke(app, arguments))
+
+
+def handled(command: Callable[[], object]) -> int | Callable[[], int]:
+    """Call a command and give its exit code, whatever happens in it. A command may return a
     function instead, whose errors are not ours to handle: then give that, to be called for the exit
     code."""
     with unheard_if_closed():
-        return _run(app, arguments)
+        return _handled(command)
 
 
-def _run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
+def _handled(command: Callable[[], object]) -> int | Callable[[], int]:
     try:
-        left = _invoke(app, arguments)
-    except typer.Exit as exit_:
-        return exit_.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+        left: Any = command()
+    except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
-    except typer.TyperException as error:
-        # A group without a command has already shown its help, and brings no message.
-        if error.format_message():
-            _say(_usage_sentence(error, arguments))
-        return error.exit_code
     except RrfpError as error:
         return tell(error)
     except BrokenPipeError as error:
@@ -67,7 +66,7 @@ def _run(app: typer.Typer, arguments: Sequence[str]) -> int | Callable[[], int]:
     except Exception as error:
         _say(bug(error))
         return FAILED
-    return left if callable(left) else 0
+    return left if callable(left) or isinstance(left, int) else 0
 
 
 def bug(error: Exception) -> str:
@@ -84,11 +83,23 @@ def tell(error: RrfpError) -> int:
     return error.exit_code
 
 
-def _invoke(app: typer.Typer, arguments: Sequence[str]) -> Any:
+def _invoke(app: "typer.Typer", arguments: Sequence[str]) -> Any:
+    import typer
+
     command = typer.main.get_command(app)
     try:
         with command.make_context("rrfp", list(arguments)) as context:
-            return command.invoke(context)
+            left = command.invoke(context)
+            return left if callable(left) else 0
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except typer.TyperException as error:
+        # A group without a command has already shown its help, and brings no message.
+        if error.format_message():
+            _say(_usage_sentence(error, arguments))
+        return error.exit_code
     finally:
         # Here, where a disk that is full can still be told of.
         sys.stdout.flush()
@@ -101,7 +112,7 @@ def _say(sentence: str) -> None:
     print(f"rrfp: {sentence}", file=sys.stderr)
 
 
-def _usage_sentence(error: typer.TyperException, arguments: Sequence[str]) -> str:
+def _usage_sentence(error: "typer.TyperException", arguments: Sequence[str]) -> str:
     """Typer's message on one line, with what was probably meant and the help that explains it."""
     # Typer would list whatever is a little near, in alphabetical order.
     near = getattr(error, "possibilities", None)
@@ -121,7 +132,7 @@ def _usage_sentence(error: typer.TyperException, arguments: Sequence[str]) -> st
     return f"{sentence} S{see[1:]}" if sentence.endswith("?") else f"{sentence}; {see}"
 
 
-def _named_value(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
+def _named_value(error: "typer.TyperException", arguments: Sequence[str]) -> str | None:
     """A sentence with the value of an option that is no number, or not in its range: Typer's has
     pydantic's message in the place of the value. None for any other error."""
     names = getattr(getattr(error, "param", None), "opts", ())

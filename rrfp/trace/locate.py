@@ -7,12 +7,15 @@ the one before. A path that exists goes first.
 import atexit
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rrfp.errors import RrfpError, UsageError, did_you_mean
+import rrfp
+from rrfp.errors import RrfpError, UsageError, did_you_mean, reason_of
 from rrfp.trace.files.whole_file import is_own
 from rrfp.trace.outcome import why_without_records
 from rrfp.trace.rundir import RUNS, RunDir, runs_in
@@ -118,3 +121,26 @@ def _elsewhere(run: RunDir) -> Path:
     for file in (run.run_json, run.metrics):
         (path / file.name).symlink_to(file.absolute())
     return path
+
+
+def encode_apart(path: Path) -> None:
+    """Make the trace of a run in a process of its own, for a process that is to load neither
+    perfetto nor protobuf. Raises RrfpError if that fails."""
+    root = str(Path(rrfp.__file__).parent.parent)
+    program = (
+        f"import sys; sys.path[:] = {[root, *sys.path]!r}; from pathlib import Path; "
+        "from rrfp.trace.spills.merge import encode_run; encode_run(Path(sys.argv[1]))"
+    )
+    # Isolated, so that it runs no start-up code that is meant for the job's processes.
+    command = [sys.executable, "-I", "-c", program, str(path)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    except (OSError, ValueError) as error:
+        raise RrfpError(f"the process that makes it cannot start: {reason_of(error)}") from None
+    if done.returncode != 0:
+        # Of an exception it prints its kind and what it says last.
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last.partition(": ")[2] or last or "it says nothing"
+        raise RrfpError(
+            f"the process that makes it ended with exit code {done.returncode}: {reason}"
+        )

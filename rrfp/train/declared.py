@@ -71,10 +71,11 @@ class Declared:
         return self.help if self.help.endswith(".") else f"{self.help} [{self.default}]."
 
     def read(self, value: Any) -> Any:
-        """Convert a hint, a hold, a patience, a path or a choice given as text; any other value is
-        returned as it is.
+        """Convert a number, a hint, a hold, a patience, a path or a choice given as text; any other
+        value is returned as it is.
 
-        Raises UsageError for a text that is not one of the choices, and for an unknown hint.
+        Raises UsageError for a text that is no number or not one of the choices, and for an unknown
+        hint.
         """
         if value is None or not isinstance(value, str):
             return value
@@ -86,6 +87,13 @@ class Declared:
             return parse_patience(value, f"--{self.spelled}")
         if self.kind is Path:
             return Path(value)
+        if self.kind in (int, float):
+            try:
+                return self.kind(value)
+            except ValueError:
+                raise UsageError(
+                    f"--{self.spelled} is '{value}'; it takes {_TYPE_NAMES[self.kind]}"
+                ) from None
         if _is_choice(self.kind):
             if value not in list(self.kind):
                 raise UsageError(

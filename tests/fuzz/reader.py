@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 from unittest.mock import patch
 
-from rrfp.cli import errors, main
+from rrfp.cli import app, errors
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -48,7 +48,7 @@ def rrfp(*arguments: str) -> Attempt:
     def run() -> str:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = errors.run(main.app, arguments)
+            code = errors.run(app.app, arguments)
             out.flush()
         if os.environ.get(errors.DEBUG_VARIABLE):
             raise BrokenPromiseError(err.getvalue()[-3000:])

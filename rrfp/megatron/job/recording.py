@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
+from rrfp import requirements
 from rrfp.errors import RrfpError
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.dealing.file import DealingFile
@@ -41,9 +42,9 @@ from rrfp.schedule.dealing import Hands
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.description import PolicyLog, describe_run
+from rrfp.trace.locate import encode_apart
 from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
 from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.merge import encode_run
 from rrfp.trace.spills.room import records_bytes
 from rrfp.trace.spills.spill import is_being_written
 from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
@@ -359,7 +360,7 @@ class JobRecording:
                 recorder.close()
 
     def _conclude(self, run: RunDir) -> None:
-        """Make the trace, once every rank has closed its records, and say where it is."""
+        """Have the trace made, once every rank has closed its records, and say where it is."""
         if not self._recorded:
             if not self._has_given_up:
                 why = self._window.without_steps(self._num_trained)
@@ -371,11 +372,17 @@ class JobRecording:
                 raise RrfpError(f"some rank still writes in {run.records}")
             time.sleep(_LOOK_S)
         join_orders(run.admission)
+        told = f"{count_of(self._recorded)} recorded in {run.path}"
+        if lacking := requirements.lacking(requirements.OF_TRACES):
+            tell(
+                f"{told}; this environment lacks {lacking}, so the first rrfp command that opens "
+                "the run in another one makes its trace"
+            )
+            return
         # Where the window ended before the job, another command may have made the trace.
         if run.records.is_dir():
-            encode_run(run.path)
-        told = count_of(self._recorded)
-        tell(f"{told} recorded in {run.path}; open it with: rrfp trace view {run.path}")
+            encode_apart(run.path)
+        tell(f"{told}; open it with: rrfp trace view {run.path}")
 
 
 def _by_stage(ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]) -> list[int]:

@@ -4,8 +4,11 @@ The logging of a script would hide it, or repeat it on every rank in a form of i
 """
 
 import logging
+import sys
 
 
 def tell(sentence: str) -> None:
     """Write a sentence to stderr, whatever the script's logging is. Never raises."""
-    logging.StreamHandler().handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))
+    stderr = getattr(sys, "stderr", None)
+    if stderr is not None:  # a script may have removed it
+        logging.StreamHandler(stderr).handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))

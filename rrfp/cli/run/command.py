@@ -1,28 +1,28 @@
 """`rrfp run`: run somebody's own Megatron script, with our schedule in place and recorded."""
 
+import argparse
 import atexit
-import inspect
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any, NoReturn
 
 from rrfp.cli import errors
-from rrfp.cli.completion import one_of
-from rrfp.cli.declared_options import LAYOUT, OUTPUT, SCHEDULE, option_of
-from rrfp.cli.script import Module, Program, Script
-from rrfp.errors import UsageError
+from rrfp.cli.declared_options import hint_help, panel_of
+from rrfp.cli.run.script import Module, Program, Script
+from rrfp.errors import UsageError, did_you_mean
 from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted
 from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import
 from rrfp.megatron.job.telling import tell
 from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.runtime.launchers.environment import told_as_torch_reads_it
+from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.policy import Dispatch
-from rrfp.schedule.shape import Placement
+from rrfp.train.declared import Declared
 from rrfp.train.settings import DECLARED
 
 _ASKER = "rrfp run"
@@ -41,85 +41,143 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 """Where launchers say which rank a process is."""
 
 
-def _parameter(name: str, kind: Any, panel: str, help_text: str, **more: Any) -> inspect.Parameter:
-    option = typer.Option(help=help_text, show_default=False, rich_help_panel=panel, **more)
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, option],
-    )
+def _own(flag: str, group: str, kind: type, metavar: str, help_text: str) -> Declared:
+    return Declared(flag, group, flag, kind, None, help_text, None, metavar)
 
 
-_PARAMETERS = [
-    _parameter(
-        "dispatch",
-        str,
-        SCHEDULE,
-        "ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
+OPTIONS = (
+    replace(
+        DECLARED["dispatch"],
+        help="ready (default: the hint ranks ready tasks), fixed (its order binds) or megatron "
         "(Megatron-Core's own schedule, recorded).",
-        autocompletion=one_of(*Dispatch),
     ),
-    *(option_of(DECLARED[name]) for name in _STEERING),
-    _parameter(
-        "placement",
-        str,
-        LAYOUT,
-        "Where the job's model chunks are: loop (default: Megatron's interleaving) or v (there and "
-        "back, 2 a rank).",
-        autocompletion=one_of(*Placement),
+    *(DECLARED[name] for name in _STEERING),
+    replace(
+        DECLARED["placement"],
+        help="Where the job's model chunks are: loop (default: Megatron's interleaving) or v "
+        "(there and back, 2 a rank).",
     ),
-    _parameter(
+    _own(
         "connect_s",
+        "waits",
         float,
-        "Time-outs",
-        r"Longest time for ranks to connect at their first step \[60].",
+        "S",
+        "Longest time for ranks to connect at their first step [60].",
     ),
-    _parameter(
+    _own(
         "stall_s",
+        "waits",
         float,
-        "Time-outs",
-        r"Longest time without any arrival before a rank gives up \[600].",
+        "S",
+        "Longest time without any arrival before a rank gives up [600].",
     ),
-    *(option_of(DECLARED[name]) for name in _RECORDING),
-    _parameter(
+    *(DECLARED[name] for name in _RECORDING),
+    _own(
         "steps",
+        "recording",
         str,
-        OUTPUT,
-        r"Record training steps A to B - 1, counted from the process's first training call, and "
-        r"the evaluations between them \[all].",
-        metavar="A:B",
+        "A:B",
+        "Record training steps A to B - 1, counted from the process's first training call, and the "
+        "evaluations between them [all].",
     ),
-    inspect.Parameter(
-        "module",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=False,
-        annotation=Annotated[
-            bool, typer.Option("-m", "--module", help="SCRIPT is a module, as in python -m.")
-        ],
-    ),
-    inspect.Parameter(
-        "script",
-        inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[
-            str,
-            typer.Argument(
-                metavar="SCRIPT",
-                help="A Python file, or -m and a module's name.",
-                show_default=False,
-            ),
-        ],
-    ),
-    inspect.Parameter(
-        "arguments",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            list[str] | None,
-            typer.Argument(metavar="ARGS", help="All of the script's.", show_default=False),
-        ],
-    ),
-]
+)
+"""Every option with a name of `rrfp run`, but -m and --help."""
+
+_SEE = "see 'rrfp run --help'"
+
+
+def parsed(words: Sequence[str]) -> Callable[[], int] | int:
+    """Read a command line, the words behind `rrfp run`, and give what runs it; or print its help,
+    and give the exit code. Raises UsageError for one that is wrong."""
+    parser = _parser()
+    options, rest = _cut(words)
+    given, unknown = parser.parse_known_args(options)
+    if given.help:
+        parser.print_help()
+        return 0
+    if unknown:
+        known = [f"--{each.spelled}" for each in OPTIONS]
+        near = did_you_mean(unknown[0], [*known, "--module", "--help"])
+        see = f" S{_SEE[1:]}" if near else f"; {_SEE}"
+        raise UsageError(f"there is no option {unknown[0]}{near}{see}")
+    if not rest:
+        raise UsageError(f"the script is missing; name a Python file, or -m and a module; {_SEE}")
+    flags = {name: value for name, value in vars(given).items() if name != "help"}
+    return run(rest[0], rest[1:], **flags)
+
+
+def _cut(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options, each in one word with its value, and what stands from SCRIPT on: that is the
+    script's, whatever it looks like."""
+    valued = {f"--{each.spelled}" for each in OPTIONS if each.kind is not bool}
+    options, rest = [], [*words]
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in valued:
+            if not rest:
+                raise UsageError(f"{word} needs a value; {_SEE}")
+            word = f"{word}={rest.pop(0)}"
+        options.append(word)
+    return options, rest
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = re.sub(r"^ +", "", str(run.__doc__), flags=re.MULTILINE).strip()
+    parser = _Parser(
+        prog="rrfp run",
+        usage="rrfp run [OPTIONS] SCRIPT [ARGS]...",
+        description=about,
+        formatter_class=_Formatter,
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    # Of Python 3.14, whose colours the terminal's guard would show as escapes.
+    parser.color = False  # type: ignore[attr-defined,unused-ignore]
+    first = parser.add_argument_group("Arguments")
+    first.add_argument("SCRIPT", nargs="?", help="A Python file, or -m and a module's name.")
+    first.add_argument("ARGS", nargs="?", help="All of the script's.")
+    options = parser.add_argument_group("Options")
+    options.add_argument(
+        "-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m."
+    )
+    options.add_argument(
+        "-h", "--help", action="store_true", default=False, help="Show this message and exit."
+    )
+    panels: dict[str, Any] = {}
+    for declared in OPTIONS:
+        name = panel_of(declared)
+        if name not in panels:
+            panels[name] = parser.add_argument_group(name)
+        panel, told = panels[name], declared.help_text
+        told = (hint_help(told) if declared.kind is Hint else told).replace("%", "%%")
+        if declared.kind is bool:
+            panel.add_argument(f"--{declared.spelled}", action="store_true", help=told)
+        else:
+            is_read = declared.kind in (int, float, Path)
+            panel.add_argument(
+                f"--{declared.spelled}",
+                metavar=declared.metavar,
+                type=declared.read if is_read else str,
+                help=told,
+            )
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message.removeprefix('argument ')}; {_SEE}")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the table of hints."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        about, _, table = text.partition("\n\n\b\n")
+        lines = [line for line in table.split("\n") if line]
+        return super()._split_lines(about, width) + lines
 
 
 def run(
@@ -141,10 +199,6 @@ def run(
     stand_in = _stand_in(given)
     kind = Module if module else Script.read
     return partial(_run, kind(script, arguments or []), stand_in)
-
-
-run.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
-run.__annotations__ = {each.name: each.annotation for each in _PARAMETERS}
 
 
 def _stand_in(given: dict[str, Any]) -> StandIn | None:

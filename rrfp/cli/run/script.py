@@ -1,7 +1,9 @@
 """Runs somebody's program in this process as `python SCRIPT` or `python -m MODULE` would run it."""
 
 import builtins
+import ctypes
 import os
+import pkgutil
 import runpy
 import sys
 from abc import ABC, abstractmethod
@@ -11,7 +13,12 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from rrfp.errors import RrfpError, UsageError
+from rrfp.errors import RrfpError, UsageError, reason_of
+
+_replaced: list[ModuleType] = []
+"""The module `__main__` that a program's took the place of. Python holds no reference to it and
+goes on to use what is in it, after the traceback of a SyntaxError too: without this one it would
+crash."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Program(ABC):
             vars(main)["__annotations__"] = {}
         if "__cached__" in replaced:
             vars(main)["__cached__"] = None
+        _replaced.append(sys.modules["__main__"])
         sys.modules["__main__"] = main
         try:
             self._execute(main)
@@ -54,29 +62,52 @@ class Program(ABC):
 
 @dataclass(frozen=True)
 class Script(Program):
-    """A Python file."""
+    """A Python file, or a directory or an archive with a `__main__.py`."""
 
-    source: bytes
+    source: bytes | None
+    """None for what is not a file of Python's."""
 
     @classmethod
     def read(cls, path: str, arguments: Sequence[str]) -> "Script":
         """Raises UsageError for a file that cannot be read."""
+        # As the interpreter does: it is a directory or an archive if something can import from it.
+        if pkgutil.get_importer(path) is not None:
+            return cls(path, arguments, None)
         try:
             return cls(path, arguments, Path(path).read_bytes())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise UsageError(
-                f"the script {path} cannot be read ({error.strerror}); name a Python file, and its "
-                "arguments after it"
+                f"the script {path} cannot be read ({reason_of(error)}); name a Python file, and "
+                "its arguments after it"
             ) from error
 
     def _execute(self, main: ModuleType) -> None:
+        sys.argv = [self.name, *self.arguments]
         # As the interpreter does: made absolute, and nothing else.
         file = self.name if self.name.startswith("/") else f"{Path.cwd()}/{self.name}"
+        if self.source is None:
+            sys.path[:1] = [file, *(sys.path[:1] if sys.flags.safe_path else ())]
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+            return
         vars(main).update(__file__=file, __loader__=SourceFileLoader("__main__", file))
-        sys.argv = [self.name, *self.arguments]
         if not sys.flags.safe_path:
             sys.path[0] = str(Path(self.name).resolve().parent)
-        exec(compile(self.source, file, "exec", dont_inherit=True), vars(main))
+        error: Exception | None = None
+        try:
+            code = compile(self.source, file, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as found:
+            error = found.with_traceback(None)
+        if error is None:
+            exec(code, vars(main))
+        elif (stream := _stream_of(file)) is not None:
+            # Of bytes the interpreter says other things than of a file (null bytes, an unknown
+            # encoding). No Python function calls this one, so that no frame is shown.
+            names = ctypes.py_object(vars(main))
+            run = ctypes.pythonapi.PyRun_FileExFlags
+            run.restype = ctypes.py_object
+            run(stream, os.fsencode(file), _FILE_INPUT, names, names, 1, None)
+        else:
+            raise error
 
 
 @dataclass(frozen=True)
@@ -92,9 +123,25 @@ class Module(Program):
         runpy._run_module_as_main(self.name)  # type: ignore[attr-defined]
 
 
+_FILE_INPUT = 257
+"""Py_file_input of the interpreter's C interface: a whole file."""
+
+
+def _stream_of(file: str) -> ctypes.c_void_p | None:
+    """An open `FILE *`; None for what cannot be read a second time."""
+    if not Path(file).is_file():
+        return None
+    fopen = ctypes.CDLL(None).fopen
+    fopen.restype = ctypes.c_void_p
+    address = fopen(os.fsencode(file), b"rb")
+    return None if address is None else ctypes.c_void_p(address)
+
+
 def _report_below(function: Callable[..., object]) -> None:
     """Have the traceback of an uncaught exception begin with what this function has called."""
-    report = sys.excepthook
+    report = getattr(sys, "excepthook", None)
+    if report is None:  # the program has removed it
+        return
 
     def report_shorter(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None

@@ -1,0 +1,66 @@
+"""The subcommands of `rrfp`, as typer has them: its help, and what a shell's Tab offers.
+
+A verb's file is imported at every start, so it imports what is heavy (torch, polars, perfetto)
+inside its commands only.
+"""
+
+from typing import Annotated
+
+import typer
+
+from rrfp import __version__, compiled
+from rrfp.cli import analyze, hint, trace
+from rrfp.cli.bench.command import bench
+from rrfp.cli.chaos.command import chaos
+from rrfp.cli.declared_options import listed
+from rrfp.cli.doctor import doctor
+from rrfp.cli.run.command import OPTIONS, run
+from rrfp.cli.runs import runs
+from rrfp.cli.simulate import simulate
+from rrfp.cli.train import train
+from rrfp.cli.tune.command import tune
+from rrfp.cli.verify import verify
+from rrfp.cli.watch.command import watch
+
+app = typer.Typer(
+    name="rrfp",
+    help="Train a pipeline readiness-first on Megatron-Core or simulate it, and see where its time "
+    "goes.",
+    epilog="Example: rrfp train --hint bf, then rrfp analyze bubbles and rrfp trace view; or rrfp "
+    "simulate --pp 8 --microbatches 32 --sweep hint=bf,bfw.",
+    no_args_is_help=True,
+    # Also of the commands in it.
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+# For the list of subcommands and for Tab: `rrfp.cli.main` has it parsed without typer.
+app.command(context_settings={"allow_interspersed_args": False})(listed(run, OPTIONS))
+app.command()(verify)
+app.command()(simulate)
+app.command()(tune)
+app.command()(bench)
+app.command()(doctor)
+app.command()(chaos)
+app.command(epilog="Example: rrfp runs, then rrfp analyze @-1")(runs)
+app.command(epilog="Example: rrfp watch, while 'rrfp train' runs in another terminal")(watch)
+app.add_typer(trace.app, name="trace")
+app.add_typer(analyze.app, name="analyze")
+app.add_typer(hint.app, name="hint")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rrfp {__version__}, core {compiled.core()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
