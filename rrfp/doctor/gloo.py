@@ -26,8 +26,13 @@ def gloo() -> Check:
         with network_of(RunSettings()) as network:
             taken_us = probe(sum_us, network, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        advice = f"gloo does not work on {LOOPBACK} ({error}); see whether torch can be imported"
-        return fails("gloo", f"{advice}, and no firewall fences loopback", EVERY_RUN)
+        # What was raised names its cause.
+        advice = (
+            "try 'rrfp train --network host', and see what permits that"
+            if error.raised
+            else "see whether torch can be imported, and no firewall fences loopback"
+        )
+        return fails("gloo", f"gloo does not work on {LOOPBACK} ({error}); {advice}", EVERY_RUN)
     is_slow = taken_us > _SLOW_US
     advice = f"for a sum of two ranks on {LOOPBACK}"
     return Check(
