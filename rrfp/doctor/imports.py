@@ -20,7 +20,8 @@ def imports() -> Iterator[Check]:
     for name, module in _MODULES.items():
         try:
             # In a process of its own: if one crashes the other is not to blame.
-            told = probe(seconds_to_import, ["torch", module], limit_s=_LIMIT_S)[module]
+            modules = [*dict.fromkeys(("torch", module))]
+            told = probe(seconds_to_import, modules, limit_s=_LIMIT_S)[module]
         except NoAnswerError as error:
             told = f"cannot be imported ({error})"
         if isinstance(told, str):

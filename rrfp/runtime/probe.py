@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
-from rrfp.errors import described, first_line
+from rrfp.errors import described
 
 _RAISED = 70
 """The exit code of a process whose question raised an exception."""
