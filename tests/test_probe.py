@@ -71,7 +71,9 @@ def test_what_the_system_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
-    with pytest.raises(NoAnswerError, match="^no process can be started for it: BlockingIOError: "):
+    with pytest.raises(
+        NoAnswerError, match=r"^no process can be started for it: BlockingIOError: "
+    ):
         probe(echo, limit_s=LIMIT_S)
 
 
