@@ -26,12 +26,12 @@ def gloo() -> Check:
         with network_of(RunSettings()) as network:
             taken_us = probe(sum_us, network, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        # What was raised names its cause.
-        advice = (
-            "try 'rrfp train --network host', and see what permits that"
-            if error.raised
-            else "see whether torch can be imported, and no firewall fences loopback"
-        )
+        if not error.raised:
+            advice = "see whether torch can be imported, and no firewall fences loopback"
+        elif error.raised in ("ImportError", "ModuleNotFoundError"):
+            advice = "see what is found of torch and megatron-core"
+        else:
+            advice = "see what refuses that to this user"
         return fails("gloo", f"gloo does not work on {LOOPBACK} ({error}); {advice}", EVERY_RUN)
     is_slow = taken_us > _SLOW_US
     advice = f"for a sum of two ranks on {LOOPBACK}"
