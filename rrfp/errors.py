@@ -1,7 +1,9 @@
 """The errors a user can see. Each message is one sentence: the fact, the value, the next step."""
 
+import traceback
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class RrfpError(Exception):
@@ -36,6 +38,18 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return first_line(str(error))
+
+
+def described(error: BaseException) -> str:
+    """The type and the message of an error that nobody foresaw; if the system refused something
+    that the message does not name, also the line that asked for it."""
+    told = f"{type(error).__name__}: {first_line(str(error))}"
+    if isinstance(error, OSError) and error.filename is None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and frames[-1].line:
+            at = frames[-1]
+            told += f", at `{at.line}` ({Path(at.filename).name}, line {at.lineno})"
+    return told
 
 
 def numbered(noun: str, numbers: Collection[int]) -> str:

@@ -1,5 +1,6 @@
 """`rrfp chaos`: the plan follows the seed, the judge can say no, and only its own are touched."""
 
+import errno
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import typer
@@ -242,7 +243,13 @@ def sleeper(**environment: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def test_only_marked_processes_are_found_and_signalled() -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_only_marked_processes_are_found_and_signalled(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a container refuses descriptors of processes."""
+    if refuses:
+        monkeypatch.setattr(os, "pidfd_open", refuse)
     ours, others = Marked(MARK, "ours"), Marked(MARK, "others")
     with sleeper(**{MARK: "ours"}) as process, sleeper() as stranger:
         (found,) = ours
@@ -258,6 +265,10 @@ def test_only_marked_processes_are_found_and_signalled() -> None:
         assert process.wait(10) == -signal.SIGKILL
         assert not ours.send(found, signal.SIGKILL)
         assert stranger.poll() is None
+
+
+def refuse(*_: object) -> NoReturn:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 @pytest.mark.parametrize("kind", ["limited", "private"])

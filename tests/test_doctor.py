@@ -3,6 +3,8 @@
 import json
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -38,12 +40,13 @@ from rrfp.runtime.probe import NoAnswerError, probe
 from rrfp.runtime.variables import NETWORK
 from rrfp.train.setting_groups import DeviceKind, Network
 from tests import cuda_in_files
+from tests.sandbox import refusing
 from tests.trained import rrfp, rrfp_here
 
 NAMES = [
     *("gpu", "gpu-clock", "peer-access", "cuda-ipc", "pid-namespace", "nixl", "fabric", "clock"),
     *("cores", "open-files", "temp-dir", "shm-room", "shm-speed", "torch", "megatron-core"),
-    *("core", "gloo", "private-network"),
+    *("core", "gloo", "private-network", "port-filter"),
 ]
 NO_GPU = CudaPresence((), "there is none")
 TWO_GPUS = CudaPresence(tuple(Gpu("NVIDIA H200", 150_000_000_000, uuid) for uuid in "01"), None)
@@ -195,7 +198,15 @@ def test_shared_memory_without_room_is_an_error_and_no_crash(
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     _, speed = shared_memory(tmp_path)
     assert speed.state is State.FAILS
-    assert "(No space left on device)" in speed.advice
+    assert "No space left on device" in speed.advice
+    assert speed.advice.endswith("; see how much memory is free")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    room, _ = shared_memory(tmp_path)
+    assert (room.state, room.advice) == (
+        State.FAILS,
+        f"this user may not write to {tmp_path}; mount it with mode 1777",
+    )
+    monkeypatch.undo()
     few = os.statvfs_result((4096, 4096, 9, 9, 9, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: few)
     room, _ = shared_memory(tmp_path)
@@ -230,10 +241,26 @@ def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
         "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
         "from loading"
     )
+    denied = "cannot be imported (PermissionError: [Errno 13] Permission denied: 'core.py')"
+    answers(imports_file, {"torch": 1.0, "rrfp.train.rank": denied})
+    _, megatron = imports()
+    assert megatron.advice.endswith("; let this user read that file and the directories above it")
     answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
     for check in imports():
         assert check.ends_runs_on(DeviceKind.CPU)
         assert "cannot be imported (it was killed: Illegal instruction)" in check.advice
+
+
+def test_torch_is_not_blamed_for_what_crashes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash_after_torch(_: object, modules: list[str], **__: object) -> dict[str, float]:
+        if len(modules) > 1:
+            raise NoAnswerError("it was killed: Aborted")
+        return {"torch": 1.0}
+
+    monkeypatch.setattr(imports_file, "probe", crash_after_torch)
+    torch_check, megatron = imports()
+    assert torch_check.state is State.OK
+    assert "rrfp.train.rank cannot be imported (it was killed: Aborted)" in megatron.advice
 
 
 def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
@@ -247,6 +274,34 @@ def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:
         "gloo does not work on 127.0.0.1 (it did not answer within 120 s); see whether torch can be"
         " imported, and no firewall fences loopback"
     )
+
+
+def test_gloo_names_what_was_refused(answers: Answers) -> None:
+    refused = "PermissionError: [Errno 1] Operation not permitted, at `x.listen()` (x.py, line 3)"
+    answers(gloo_file, NoAnswerError(refused, "PermissionError"))
+    check = gloo()
+    assert f"({refused})" in check.advice
+    assert "torch" not in check.advice
+
+
+def test_the_doctor_names_what_a_container_refuses(tmp_path: Path) -> None:
+    refused = refusing("unshare", "memfd_create", "setsockopt")
+    done = subprocess.run(
+        [*refused, sys.executable, "-m", "rrfp", "doctor", "--format", "json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = {each["name"]: each for each in json.loads(done.stdout)["checks"]}
+    assert told["gloo"]["state"] in ("ok", "slow")
+    for name, call in (
+        ("private-network", "(unshare: Operation not permitted)"),
+        ("port-filter", "(setsockopt(SO_ATTACH_FILTER): Operation not permitted)"),
+        ("shm-speed", "os.memfd_create"),
+    ):
+        assert told[name]["state"] in ("absent", "fails")
+        assert call in told[name]["advice"]
 
 
 def test_gloo_is_tried_in_the_network_that_ranks_enter() -> None:

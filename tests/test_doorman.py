@@ -1,14 +1,22 @@
 """Who may connect to a port, decided before there is a connection."""
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Collection
 from contextlib import suppress
 
 import pytest
 
-from rrfp.runtime.transport.doorman import let_in, let_in_nobody
+from rrfp.runtime.transport.doorman import filter_refusal, let_in, let_in_nobody
+from tests.sandbox import refusing
 
 _DROPPED_S = 0.2
+
+needs_filter = pytest.mark.skipif(
+    bool(filter_refusal()), reason=f"this process may not filter ports: {filter_refusal()}"
+)
 
 
 def listen(address: str) -> socket.socket:
@@ -50,6 +58,7 @@ def echoes(one: socket.socket, other: socket.socket, data: bytes) -> bool:
     return found == data
 
 
+@needs_filter
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_nobody_then_anybody(address: str) -> None:
     with listen(address) as listening:
@@ -61,6 +70,7 @@ def test_nobody_then_anybody(address: str) -> None:
         assert is_let_in(listening)
 
 
+@needs_filter
 def test_who_was_let_in_stays() -> None:
     with listen("127.0.0.1") as listening:
         let_in(listening, ["127.0.0.1"])
@@ -76,6 +86,7 @@ FAR = [f"10.0.{number // 256}.{number % 256}" for number in range(0, 2000, 2)]
 FAR_6 = [f"fd00::{number:x}" for number in range(0, 2000, 2)]
 
 
+@needs_filter
 @pytest.mark.parametrize(
     ("address", "sources", "let"),
     [
@@ -98,3 +109,23 @@ def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
     with listen(address) as listening:
         let_in(listening, sources)
         assert {source for source in others if is_let_in(listening, source)} == let
+
+
+def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:
+    """Those who connect still have to prove themselves."""
+    code = (
+        "from rrfp.runtime.transport.doorman import filter_refusal, let_in_nobody\n"
+        "from rrfp.runtime.transport.sockets import listen_tcp\n"
+        "from tests.test_doorman import is_let_in\n"
+        "with listen_tcp('127.0.0.1') as listening:\n"
+        "    let_in_nobody(listening)\n"
+        "    assert is_let_in(listening)\n"
+        "print(filter_refusal())"
+    )
+    done = subprocess.run(
+        [*refusing("setsockopt"), sys.executable, "-c", code],
+        env={**os.environ, "RRFP_SOURCES": "192.0.2.1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "setsockopt(SO_ATTACH_FILTER): Operation not permitted\n", done.stderr

@@ -1,5 +1,6 @@
 """The network of a run's own: who is in it, who is not, and what happens where there is none."""
 
+import json
 import os
 import socket
 import stat
@@ -24,6 +25,8 @@ from rrfp.train.ranks.private_network import (
     told_network,
 )
 from rrfp.train.setting_groups import DeviceKind, Network, RunSettings
+from tests.sandbox import refusing
+from tests.trained import Training
 
 _ENTER = "from rrfp.train.ranks.private_network import enter_network; enter_network(); "
 
@@ -141,6 +144,22 @@ def forbidding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     maker = tmp_path / "maker.py"
     maker.write_text("import sys; sys.exit('Operation not permitted')")
     monkeypatch.setattr(network_maker, "__file__", str(maker))
+
+
+@pytest.mark.parametrize("calls", [("unshare", "memfd_create", "prctl"), ("setns",)])
+def test_a_run_goes_on_without_what_a_container_refuses(
+    calls: tuple[str, ...], tmp_path: Path
+) -> None:
+    """And says once that its ports are open."""
+    refused = refusing(*calls, "setsockopt")
+    with Training(tmp_path / "run", "--pp=1", "--steps=2", within=refused) as training:
+        code, _, err = training.ended()
+    assert code == 0, err
+    network = json.loads((tmp_path / "run" / "run.json").read_text())["network"]
+    assert network.startswith("host: not permitted (")
+    assert network.endswith(": Operation not permitted)")
+    assert err.count("gloo's ports accept any connection: this run has no private network") == 1
+    assert "no filter on ports (setsockopt(SO_ATTACH_FILTER): Operation not permitted)" in err
 
 
 @pytest.mark.usefixtures("forbidding")

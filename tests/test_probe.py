@@ -56,6 +56,27 @@ def test_a_failure_is_told_in_a_line(question: Any, reason: str) -> None:
     assert str(refused.value) == reason
 
 
+def close_nothing() -> None:
+    os.close(987)
+
+
+def test_what_the_system_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        NoAnswerError, match=r"at `os\.close\(987\)` \(test_probe\.py, line "
+    ) as raised:
+        probe(close_nothing, limit_s=LIMIT_S)
+    assert raised.value.raised == "OSError"
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    with pytest.raises(
+        NoAnswerError, match=r"^no process can be started for it: BlockingIOError: "
+    ):
+        probe(echo, limit_s=LIMIT_S)
+
+
 def test_what_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     started = tmp_path / "pid"
     with pytest.raises(NoAnswerError, match=r"^it did not answer within 5 s$"):

@@ -16,8 +16,10 @@ from typing import Any, Self
 
 import pytest
 
-from rrfp.runtime.transport.doorman import let_in_nobody
+from rrfp.runtime.transport.doorman import filter_refusal, let_in_nobody
+from rrfp.train.ranks.private_network import NotPermittedError, made_network
 from tests.stranger import NOBODY, Stranger
+from tests.test_doorman import needs_filter
 from tests.test_planted import Command
 from tests.trained import Training, read_metrics
 from tests.watch import Door, descendants, doors_of
@@ -174,6 +176,15 @@ def _memory_kb(pid: int) -> int:
     return 0
 
 
+def check_private_network() -> None:
+    """Skip the test where no other user is kept away."""
+    try:
+        with made_network():
+            pass
+    except NotPermittedError as error:
+        pytest.skip(f"this process may not make a network: {error}")
+
+
 def as_another_user() -> Stranger:
     """Only root can become another user; a stranger from outside a private network need not."""
     return Stranger(uid=NOBODY if os.getuid() == 0 else None)
@@ -225,6 +236,7 @@ def test_another_user_reaches_no_port_of_a_run(
     num_ranks: int, flags: str, visits: int, tmp_path: Path, marker: Path
 ) -> None:
     """From its first moment to its last."""
+    check_private_network()
     own = [flags.replace("=ck", f"={tmp_path / each}").split() for each in ("ck-alone", "ck")]
     alone = trained(tmp_path / "alone", num_ranks, *own[0])
     with as_another_user() as stranger:
@@ -241,6 +253,7 @@ def test_another_user_reaches_no_port_of_a_run(
     check_unmoved(sieged, alone)
 
 
+@needs_filter
 @pytest.mark.slow
 def test_in_the_hosts_network_gloo_lets_in_nobody_once_the_groups_are_made(
     tmp_path: Path, marker: Path
@@ -261,6 +274,7 @@ def test_in_the_hosts_network_gloo_lets_in_nobody_once_the_groups_are_made(
     check_unmoved(sieged, alone)
 
 
+@needs_filter
 @pytest.mark.slow
 def test_another_host_reaches_no_port_of_two_hosts_that_have_met(
     tmp_path: Path, marker: Path
@@ -314,6 +328,7 @@ def test_the_stranger_is_taken_where_somebody_listens() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1000) as listening:
             address, port = listening.getsockname()
             assert stranger.knock(address, port, 100) == {"taken": 100}
-            let_in_nobody(listening)
-            assert stranger.knock(address, port, 100) == {"dropped": 100}
+            if not filter_refusal():
+                let_in_nobody(listening)
+                assert stranger.knock(address, port, 100) == {"dropped": 100}
         assert stranger.knock(address, port, 100) == {"refused": 100}

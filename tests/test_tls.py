@@ -1,6 +1,8 @@
 """TLS on the connections between hosts: whom a rank trusts, what the wire shows, and that whatever
 happens to one end of a tunnel happens to the other."""
 
+import errno
+import os
 import random
 import socket
 import ssl
@@ -393,6 +395,16 @@ def test_a_rank_that_is_lost_is_named() -> None:
         ]
 
 
-def test_certificates_are_each_listeners_own() -> None:
+@pytest.mark.parametrize("refuses", [False, True])
+def test_certificates_are_each_listeners_own(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a container refuses files without a name."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if refuses:
+        monkeypatch.setattr(os, "memfd_create", refuse)
     own = Tunnels()
     assert own.certify() != own.certify()

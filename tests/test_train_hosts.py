@@ -18,6 +18,7 @@ from rrfp.runtime.transport import tls
 from rrfp.trace.outcome import Culprit, FoundBy, read_ending
 from rrfp.trace.rundir import RunDir
 from tests.link_pairs import needs_tls
+from tests.sandbox import refusing
 from tests.trained import (
     ENDLESS,
     Training,
@@ -62,6 +63,15 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert "all " in out
         assert second.ended()[:2] == (0, "")
     return run
+
+
+@pytest.mark.slow
+def test_a_host_whose_kernel_permits_no_filter_takes_part(tmp_path: Path) -> None:
+    with on_two_hosts(tmp_path / "run", "--steps=2", within=refusing("setsockopt")) as hosts:
+        ended = [host.ended() for host in hosts]
+    assert [code for code, *_ in ended] == [0, 0], ended
+    told = "gloo's ports and those of the run's store accept any connection"
+    assert ended[1][2].count(told) == 1
 
 
 @pytest.mark.slow  # as those without a shared directory do

@@ -60,14 +60,20 @@ class Marked:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return False
+        except OSError:
+            descriptor = -1  # a kernel before 5.3 lacks the call, and a container may refuse it
         try:
             if self._process(process.pid) != process:
                 return False
-            signal.pidfd_send_signal(descriptor, number)
+            if descriptor < 0:
+                os.kill(process.pid, number)
+            else:
+                signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
             return False
         finally:
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         return True
 
     def kill(self) -> None:

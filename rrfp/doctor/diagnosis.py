@@ -11,7 +11,7 @@ from rrfp.doctor.imports import imports
 from rrfp.doctor.nixl import fabric, nixl
 from rrfp.doctor.open_files import open_files
 from rrfp.doctor.pid_namespace import pid_namespace
-from rrfp.doctor.private_network import private_network
+from rrfp.doctor.private_network import port_filter, private_network
 from rrfp.doctor.shared_memory import shared_memory
 from rrfp.doctor.temporary_files import temporary_files
 from rrfp.runtime.device.cuda_presence import cuda_presence
@@ -40,4 +40,5 @@ def diagnose() -> list[Check]:
         compiled_core(),
         gloo(),
         private_network(),
+        port_filter(),
     ]

@@ -26,8 +26,13 @@ def gloo() -> Check:
         with network_of(RunSettings()) as network:
             taken_us = probe(sum_us, network, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        advice = f"gloo does not work on {LOOPBACK} ({error}); see whether torch can be imported"
-        return fails("gloo", f"{advice}, and no firewall fences loopback", EVERY_RUN)
+        if not error.raised:
+            advice = "see whether torch can be imported, and no firewall fences loopback"
+        elif error.raised in ("ImportError", "ModuleNotFoundError"):
+            advice = "see what is found of torch and megatron-core"
+        else:
+            advice = "see what refuses that to this user"
+        return fails("gloo", f"gloo does not work on {LOOPBACK} ({error}); {advice}", EVERY_RUN)
     is_slow = taken_us > _SLOW_US
     advice = f"for a sum of two ranks on {LOOPBACK}"
     return Check(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from rrfp.doctor.check import EVERY_RUN, Check, State, fails
-from rrfp.errors import first_line
+from rrfp.errors import described
 from rrfp.runtime.probe import NoAnswerError, probe
 
 _MODULES = {"torch": "torch", "megatron-core": "rrfp.train.rank"}
@@ -17,16 +17,23 @@ _LIMIT_S = 180.0
 
 def imports() -> Iterator[Check]:
     """A check for each distribution."""
-    try:
-        told = probe(seconds_to_import, list(_MODULES.values()), limit_s=_LIMIT_S)
-    except NoAnswerError as error:
-        told = dict.fromkeys(_MODULES.values(), f"cannot be imported ({error})")
     for name, module in _MODULES.items():
-        if isinstance(told[module], str):
-            advice = "install rrfp anew, or raise the limit (ulimit -a) that keeps it from loading"
-            yield fails(name, f"{module} {told[module]}; {advice}", EVERY_RUN)
+        try:
+            # In a process of its own: if one crashes the other is not to blame.
+            modules = [*dict.fromkeys(("torch", module))]
+            told = probe(seconds_to_import, modules, limit_s=_LIMIT_S)[module]
+        except NoAnswerError as error:
+            told = f"cannot be imported ({error})"
+        if isinstance(told, str):
+            yield fails(name, f"{module} {told}; {_advice(told)}", EVERY_RUN)
         else:
-            yield _timed(name, told[module])
+            yield _timed(name, told)
+
+
+def _advice(told: str) -> str:
+    if "PermissionError" in told:
+        return "let this user read that file and the directories above it"
+    return "install rrfp anew, or raise the limit (ulimit -a) that keeps it from loading"
 
 
 def _timed(name: str, seconds: float) -> Check:
@@ -58,8 +65,7 @@ def seconds_to_import(modules: list[str]) -> dict[str, float | str]:
         try:
             importlib.import_module(module)
         except Exception as error:
-            reason = f"{type(error).__name__}: {first_line(str(error))}"
-            told[module] = f"cannot be imported ({reason})"
+            told[module] = f"cannot be imported ({described(error)})"
         else:
             told[module] = time.perf_counter() - start_s
     return told

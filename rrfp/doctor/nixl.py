@@ -28,7 +28,9 @@ def nixl() -> Check:
     try:
         gb_s = probe(read_gb_s, limit_s=_LIMIT_S)
     except NoAnswerError as error:
-        return fails("nixl", f"a READ on this host fails ({error}); {HOW_TO_INSTALL} anew")
+        is_broken = error.raised in ("", "ImportError", "ModuleNotFoundError")
+        advice = f"{HOW_TO_INSTALL} anew" if is_broken else "UCX_LOG_LEVEL=info says more"
+        return fails("nixl", f"a READ on this host fails ({error}); {advice}")
     is_slow = gb_s < _SLOW_GB_S
     return Check(
         "nixl",

@@ -1,5 +1,6 @@
 """How much shared memory there is, and how fast it is."""
 
+import errno
 import mmap
 import os
 import time
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rrfp.doctor.check import Check, State, absent, fails
+from rrfp.errors import described
 
 _WHERE = Path("/dev/shm")
 _ENOUGH_BYTES = 1 << 30
@@ -27,6 +29,8 @@ def _room(where: Path) -> Check:
         found = os.statvfs(where)
     except OSError as error:
         return absent("shm-room", f"{where} cannot be used ({error.strerror}); mount a tmpfs there")
+    if not os.access(where, os.W_OK):
+        return fails("shm-room", f"this user may not write to {where}; mount it with mode 1777")
     free_bytes = found.f_bavail * found.f_frsize
     is_little = free_bytes < _ENOUGH_BYTES
     advice = f"free in {where} for NCCL, UCX and data loaders"
@@ -45,8 +49,10 @@ def _speed() -> Check:
     try:
         gb_s = copied_gb_s(_TRIED_BYTES)
     except OSError as error:
-        told = f"ranks get no shared memory ({error.strerror}) and take sockets instead"
-        return fails("shm-speed", f"{told}; see how much memory is free")
+        told = f"ranks get no shared memory ({described(error)}) and take sockets instead"
+        is_full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+        advice = "see how much memory is free" if is_full else "permit that call in the container"
+        return fails("shm-speed", f"{told}; {advice}")
     is_slow = gb_s < _SLOW_GB_S
     advice = f"to copy {_TRIED_BYTES >> 20} MiB into shared memory"
     return Check(

@@ -13,5 +13,8 @@ def temporary_files() -> Check:
         where = temporary_directory()
     except UsageError as error:
         return fails("temp-dir", str(error), EVERY_RUN)
-    free_gb = shutil.disk_usage(where).free / 1e9
+    try:
+        free_gb = shutil.disk_usage(where).free / 1e9
+    except OSError as error:
+        return fails("temp-dir", f"{where} cannot be used ({error}); set TMPDIR", EVERY_RUN)
     return Check("temp-dir", State.OK, round(free_gb, 2), "GB", f"free in {where}", EVERY_RUN)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any
 
-from rrfp.errors import first_line
+from rrfp.errors import described
 
+_RAISED = 70
+"""The exit code of a process whose question raised an exception."""
 _END_S = 5.0
 """How long a killed process may take to end; one that a driver holds in the kernel does not."""
 
@@ -20,13 +22,27 @@ _END_S = 5.0
 class NoAnswerError(Exception):
     """A question without an answer; the message says why, as in "it did not answer within 60 s"."""
 
+    def __init__(self, reason: str, raised: str = "") -> None:
+        super().__init__(reason)
+        self.raised = raised
+        """The name of the exception that the question raised; empty if it hung or crashed."""
+
 
 def probe(question: Callable[..., Any], *arguments: object, limit_s: float) -> Any:
     """What this function of a module returns in a process of its own, as JSON carries it.
 
-    Raises NoAnswerError if it raises, crashes or takes longer than `limit_s`; nothing of it is left
-    then.
+    Raises NoAnswerError if it raises, crashes, cannot be started or takes longer than `limit_s`;
+    nothing of it is left then.
     """
+    try:
+        return _answer_to(question, arguments, limit_s)
+    except OSError as error:
+        raise NoAnswerError(
+            f"no process can be started for it: {described(error)}", type(error).__name__
+        ) from None
+
+
+def _answer_to(question: Callable[..., Any], arguments: tuple[object, ...], limit_s: float) -> Any:
     command = (sys.executable, "-m", __name__, question.__module__, question.__name__)
     with tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
@@ -42,6 +58,9 @@ def probe(question: Callable[..., Any], *arguments: object, limit_s: float) -> A
             raise NoAnswerError(f"it did not answer within {limit_s:g} s") from None
         finally:
             _end(process)
+        if process.returncode == _RAISED and told:
+            raised, reason = json.loads(told)
+            raise NoAnswerError(reason, raised)
         if process.returncode:
             raise NoAnswerError(_why(process.returncode, stderr))
         return json.loads(told)
@@ -72,16 +91,17 @@ def _answer(module: str, name: str, arguments: str, limit_s: str) -> None:
     # What libraries print must not come between.
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)
-        question = getattr(importlib.import_module(module), name)
-        failed = 0
+        exit_code = 0
         try:
-            stdout.write(json.dumps(question(*json.loads(arguments))))
-            stdout.flush()
+            question = getattr(importlib.import_module(module), name)
+            told = json.dumps(question(*json.loads(arguments)))
         except Exception as error:
-            failed = 1
-            os.write(2, f"\n{type(error).__name__}: {first_line(str(error))}\n".encode())
+            exit_code = _RAISED
+            told = json.dumps([type(error).__name__, described(error)])
+        stdout.write(told)
+        stdout.flush()
         # Some libraries crash when they are torn down.
-        os._exit(failed)
+        os._exit(exit_code)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 A filter on a listening socket (socket(7), SO_ATTACH_FILTER) drops what a stranger sends, so that he
 takes neither a file descriptor nor memory, and learns not even that somebody listens. Connections
 that were made before stay as they are; later ones inherit the filter that let them in.
+
+Some kernels demand CAP_NET_ADMIN for a filter on a TCP socket. Where this process may not attach
+one, these functions do nothing, and `filter_refusal` says why.
 """
 
 import ctypes
@@ -11,12 +14,12 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from functools import cache
 from typing import TypeVar
 
 from rrfp.runtime import variables
 
-_ATTACH, _DETACH = 26, 27
+_ATTACH = 26
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _AND = 0x30, 0x20, 0x74, 0x54
 _JUMP, _IF_EQUAL, _RETURN = 0x05, 0x15, 0x06
 _IP_HEADER = 0xFFF00000
@@ -31,18 +34,27 @@ Instruction = tuple[int, int, int, int]
 N = TypeVar("N", ipaddress.IPv4Network, ipaddress.IPv6Network)
 
 
+@cache
+def filter_refusal() -> str:
+    """Say why the kernel refuses this process filters on TCP sockets; empty if it permits them."""
+    with socket.socket() as tried:
+        try:
+            _attach(tried, [_PASS])
+        except OSError as error:
+            return f"setsockopt(SO_ATTACH_FILTER): {error.strerror}"
+    return ""
+
+
 def let_in(listening: socket.socket, sources: Collection[str] | None) -> None:
     """Let in who comes from one of these addresses, or anybody. May raise OSError."""
-    if sources is None:
-        with suppress(FileNotFoundError):  # it has no filter
-            listening.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
-    else:
-        _attach(listening, [*_program(sources)])
+    if not filter_refusal():
+        _attach(listening, [_PASS] if sources is None else [*_program(sources)])
 
 
 def let_in_nobody(listening: socket.socket) -> None:
     """Let in nobody, until `let_in`. May raise OSError."""
-    _attach(listening, [_DROP])
+    if not filter_refusal():
+        _attach(listening, [_DROP])
 
 
 def named_sources() -> tuple[str, ...] | None:

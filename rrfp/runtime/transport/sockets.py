@@ -18,10 +18,11 @@ def listen_unix(directory: str) -> tuple[socket.socket, bytes]:
 
 def listen_tcp(host: str) -> socket.socket:
     """Listens at a port of this address or name that the system chooses, to the run's hosts alone
-    where these are known. Raises OSError."""
+    where these are known and the kernel permits it. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-    let_in(listening, named_sources())
+    if (sources := named_sources()) is not None:
+        let_in(listening, sources)
     return listening
 
 

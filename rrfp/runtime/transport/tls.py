@@ -117,8 +117,12 @@ class Tunnels:
 def _file_of(pem: bytes) -> Iterator[str]:
     """A path at which `ssl`, which takes a key from files only, finds this one: on no disk where
     the system can, and for no other user."""
-    if hasattr(os, "memfd_create"):
-        with os.fdopen(os.memfd_create("rrfp-key"), "wb", buffering=0) as file:
+    try:
+        key = os.memfd_create("rrfp-key")
+    except (AttributeError, OSError):
+        key = -1  # the system lacks the call, or refuses it
+    if key >= 0:
+        with os.fdopen(key, "wb", buffering=0) as file:
             file.write(pem)
             yield f"/proc/self/fd/{file.fileno()}"
         return

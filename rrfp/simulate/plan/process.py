@@ -138,7 +138,8 @@ class Requests:
         self._parent, niceness = map(int, sys.argv[1:3])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if niceness:
-            os.nice(niceness)
+            with suppress(OSError):  # it then competes with the ranks
+                os.nice(niceness)
         _never_wait(0)
         self._read = b""
         self._has_ended = False

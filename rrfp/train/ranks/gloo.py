@@ -6,7 +6,8 @@ fifty groups on each rank, so several ranks on a few cores would spend much of t
 
 A device accepts whoever connects, and takes him for the member of a group whose number he sends;
 the numbers count up from 0. So its port lets in nobody except while a group is made: when torch's
-constructor returns, all members are connected. Between hosts it lets in only those of the run.
+constructor returns, all members are connected. Between hosts it lets in only those of the run. All
+this where the kernel permits such a filter (`rrfp.runtime.transport.doorman`).
 """
 
 import os

@@ -22,7 +22,7 @@ from rrfp.train.ranks.liveness.vigil import Standstill, Why
 from rrfp.train.ranks.liveness.warnings import hearing
 from rrfp.train.ranks.own_directory import own_directory
 from rrfp.train.ranks.place import local_ranks, place_of
-from rrfp.train.ranks.private_network import network_of
+from rrfp.train.ranks.private_network import network_of, warn_of_open_ports
 from rrfp.train.ranks.stopping import failing_for_good
 from rrfp.train.ranks.stores import file_store
 from rrfp.train.settings import TrainSettings
@@ -61,6 +61,7 @@ def launch(
             _store(settings, run, directory, work) as (environment, elsewhere),
             hearing(directory, tell) as heard,
         ):
+            _warn_of_open_ports(settings, network[variables.NETWORK])
             environments = _environments(settings, {**environment, **own, **network, **heard})
             try:
                 failures = run_to_end(
@@ -81,6 +82,13 @@ def launch(
             if failures:
                 _log_stacks(failures, run)
                 raise _first_failure(failures, run, elsewhere.reason)
+
+
+def _warn_of_open_ports(settings: TrainSettings, network: str) -> None:
+    place = place_of(settings)
+    if place is None or place.local_index == 0:  # once a host
+        of_store = " and those of the run's store" if settings.run.nnodes > 1 else ""
+        warn_of_open_ports(network, f"gloo's ports{of_store}")
 
 
 class _Elsewhere(Protocol):

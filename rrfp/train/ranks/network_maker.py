@@ -2,18 +2,23 @@
 
 Run as a script, by its path, so it imports nothing of rrfp: it starts in a few milliseconds, and
 only a process with a single thread may make a namespace of users. Writes a line when the network is
-up; otherwise it exits with the kernel's word on stderr.
+up; otherwise it exits with the call that the kernel refused on stderr. Given the paths of
+namespaces, it only tries to enter these, as a rank will: a system may permit unshare and not setns.
 """
 
 import ctypes
+import errno
 import fcntl
 import os
 import socket
 import struct
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_CAPABILITY_VERSION_3 = 0x20080522
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _REQUEST = "16sh14x"
 """An interface's name and flags (netdevice(7))."""
@@ -21,36 +26,59 @@ _REQUEST = "16sh14x"
 
 def main() -> None:
     try:
-        _enter_network()
+        if paths := sys.argv[1:]:
+            enter(paths)
+            return
+        _enter_new_network()
         _raise_loopback()
     except OSError as error:
-        sys.exit(error.strerror)
+        sys.exit(": ".join(filter(None, (error.filename, error.strerror))))
     os.write(1, b"ready\n")
     os.read(0, 1)
 
 
-def _enter_network() -> None:
+def enter(paths: Sequence[str]) -> None:
+    """Enter the namespaces at these paths; a process that enters one of users gives up the
+    capabilities that it grants. Raises OSError, which names the call, if it cannot."""
+    with ExitStack() as opened:
+        # All at first: from within a namespace of users the launcher's files are out of reach.
+        for namespace in [opened.enter_context(Path(path).open("rb")) for path in paths]:
+            _call("setns", namespace.fileno(), 0)
+    if len(paths) > 1:
+        header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+        _call("capset", header, (ctypes.c_uint32 * 6)())
+
+
+def _enter_new_network() -> None:
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         # Root would lose its access to other users' files in a namespace of users.
-        _unshare(_CLONE_NEWNET)
+        _call("unshare", _CLONE_NEWNET)
         return
-    _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+    _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNET)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def _unshare(flags: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).unshare(flags):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library. Raises OSError, which names it, if it fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        code = ctypes.get_errno()
+        reason = os.strerror(code)
+        if name == "unshare" and code == errno.ENOSPC:
+            reason = "the limit user.max_user_namespaces or user.max_net_namespaces is reached"
+        raise OSError(code, f"{name}: {reason}")
 
 
 def _raise_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         told = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack(_REQUEST, b"lo", 0))
         name, flags = struct.unpack(_REQUEST, told)
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack(_REQUEST, name, flags | _IFF_UP))
+        try:
+            fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack(_REQUEST, name, flags | _IFF_UP))
+        except OSError as error:
+            raise OSError(error.errno, f"ioctl(SIOCSIFFLAGS): {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -5,23 +5,25 @@ network namespace made, and each rank enters it before it imports anything that 
 Unix sockets, and files are files: they are reached as before.
 """
 
-import ctypes
+import logging
 import os
 import select
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.runtime import variables
-from rrfp.train import libc
+from rrfp.runtime.transport.doorman import filter_refusal
 from rrfp.train.ranks import network_maker
 from rrfp.train.setting_groups import DeviceKind, Network, RunSettings
 
-_CAPABILITY_VERSION_3 = 0x20080522
 _MAKE_S = 10.0
+
+_log = logging.getLogger(__name__)
 
 
 class NotPermittedError(Exception):
@@ -65,10 +67,11 @@ def _needs_hosts(run: RunSettings) -> str:
 def made_network() -> Iterator[tuple[str, ...]]:
     """A network with loopback alone, as the paths of the namespaces to enter: of users, unless this
     process' own does, and of the network. Raises NotPermittedError."""
+    command = [sys.executable, "-I", "-S", network_maker.__file__]
     with ExitStack() as held:
         try:
             maker = subprocess.Popen(
-                [sys.executable, "-I", "-S", network_maker.__file__],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -82,13 +85,16 @@ def made_network() -> Iterator[tuple[str, ...]]:
                 raise NotPermittedError(f"not made within {_MAKE_S:g} s")
             if maker.stdout.readline() != b"ready\n":
                 _, said = maker.communicate(timeout=_MAKE_S)
-                raise NotPermittedError(first_line(said.decode(errors="replace")))
+                raise _refused(said)
             paths = []
             for kind in ("user", "net"):
                 path = Path(f"/proc/{maker.pid}/ns/{kind}")
                 if path.readlink() != Path(f"/proc/self/ns/{kind}").readlink():
                     file = held.enter_context(path.open("rb"))
                     paths.append(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            trial = subprocess.run([*command, *paths], capture_output=True, timeout=_MAKE_S)
+            if trial.returncode:
+                raise _refused(trial.stderr)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NotPermittedError(first_line(str(error))) from None
         finally:
@@ -99,21 +105,18 @@ def made_network() -> Iterator[tuple[str, ...]]:
         yield tuple(paths)
 
 
+def _refused(said: bytes) -> NotPermittedError:
+    return NotPermittedError(first_line(said.decode(errors="replace")))
+
+
 def enter_network() -> None:
     """Enter the network that the launcher names. Must be called before this process has a second
     thread. Raises RrfpError if it cannot."""
     kind, _, rest = os.environ.get(variables.NETWORK, "").partition(":")
     if kind != Network.PRIVATE:
         return
-    paths = rest.split(":")
     try:
-        with ExitStack() as opened:
-            # All at first: from within a namespace of users the launcher's files are out of reach.
-            namespaces = [opened.enter_context(Path(path).open("rb")) for path in paths]
-            for namespace in namespaces:
-                libc.call("setns", namespace.fileno(), 0)
-        if len(paths) > 1:
-            _drop_capabilities()
+        network_maker.enter(rest.split(":"))
     except OSError as error:
         raise RrfpError(
             f"this rank cannot enter the network that its launcher has made ({error}); run with "
@@ -121,12 +124,18 @@ def enter_network() -> None:
         ) from None
 
 
-def _drop_capabilities() -> None:
-    """Give up what a namespace of users grants to those who enter it: a rank is to be able to do
-    what its user can, and no more."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    libc.call("capset", header, none)
+@cache
+def warn_of_open_ports(network: str, ports: str) -> None:
+    """Warn, once in a process, if these ports of a run can be neither in a private network nor
+    filtered. `network` is the value of the variable that names the network."""
+    kind, _, why = network.partition(":")
+    refusal = "" if kind == Network.PRIVATE else filter_refusal()
+    if refusal:
+        _log.warning(
+            "%s accept any connection: this run has no private network (%s), and no filter on ports"
+            " (%s); 'rrfp doctor' says what to change",
+            *(ports, why.strip(), refusal),
+        )
 
 
 def told_network() -> str:

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 from rrfp.errors import RrfpError
@@ -27,7 +28,8 @@ _page: StatusPage | None = None
 def end_with_launcher() -> None:
     """Have the kernel kill this process when its launcher ends, even while it is stopped. Called as
     early as can be."""
-    libc.call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    with suppress(OSError):  # the thread that beats looks for it, too
+        libc.call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL))
     # It may have ended before.
     if os.getppid() != _launcher():
         os._exit(RrfpError.exit_code)

@@ -9,6 +9,7 @@ import mmap
 import os
 import struct
 import tempfile
+from contextlib import suppress
 from enum import IntEnum
 from typing import IO
 
@@ -93,6 +94,7 @@ def page_file() -> IO[bytes]:
 def nameless_file() -> IO[bytes]:
     """A file that no other process can open: on no disk, which could be full, where the system
     can."""
-    if hasattr(os, "memfd_create"):
+    # The system may lack the call, or refuse it.
+    with suppress(AttributeError, OSError):
         return os.fdopen(os.memfd_create("rrfp"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
