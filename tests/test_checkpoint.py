@@ -27,6 +27,7 @@ from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
     FLAGS,
+    forget_digests,
     made_up,
     newest,
     settings_in,
@@ -260,10 +261,7 @@ def test_vision_layers_stay_vision_layers(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_say_what_its_data_were_is_refused(tmp_path: Path) -> None:
     made_up(tmp_path, 2)
-    file = tmp_path / "ck" / "step-00000002" / "checkpoint.json"
-    told = json.loads(file.read_text())
-    del told["contents"]
-    file.write_text(json.dumps(told))
+    forget_digests(tmp_path / "ck" / "step-00000002", "contents")
     with pytest.raises(UsageError, match="step-00000002 does not say what its data were"):
         beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
 

@@ -72,15 +72,15 @@ class CheckpointDir:
     def prepare(self) -> None:
         """Make the directory, and see whether files can be written there, by this user alone.
         Raises UsageError."""
-        if (self.path / FILE).exists():
-            parent = self.path.resolve().parent
-            found = CheckpointDir(parent).newest()
-            newest = "no" if found is None else found.path.name
-            raise UsageError(
-                f"{self.path} is a checkpoint, and --save names the directory that holds them; "
-                f"give --save {parent}, in which {newest} is the newest whole one"
-            )
         try:
+            if (self.path / FILE).exists():
+                parent = self.path.resolve().parent
+                found = CheckpointDir(parent).newest()
+                newest = "none" if found is None else f"{found.path.name} is the newest that"
+                raise UsageError(
+                    f"{self.path} is a checkpoint, and --save names the directory that holds them; "
+                    f"give --save {parent}, in which {newest} is whole"
+                )
             self.path.mkdir(_MODE, parents=True, exist_ok=True)
             self._check_is_own()
         except OSError as error:
@@ -265,11 +265,12 @@ class CheckpointDir:
         """Everything that has the name of a whole checkpoint, with its step."""
         try:
             entries = [*self.path.iterdir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise RrfpError(
-                f"the checkpoints in {self.path} cannot be listed: {error.strerror}"
+            raise UsageError(
+                f"the checkpoints in {self.path} cannot be listed ({error.strerror}); choose "
+                "another directory with --save"
             ) from None
         return [
             (int(match[1]), entry)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rrfp.errors import RrfpError
@@ -60,10 +59,10 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
     leads = layout.rank == 0
     with directory.locked() if leads else nullcontext():
         told: dict[str, object] = {}
-        found = _newest(directory, leads=leads, with_content=settings.run.resume)
+        found = _newest(directory, leads=leads) if settings.run.resume else None
         if leads:
             if not settings.run.resume:
-                check_unused(directory.path, found)
+                check_unused(directory.path, directory.newest(with_content=False))
             elif found is not None:
                 check_continues(settings, contents, found)
             for file in (run.run_json, run.metrics):
@@ -89,11 +88,10 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
         yield Session(RunDir(run.path, number), checkpoint, contents)
 
 
-def _newest(directory: CheckpointDir, *, leads: bool, with_content: bool) -> Checkpoint | None:
+def _newest(directory: CheckpointDir, *, leads: bool) -> Checkpoint | None:
     """The newest whole checkpoint, on rank 0, for which the other ranks wait."""
-    look = partial(directory.newest, with_content=with_content)
     with ThreadPoolExecutor(1, thread_name_prefix="rrfp-checkpoint") as pool:
-        looking = [pool.submit(look)] if leads else []
+        looking = [pool.submit(directory.newest)] if leads else []
         is_busy = True
         while is_busy:
             _, is_busy = agree(is_busy=bool(wait(looking, _AGREE_S).not_done))
