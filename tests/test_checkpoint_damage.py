@@ -6,7 +6,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,6 @@ def flips_of(checkpoint: Path, num_flips: int) -> Iterator[tuple[Path, int]]:
 def test_no_flipped_bit_is_loaded(saved: Path, num_flips: int) -> None:
     ck = saved / "ck"
     before, after = ck / "step-00000002", ck / "step-00000004"
-    files = {*after.iterdir()}
-    assert len(files) == 9
     for file, bit in flips_of(after, num_flips):
         with flipped(file, bit):
             with pytest.raises(RrfpError) as raised:
@@ -127,7 +125,7 @@ def test_ranks_go_on_from_the_newest_that_is_whole(saved: Path, tmp_path: Path) 
     settings = settings_in(tmp_path, steps=STEPS + 2, resume=True)
     beginning = beginning_of(settings, lambda _: None)
     assert beginning.first_step == STEPS
-    file = tmp_path / "ck" / "step-00000004" / "__0_1.distcp"
+    file = tmp_path / "ck" / "step-00000004" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-9] + bytes(9))
     run_ranks(2, work, beginning.run, settings.to_json(), None, timeout_s=120)
     whole = train_whole(tmp_path / "whole")
@@ -245,9 +243,9 @@ def test_what_ranks_write_is_not_read_again(tmp_path: Path, flags: dict[str, Any
     train_prepared(tmp_path, 2, partial(noting_what_is_read, tmp_path), **flags)
     read = {*(tmp_path / "read").read_text().split()}
     found = newest(tmp_path)
-    assert read == {".metadata", "common.pt", "metadata.json", "metrics.jsonl"}
-    assert len(found.manifest.files) == 8
-    assert found.manifest.digests.keys() == found.manifest.files.keys()
+    assert not any(name.endswith(".distcp") for name in read)
+    assert {".metadata", "metadata.json", "metrics.jsonl"} <= read
+    assert found.manifest.digests.keys() == found.manifest.files.keys() > read
 
 
 class Command:
@@ -274,11 +272,14 @@ def test_nothing_in_a_checkpoint_is_executed(
 ) -> None:
     shutil.copytree(saved / "ck", tmp_path / "ck")
     checkpoint, made = newest(tmp_path).path, tmp_path / "made"
+    is_read = plant is commanded_metadata or (checkpoint / "common.pt").exists()
     plant(checkpoint, made)
     files = {file.name: file.stat().st_size for file in checkpoint.iterdir()}
     del files["checkpoint.json"]
     describe(checkpoint, files=files)
-    with pytest.raises(RankFailedError, match="step-00000004 cannot be loaded"):
+    refused = pytest.raises(RankFailedError, match="step-00000004 cannot be loaded")
+    # Megatron-Core 0.19 has no such file.
+    with refused if is_read else nullcontext():
         train(tmp_path, STEPS + 2, resume=True)
     if plant is commanded_metadata:
         with pytest.raises(pickle.UnpicklingError, match=r"names posix.mkdir, which no metadata"):
