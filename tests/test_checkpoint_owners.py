@@ -128,13 +128,18 @@ print(found.newest(print).step)
     assert (asked.stdout, asked.stderr) == ("4\n", "")
 
 
+def masked(mask: int) -> None:
+    os.umask(mask)
+
+
 @pytest.mark.parametrize("mask", [0o002, 0o000])
 def test_shared_files_go_on_under_any_umask(tmp_path: Path, mask: int) -> None:
     """Others may read them then, and nobody but the user may write them."""
     before = os.umask(mask)
     try:
         for steps in (2, 3):
-            train_prepared(tmp_path, steps, partial(os.umask, mask), shared_files=True, resume=True)
+            prepare = partial(masked, mask)
+            train_prepared(tmp_path, steps, prepare, shared_files=True, resume=True)
     finally:
         os.umask(before)
     assert newest(tmp_path).step == 3

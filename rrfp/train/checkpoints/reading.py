@@ -70,10 +70,9 @@ def _load_metadata(file: IO[bytes]) -> Metadata:
     """What `pickle.load` returns for the metadata of a checkpoint, and nothing else. Raises
     UnpicklingError."""
     found = _MetadataUnpickler(file).load()
-    places = found.storage_data if isinstance(found, Metadata) else None
-    if not isinstance(places, dict):
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise pickle.UnpicklingError("it is not the metadata of a checkpoint")
-    for place in places.values():
+    for place in found.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not isinstance(name, str) or Path(name).name != name:
             raise pickle.UnpicklingError(f"it names {name!r:.100}, which is no file beside it")
