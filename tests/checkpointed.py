@@ -1,8 +1,10 @@
 """Runs of `rrfp train` that save, on ranks that are forked, and what their checkpoints hold."""
 
+import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from rrfp.megatron.cpu.patches import prepare_cpu
 from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
-from rrfp.train.checkpoints.manifest import METRICS, Manifest
+from rrfp.train.checkpoints.manifest import FILE, METRICS, Manifest
 from rrfp.train.checkpoints.reading import read_tensors
+from rrfp.train.checkpoints.wholeness import digest_of
 from rrfp.train.checks import check_settings
 from rrfp.train.data.contents import data_contents
 from rrfp.train.settings import TrainSettings
@@ -104,3 +107,19 @@ def made_up(directory: Path, *steps: int, **flags: Any) -> CheckpointDir:
         told = settings.described()
         found.finish(saving, Manifest(step, told, run, {}, {}, data_contents(settings)))
     return found
+
+
+def describe(checkpoint: Path, **changed: Any) -> None:
+    """Rewrite a checkpoint's manifest, with the digests of its files as they are now."""
+    manifest = Manifest.read(checkpoint)
+    digests = {name: digest_of(checkpoint / name) for name in manifest.files}
+    manifest = replace(manifest, digests=digests, **changed)
+    (checkpoint / FILE).write_text(manifest.to_json())
+
+
+def forget_digests(checkpoint: Path, *lost: str) -> None:
+    """Rewrite a checkpoint's manifest as an older version wrote it, without these entries."""
+    told = {**json.loads((checkpoint / FILE).read_text()), "version": 1}
+    for name in ("digests", "sha256", *lost):
+        del told[name]
+    (checkpoint / FILE).write_text(json.dumps(told))

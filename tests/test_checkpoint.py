@@ -27,6 +27,7 @@ from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,
     FLAGS,
+    forget_digests,
     made_up,
     newest,
     settings_in,
@@ -36,7 +37,7 @@ from tests.checkpointed import (
 )
 from tests.killed_runs import run_all
 from tests.ranks import RankFailedError
-from tests.trained import read_metrics, rrfp_here
+from tests.trained import read_metrics, rrfp, rrfp_here
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -260,10 +261,7 @@ def test_vision_layers_stay_vision_layers(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_say_what_its_data_were_is_refused(tmp_path: Path) -> None:
     made_up(tmp_path, 2)
-    file = tmp_path / "ck" / "step-00000002" / "checkpoint.json"
-    told = json.loads(file.read_text())
-    del told["contents"]
-    file.write_text(json.dumps(told))
+    forget_digests(tmp_path / "ck" / "step-00000002", "contents")
     with pytest.raises(UsageError, match="step-00000002 does not say what its data were"):
         beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
 
@@ -284,6 +282,63 @@ def test_another_runs_directory_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.json").write_text('{"settings": {"save": "elsewhere"}}')
     with pytest.raises(UsageError, match="is not the directory of a run that saves to"):
         beginning_of(settings_in(tmp_path, resume=True), lambda _: None)
+
+
+@pytest.mark.parametrize(("save", "out"), [("x/ck", "x"), ("x", "x/run"), ("x", "x")])
+def test_checkpoints_and_the_run_may_be_in_one_directory(
+    tmp_path: Path, save: str, out: str
+) -> None:
+    again = ("train", *FLAGS, f"--save={save}", f"--out={out}", "--no-trace")
+    files = {"save": tmp_path / save, "out": tmp_path / out}
+    assert beginning_of(settings_in(tmp_path, **files), lambda _: None).run.path == files["out"]
+    train(tmp_path, 2, **files, resume=True)
+    refused = rrfp_here(tmp_path, *again, "--steps=2")
+    assert (refused.returncode, "the checkpoint of step 2 of another run" in refused.stderr) == (
+        2,
+        True,
+    )
+    forced = rrfp_here(tmp_path, *again, "--steps=2", "--force")
+    assert (forced.returncode, "the checkpoint of step 2 of another run" in forced.stderr) == (
+        2,
+        True,
+    )
+    train(tmp_path, 3, **files, resume=True)
+    assert [line["step"] for line in read_metrics(tmp_path / out)] == [0, 1, 2]
+    found = CheckpointDir(tmp_path / save).newest()
+    assert found is not None
+    assert found.step == 3
+
+
+def test_a_new_run_and_its_checkpoints_in_it(tmp_path: Path) -> None:
+    flags = ("--save=x/ck", "--out=x", "--no-trace", "--steps=1", *FLAGS)
+    done = rrfp(tmp_path, "train", *flags)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [
+        *("ck", "logs", "metrics.jsonl", "outcome.json", "run.json"),
+    ]
+    # What is there already is left alone.
+    (tmp_path / "y").mkdir()
+    refused = rrfp_here(tmp_path, "train", *FLAGS, "--save=y/ck", "--out=y", "--steps=1")
+    assert (refused.returncode, "y exists; choose another" in refused.stderr) == (2, True)
+    assert [*(tmp_path / "y").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("save", "out", "said"),
+    [
+        ("x/logs", "x", "--save {}/x/logs lies in logs, which the run in x makes and removes"),
+        ("x/records/ck", "x", "--save {}/x/records/ck lies in records, which the run in x makes"),
+        ("x", "x/step-00000002", "--out x/step-00000002 lies in step-00000002, which is the name"),
+        ("x", "x/.saving-1/run", "--out x/.saving-1/run lies in .saving-1, which is the name of"),
+    ],
+)
+def test_neither_is_removed_with_the_other(tmp_path: Path, save: str, out: str, said: str) -> None:
+    for force in ((), ("--force",)):
+        flags = (f"--save={save}", f"--out={out}", "--steps=1", *force, *FLAGS)
+        refused = rrfp_here(tmp_path, "train", *flags)
+        assert refused.returncode == 2
+        assert said.format(tmp_path) in refused.stderr
+        assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(

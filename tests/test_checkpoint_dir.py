@@ -1,6 +1,5 @@
 """A directory of checkpoints: a whole one counts, under its own name, and no other does."""
 
-import json
 import os
 import queue
 import re
@@ -21,7 +20,7 @@ from rrfp.trace.rundir import RunDir
 from rrfp.train.checkpoints import loading, session
 from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import CheckpointDir
-from tests.checkpointed import made_up, newest, settings_in, train, train_prepared, work
+from tests.checkpointed import describe, made_up, newest, settings_in, train, train_prepared, work
 from tests.ranks import RankFailedError, run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,8 +41,7 @@ def torn_description(path: Path) -> None:
 
 
 def of_another_step(path: Path) -> None:
-    told = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps({**told, "step": 5}))
+    describe(path, step=5)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +202,10 @@ def test_a_peer_lost_while_loading_is_no_fault_of_the_checkpoint(
 
 
 def garbled(directory: Path) -> Path:
-    """Damage a checkpoint in a way that sizes do not show."""
+    """Damage a checkpoint in a way that neither sizes nor digests show."""
     file = newest(directory).path / "__1_0.distcp"
     file.write_bytes(b"x" * file.stat().st_size)
+    describe(file.parent)
     return file
 
 

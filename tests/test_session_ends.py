@@ -1,8 +1,10 @@
 """How a session of `rrfp train` ends: what it says, and that SIGTERM may come at any moment."""
 
+import fcntl
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -175,3 +177,31 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     # Nothing is left to train.
     done = rrfp_here(tmp_path, "train", f"--out={run}", *TINY, *flags, *again)
     assert (done.returncode, "steps are trained" in done.stderr) == (0, True), done.stderr
+
+
+def test_what_was_being_saved_goes_with_the_run(tmp_path: Path) -> None:
+    """SIGINT ends ranks at once, amid the save that SIGTERM asked for."""
+    run, ck = tmp_path / "run", tmp_path / "ck"
+    large = ("--hidden=256", "--save-every=1", "--no-trace")
+    with Training(run, "--pp=2", f"--save={ck}", *ENDLESS, *large) as training:
+        training.await_that(lambda: any(ck.glob(".saving-*/*.distcp")), "files of a save")
+        training.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        training.process.send_signal(signal.SIGINT)
+        training.ended()
+    assert [*ck.glob(".saving-*")] == []
+
+
+def test_what_a_dead_run_was_saving_goes_with_the_next_start(tmp_path: Path) -> None:
+    """Also if that has nothing to train; but not while another run saves."""
+    made_up(tmp_path, 2)
+    saving = tmp_path / "ck" / f".saving-5-{'a' * 32}"
+    saving.mkdir()
+    again = ("train", *FLAGS, "--save=ck", "--resume", "--steps=2")
+    with (tmp_path / "ck" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert rrfp_here(tmp_path, *again).returncode == 0
+        assert saving.exists()
+    done = rrfp_here(tmp_path, *again)
+    assert (done.returncode, "All 2 steps are trained" in done.stderr) == (0, True)
+    assert not saving.exists()

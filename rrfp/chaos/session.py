@@ -122,7 +122,7 @@ class TrainingSession:
 
 def newest_step(checkpoints: CheckpointDir) -> int:
     """How many steps the newest whole checkpoint has."""
-    found = checkpoints.newest()
+    found = checkpoints.newest(with_content=False)
     return 0 if found is None else found.step
 
 

@@ -105,7 +105,7 @@ def _tell_stopped_early(save: Path, *, resume: bool) -> None:
     from it."""
     from rrfp.train.checkpoints.directory import CheckpointDir
 
-    found = CheckpointDir(save).newest() if resume else None
+    found = CheckpointDir(save).newest(with_content=False) if resume else None
     left = (
         "before the first step, so there is nothing to save"
         if found is None
@@ -193,6 +193,7 @@ def _run(settings: TrainSettings) -> None:
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     from rrfp.cli.live import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
+    from rrfp.train.checkpoints.directory import CheckpointDir
     from rrfp.train.ranks.launch import launch
     from rrfp.train.ranks.stopping import StopRequestedError
 
@@ -224,6 +225,10 @@ def _train(beginning: "Beginning", settings: TrainSettings) -> None:
     except StopRequestedError:
         _tell_again(warnings)
         raise
+    finally:
+        if settings.run.save is not None:
+            # Ranks that were ended while they saved remove nothing.
+            CheckpointDir(settings.run.save).remove_abandoned()
     _report(run, settings, beginning.first_step, warnings)
 
 
@@ -334,7 +339,7 @@ def _num_finished(run: "RunDir", settings: TrainSettings) -> int:
     if settings.run.save is None:
         return settings.num_steps
     # Lines that a full disk did not take may be missing.
-    found = CheckpointDir(settings.run.save).newest()
+    found = CheckpointDir(settings.run.save).newest(with_content=False)
     saved = 0 if found is None else found.step
     return max([saved, *(int(line["step"]) + 1 for line in _metrics(run))])
 

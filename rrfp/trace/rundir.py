@@ -88,6 +88,11 @@ class RunDir:
                 found.add(int(match[1] or match[2]))
         return [RunDir(self.path, session) for session in sorted(found)]
 
+    def owns(self, name: str) -> bool:
+        """Whether a run makes or removes an entry of this name in its directory."""
+        files = (self.run_json, self.metrics, self.admission, self.dealing, self.outcome, self.logs)
+        return name in {file.name for file in files} or name.startswith(("trace", "records"))
+
     def has_trace(self) -> bool:
         """Whether the records of some session were made into a trace."""
         return any(session.trace.exists() for session in self.sessions())

@@ -12,14 +12,19 @@
 - Rank 0 writes the last files while the other ranks wait for it in a collective, where they would
   stay if it failed, and be taken for standing still if it took long. These writes are put off.
 
+- Every file is digested as it is written, so that nobody has to read it again.
+
 Modules and functions that a version of Megatron-Core lacks are passed over.
 """
 
+import hashlib
 import importlib
+import io
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -52,6 +57,10 @@ def prepare_checkpoints() -> None:
         module = _module(name)
         if module is not None:
             module.torch = cpu_torch
+    # A package for remote storage, with which Megatron would read and write by other functions.
+    storage = _imported("megatron.core.msc_utils")
+    if storage is not None:
+        storage.MultiStorageClientFeature.disable()
     files = _module("strategies.filesystem_async")
     if files is None or not hasattr(files, "FileSystemWriterAsync"):
         return
@@ -84,9 +93,44 @@ def writes_put_off() -> Iterator[list[Callable[[], None]]]:
             setattr(at, name, write)
 
 
-def _module(name: str) -> Any:
+@contextmanager
+def writes_digested() -> Iterator[dict[str, Callable[[], str]]]:
+    """Compute the SHA-256 of each file that Megatron writes in the block, of what it asks to be
+    written; by the file's name, complete once the file is closed."""
+    found: dict[str, Callable[[], str]] = {}
+
+    def opened(path: str, _mode: str) -> _DigestedFile:
+        file = _DigestedFile(path)
+        found[Path(path).name] = file.digest.hexdigest
+        return file
+
+    files = _module("strategies.filesystem_async")
+    files.open = opened
     try:
-        return importlib.import_module(f"{_PACKAGE}.{name}")
+        yield found
+    finally:
+        del files.open
+
+
+class _DigestedFile(io.BufferedWriter):
+    """A new file that is written from its beginning to its end."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self.digest = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return super().write(data)
+
+
+def _module(name: str) -> Any:
+    return _imported(f"{_PACKAGE}.{name}")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
     except ImportError:
         return None
 

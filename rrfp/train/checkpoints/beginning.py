@@ -49,14 +49,23 @@ def beginning_of(settings: TrainSettings, tell: Callable[[str], None]) -> Beginn
     if asked.save is None:
         return Beginning(_new_run(settings))
     directory = CheckpointDir(asked.save)
-    directory.prepare()
-    found = directory.newest(tell)
+    _check_apart(asked.save, asked.out)
+    is_new = asked.out is not None and not asked.out.exists()
     if not asked.resume:
-        check_unused(asked.save, found)
-        return Beginning(_new_run(settings))
+        check_unused(asked.save, directory.newest(tell, with_content=False))
+        if asked.out is not None and not is_new and not asked.force:
+            _new_run(settings)  # is refused before the checkpoints make anything in there
+    directory.prepare()
+    directory.remove_abandoned()
+    # The checkpoints may be in the run's directory, which is then there by now.
+    is_made = is_new and asked.out is not None and asked.out.exists()
+    if not asked.resume:
+        return Beginning(_new_run(settings, is_made=is_made))
+    found = directory.newest(tell)
     if found is None:
         tell(f"No checkpoint in {asked.save} is whole, so training starts anew")
-        return Beginning(_run_at(settings, asked.out) or _new_run(settings))
+        run = None if is_made else _run_at(settings, asked.out)
+        return Beginning(run or _new_run(settings, is_made=is_made))
     check_continues(settings, data_contents(settings), found)
     run = _run_of(settings, found, tell)
     if found.step >= settings.num_steps:
@@ -71,15 +80,43 @@ def has_trained_all(settings: TrainSettings) -> bool:
     Raises UsageError if these settings train something else than the checkpoint holds."""
     if settings.run.save is None or not settings.run.resume:
         return False
-    found = CheckpointDir(settings.run.save).newest()
+    directory = CheckpointDir(settings.run.save)
+    found = directory.newest(with_content=False)
+    if found is None or found.step < settings.num_steps:
+        return False
+    # Host 0 goes on from an earlier one if this one is damaged.
+    found = directory.newest()
     if found is None or found.step < settings.num_steps:
         return False
     check_continues(settings, data_contents(settings), found)
     return True
 
 
-def _new_run(settings: TrainSettings) -> RunDir:
-    run = create_run_dir(settings.run.out, settings.run.force, settings.hint.name)
+def _check_apart(save: Path, out: Path | None) -> None:
+    """Raise UsageError if a run would remove its checkpoints among its own files, or the other way
+    round."""
+    if out is None:
+        return
+    checkpoints, run = save.resolve(), out.resolve()
+    if run in checkpoints.parents:
+        name = checkpoints.relative_to(run).parts[0]
+        if RunDir(run).owns(name):
+            raise UsageError(
+                f"--save {save} lies in {name}, which the run in {out} makes and removes; choose "
+                f"another name, such as {out / 'checkpoints'}"
+            )
+    elif checkpoints in run.parents:
+        name = run.relative_to(checkpoints).parts[0]
+        if CheckpointDir(checkpoints).owns(name):
+            raise UsageError(
+                f"--out {out} lies in {name}, which is the name of a checkpoint in {save}; choose "
+                f"another one, such as {save / 'run'}"
+            )
+
+
+def _new_run(settings: TrainSettings, *, is_made: bool = False) -> RunDir:
+    """`is_made` says that the directory is there because this call has made it."""
+    run = create_run_dir(settings.run.out, settings.run.force or is_made, settings.hint.name)
     write_description(run, settings, ())
     return run
 
@@ -119,10 +156,13 @@ def _run_at(settings: TrainSettings, out: Path | None) -> RunDir | None:
 
 def _saves_to(settings: TrainSettings, run: Path) -> bool:
     """Whether a directory is that of a run with these checkpoints. An empty one may become it, and
-    one whose launcher was killed before it had described its run."""
+    one whose launcher was killed before it had described its run. Its checkpoints may be there."""
     assert settings.run.save is not None
-    description = RunDir(run).run_json
+    description, save = RunDir(run).run_json, settings.run.save.resolve()
     told = read_description(description).get("settings", {}).get("save")
     if told is None:
-        return {*run.iterdir()} <= {*unfinished(description)}
-    return Path(told).resolve() == settings.run.save.resolve()
+        if save == run.resolve():
+            return not any(RunDir(run).owns(each.name) for each in run.iterdir())
+        within = {each for each in run.iterdir() if each.resolve() in (save, *save.parents)}
+        return {*run.iterdir()} - within <= {*unfinished(description)}
+    return Path(told).resolve() == save

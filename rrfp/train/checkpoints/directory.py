@@ -2,24 +2,35 @@
 
 `step-00000012/` holds the state after 12 steps. It is written under another name and gets this one
 when every file is on the disk, so a save that was cut short never has it. One that was damaged
-later is recognised by its manifest, which lists every file with its size.
+later is recognised by its manifest, which lists every file with its size and its digest
+(`rrfp.train.checkpoints.wholeness`).
 
 Imports no torch: the launcher looks before it starts any process.
 """
 
+import errno
 import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.checkpoints.manifest import FILE, Manifest, missing_part
+from rrfp.train.checkpoints.manifest import FILE, Manifest
+from rrfp.train.checkpoints.wholeness import (
+    digest_of,
+    files_in,
+    missing_part,
+    problem_of,
+    why_foreign,
+)
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"
@@ -33,6 +44,11 @@ _LOCK_S = 30.0
 ends within a second."""
 _LOOK_S = 0.1
 _PROBE_BYTES = 1 << 18
+_MOST_OF_HOLDER = 200
+"""How many characters of the lock's file are read."""
+_MODE = 0o755
+"""The most that the umask may leave of a directory's mode: nobody else may write there."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +70,48 @@ class CheckpointDir:
         self.path = path
 
     def prepare(self) -> None:
-        """Make the directory, and see whether files can be written there. Raises UsageError."""
-        probe = self.path / f"{_SAVING}probe-{uuid.uuid4().hex}"
+        """Make the directory, and see whether files can be written there, by this user alone.
+        Raises UsageError."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            probe.mkdir()
-            (probe / FILE).write_text("probe\n", encoding="utf-8")
+            if (self.path / FILE).exists():
+                parent = self.path.resolve().parent
+                found = CheckpointDir(parent).newest()
+                newest = "none" if found is None else f"{found.path.name} is the newest that"
+                raise UsageError(
+                    f"{self.path} is a checkpoint, and --save names the directory that holds them; "
+                    f"give --save {parent}, in which {newest} is whole"
+                )
+            self.path.mkdir(_MODE, parents=True, exist_ok=True)
+            self._check_is_own()
         except OSError as error:
             raise UsageError(
                 f"checkpoints cannot be written to {self.path} ({error.strerror}); choose another "
                 "directory with --save"
             ) from None
+
+    def _check_is_own(self) -> None:
+        """Raise UsageError if others can replace what is in the directory. May raise OSError."""
+        probe = self.path / f"{_SAVING}probe-{uuid.uuid4().hex}"
+        probe.mkdir(_MODE)
+        try:
+            # A file system may give this user's files to another one, as NFS does with root's.
+            owners = {os.geteuid(), 0, probe.lstat().st_uid}
+            link, status = self.path.lstat(), self.path.stat()
+            foreign = why_foreign(status, owners)
+            if stat.S_ISLNK(link.st_mode) and link.st_uid not in owners:
+                foreign = f"is a link of user {link.st_uid}"
+            if foreign is not None:
+                raise UsageError(
+                    f"{self.path} {foreign}, who could replace its checkpoints; choose a directory "
+                    f"with --save that only user {os.geteuid()} owns and may write to"
+                )
+            (probe / FILE).write_text("probe\n", encoding="utf-8")
         finally:
             shutil.rmtree(probe, ignore_errors=True)
+
+    def owns(self, name: str) -> bool:
+        """Whether an entry of this name is, or may be, replaced or removed with a checkpoint."""
+        return bool(_WHOLE.fullmatch(name)) or name.startswith((_SAVING, _REMOVING, LOCK))
 
     def path_of(self, name: str) -> Path:
         """The checkpoint of this name, whole or being written. Raises ValueError for a name that
@@ -75,35 +120,33 @@ class CheckpointDir:
             raise ValueError(f"'{name[:100]}' is not the name of a checkpoint")
         return self.path / name
 
-    def newest(self, tell: Callable[[str], None] = lambda _: None) -> Checkpoint | None:
+    def newest(
+        self, tell: Callable[[str], None] = lambda _: None, *, with_content: bool = True
+    ) -> Checkpoint | None:
         """The newest whole checkpoint, or None. `tell` receives a sentence about each newer one
-        that is not whole."""
-        return next(self._whole(tell), None)
+        that is not whole, and about one that cannot show damage. What is found may be loaded only
+        `with_content`, which reads all of it."""
+        found = next(self._whole(tell, with_content=with_content), None)
+        if found is not None and not found.manifest.digests:
+            tell(no_digests(found.path))
+        return found
 
-    def _whole(self, tell: Callable[[str], None] = lambda _: None) -> Iterator[Checkpoint]:
+    def _whole(
+        self, tell: Callable[[str], None] = lambda _: None, *, with_content: bool
+    ) -> Iterator[Checkpoint]:
         """The whole checkpoints, the newest first."""
-        for step, path in sorted(self._named(), reverse=True):
-            try:
-                manifest = Manifest.read(path)
-                lacking = missing_part(path, manifest)
-                if lacking is None and manifest.step != step:
-                    lacking = f"{FILE} is that of step {manifest.step}"
-            except FileNotFoundError:
-                lacking = f"{FILE} is missing"
-            except OSError as error:
-                lacking = f"{FILE} cannot be read: {error.strerror}"
-            except ValueError as error:
-                lacking = str(error)
-            if lacking is None:
-                yield Checkpoint(path, manifest)
+        for _, path in sorted(self._named(), reverse=True):
+            found = _looked_at(path, with_content=with_content)
+            if isinstance(found, Checkpoint):
+                yield found
             else:
-                tell(f"the checkpoint {path} is not whole ({lacking}) and is passed over")
+                tell(f"the checkpoint {path} is not whole ({found}) and is passed over")
 
     def begin(self, step: int) -> Path:
         """A new directory to write the checkpoint of `step` into. Raises OSError if there is not
         even room for the files that describe one."""
         path = self.path / f"{_SAVING}{step}-{uuid.uuid4().hex}"
-        path.mkdir()
+        path.mkdir(_MODE)
         probe = path / f"{_SAVING}probe"
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
@@ -119,24 +162,28 @@ class CheckpointDir:
 
     def finish(self, saving: Path, manifest: Manifest) -> Path:
         """Give a checkpoint whose files are all written its name. The manifest lists those that
-        must be there; it gets the others, too. Raises RrfpError if one is not, and may raise
-        OSError."""
-        lacking = missing_part(saving, manifest)
-        if lacking is not None:
+        ranks have digested and that must be there; it gets the others, too. Raises RrfpError if
+        one is not, and may raise OSError."""
+        files = {
+            name: status.st_size
+            for name, status in files_in(saving)
+            if stat.S_ISREG(status.st_mode)
+        }
+        lacking = missing_part(files, manifest)
+        if lacking:
             raise RrfpError(
                 f"the checkpoint of step {manifest.step} is not whole in {self.path} although all "
                 f"ranks have written ({lacking}); choose a directory with --save that all hosts "
                 "share"
             )
-        files = {
-            str(file.relative_to(saving)): file.stat().st_size
-            for file in sorted(saving.rglob("*"))
-            if file.is_file()
-        }
+        digests = {name: manifest.digests.get(name) or digest_of(saving / name) for name in files}
         for name in files:
+            _keep_own(saving / name)
             _sync(saving / name)
-        manifest = replace(manifest, files=files)
-        (saving / FILE).write_text(manifest.to_json(), encoding="utf-8")
+        manifest = replace(manifest, files=files, digests=digests)
+        with (saving / FILE).open("x", encoding="utf-8") as file:
+            file.write(manifest.to_json())
+        _keep_own(saving / FILE)
         _sync(saving / FILE)
         _sync(saving)
         path = self.path / f"step-{manifest.step:08d}"
@@ -149,7 +196,7 @@ class CheckpointDir:
     def remove_older(self, keep: int) -> None:
         """Remove all whole checkpoints except the newest `keep`. A run goes on even if that
         fails."""
-        for checkpoint in [*self._whole()][keep:]:
+        for checkpoint in [*self._whole(with_content=False)][keep:]:
             with suppress(OSError):
                 self._remove(checkpoint.path)
 
@@ -160,36 +207,70 @@ class CheckpointDir:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Be the only run that saves here, and remove what others left unfinished. Raises
-        UsageError naming the process of another run that does not end in time."""
-        with (self.path / LOCK).open("a+", encoding="utf-8") as file:
+        UsageError if another run does not end in time, or if others can write here."""
+        try:
+            self._check_is_own()
+            lock = self._open_lock()
+        except OSError as error:
+            raise UsageError(
+                f"{self.path / LOCK} cannot be locked ({error.strerror}); remove it if no run "
+                "saves there, or choose another directory with --save"
+            ) from None
+        with lock as file:
             deadline_s = time.monotonic() + _LOCK_S
-            while not _is_locked_by_us(file.fileno()):
+            while _is_locked_by_us(file.fileno()) is False:
                 if time.monotonic() > deadline_s:
                     file.seek(0)
-                    holder = file.read().strip() or "unknown"
+                    holder = _holder(file.read(_MOST_OF_HOLDER))
                     raise UsageError(
-                        f"{self.path} has been in use by another run ({holder}) for "
-                        f"{_LOCK_S:.0f} s; wait until that ends or choose another directory with "
-                        "--save"
+                        f"{self.path} has been in use by {holder} for {_LOCK_S:.0f} s; wait until "
+                        "that ends or choose another directory with --save"
                     )
                 time.sleep(_LOOK_S)
             file.truncate(0)
             file.write(f"process {os.getpid()} of {os.uname().nodename}\n")
             file.flush()
-            for entry in [*self.path.iterdir()]:
-                if entry.name.startswith((_SAVING, _REMOVING)):
-                    shutil.rmtree(entry, ignore_errors=True)
-            yield
+            self._remove_unfinished()
+            try:
+                yield
+            finally:
+                file.truncate(0)
+
+    def remove_abandoned(self) -> None:
+        """Remove what runs that ended have left unfinished, unless a run saves here now."""
+        with suppress(OSError), self._open_lock() as file:
+            if _is_locked_by_us(file.fileno()):
+                self._remove_unfinished()
+
+    def _open_lock(self) -> IO[str]:
+        """The file that the run which saves here locks. No other user may open it: who can read a
+        file can lock it. May raise OSError."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.open(self.path / LOCK, flags, 0o600)
+        status = os.fstat(lock)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            os.close(lock)
+            raise OSError(errno.EINVAL, "it is not a file of its own")
+        if stat.S_IMODE(status.st_mode) != 0o600:
+            with suppress(OSError):
+                os.fchmod(lock, 0o600)
+        return os.fdopen(lock, "a+", encoding="utf-8", errors="replace")
+
+    def _remove_unfinished(self) -> None:
+        for entry in [*self.path.iterdir()]:
+            if entry.name.startswith((_SAVING, _REMOVING)):
+                shutil.rmtree(entry, ignore_errors=True)
 
     def _named(self) -> list[tuple[int, Path]]:
         """Everything that has the name of a whole checkpoint, with its step."""
         try:
             entries = [*self.path.iterdir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise RrfpError(
-                f"the checkpoints in {self.path} cannot be listed: {error.strerror}"
+            raise UsageError(
+                f"the checkpoints in {self.path} cannot be listed ({error.strerror}); choose "
+                "another directory with --save"
             ) from None
         return [
             (int(match[1]), entry)
@@ -204,15 +285,62 @@ class CheckpointDir:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _is_locked_by_us(descriptor: int) -> bool:
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory. Raises RrfpError, naming what is damaged and the newest whole
+    one beside it, if it is not whole."""
+    found = _looked_at(path, with_content=True)
+    if isinstance(found, Checkpoint):
+        return found
+    other = CheckpointDir(path.resolve().parent).newest()
+    advice = "there is none beside it" if other is None else f"choose {other.path}, the newest one"
+    raise RrfpError(f"the checkpoint {path} is not whole ({found}); {advice} that is whole")
+
+
+def no_digests(path: Path) -> str:
+    """A warning about a checkpoint of an older version."""
+    return (
+        f"the checkpoint {path} has no digests, as an older rrfp saved it: damage to its files "
+        "would not be noticed"
+    )
+
+
+def _looked_at(path: Path, *, with_content: bool) -> Checkpoint | str:
+    """A checkpoint, or why it is not whole."""
+    manifest, problem = problem_of(path, with_content=with_content)
+    if manifest is None or problem:
+        return problem
+    match = _WHOLE.fullmatch(path.name)
+    if match is not None and int(match[1]) != manifest.step:
+        return f"{FILE} is that of step {manifest.step}"
+    return Checkpoint(path, manifest)
+
+
+def _is_locked_by_us(descriptor: int) -> bool | None:
+    """None if this file system has no locks, so that nothing shows another run."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # This file system has no locks, so nothing shows another run.
-        return True
+        return None
     return True
+
+
+def _holder(told: str) -> str:
+    """Who holds a lock by what its file tells, unless that process is gone."""
+    match = re.fullmatch(r"process (\d+) of (.+)\n", told)
+    if match is None:
+        return "a process that does not say which it is"
+    if match[2] == os.uname().nodename and not Path("/proc", match[1]).exists():
+        return f"a process other than the last run, {match[1]}, which has ended"
+    return f"another run ({told.strip()})"
+
+
+def _keep_own(path: Path) -> None:
+    """Let nobody else write a file, whatever the umask."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & _OTHERS_WRITE:
+        path.chmod(mode & ~_OTHERS_WRITE)
 
 
 def _sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
 from rrfp.train.checkpoints import random_states
 from rrfp.train.checkpoints.directory import Checkpoint
 from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
+from rrfp.train.checkpoints.reading import executing_nothing
 from rrfp.train.checkpoints.tensors import TrainedTensors
 from rrfp.train.ranks.failure import is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.parallel import Layout
@@ -33,7 +34,7 @@ def load(
     same_layout = _saved_layout(checkpoint) == random_states.layout_name(layout)
     if same_layout:
         state["random_states"] = random_states.to_load(layout)
-    with plans_exchanged():
+    with plans_exchanged(), executing_nothing():
         try:
             loaded = dist_checkpointing.load(
                 state, str(checkpoint.path), validate_access_integrity=False

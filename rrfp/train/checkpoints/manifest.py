@@ -3,9 +3,12 @@
 Imports no torch: the launcher reads it before it starts any process.
 """
 
+import hashlib
 import json
+import os
+import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +19,14 @@ METRICS = "metrics.jsonl"
 """The run's metrics up to the checkpoint's step, so that a run that goes on has every line once."""
 
 _FORMAT = "rrfp checkpoint"
-_VERSION = 1
+_VERSION = 2
+_WITHOUT_DIGESTS = 1
+"""The version before digests."""
+
+_SEAL = b',\n  "sha256": "%s"\n}\n'
+"""The end of the file: the SHA-256 of all bytes before it."""
+_MOST_BYTES = 64 << 20
+"""A larger file is no manifest; some 100,000 ranks fill that much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +46,31 @@ class Manifest:
     contents: Mapping[str, str]
     """What the data were (`rrfp.train.data.contents`); empty if the file does not say, and then no
     run goes on from here."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """The SHA-256 of each of the files, in hexadecimal; empty if an older version saved it."""
 
     def to_json(self) -> str:
+        """The text of the file, which ends with its own digest."""
         told = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return f"{json.dumps(told, indent=2)}\n"
+        return _sealed(json.dumps(told, indent=2).encode().removesuffix(b"\n}")).decode()
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         """Read a checkpoint's manifest. Raises OSError, or ValueError saying what is wrong."""
+        data = _read(directory / FILE)
         try:
-            told = parsed((directory / FILE).read_bytes())
+            told = parsed(data)
         except ValueError as error:
             raise ValueError(f"{FILE} is not JSON") from error
         if not isinstance(told, dict) or told.get("format") != _FORMAT:
             raise ValueError(f"{FILE} does not describe a checkpoint of rrfp")
-        if told.get("version") != _VERSION:
-            raise ValueError(f"{FILE} has version {told.get('version')} and not {_VERSION}")
+        version = told.get("version")
+        if version == _WITHOUT_DIGESTS and not told.keys() & {"digests", "sha256"}:
+            told["digests"] = {}
+        elif version != _VERSION:
+            raise ValueError(f"{FILE} has version {version} and not {_VERSION}")
+        elif _sealed(data[: -len(_sealed(b""))]) != data:
+            raise ValueError(f"{FILE} does not have the SHA-256 that it ends with")
         # Refused when a run is to go on from it, and not passed over: it may be whole otherwise.
         told.setdefault("contents", {})
         kinds = {
@@ -61,20 +80,28 @@ class Manifest:
             "versions": dict,
             "files": dict,
             "contents": dict,
+            "digests": dict,
         }
         for name, kind in kinds.items():
             if not isinstance(told.get(name), kind):
                 raise ValueError(f"{FILE} has no valid '{name}'")
+        if version == _VERSION and told["files"].keys() != told["digests"].keys():
+            raise ValueError(f"{FILE} does not have a digest of each file")
         return cls(**{name: told[name] for name in kinds})
 
 
-def missing_part(directory: Path, manifest: Manifest) -> str | None:
-    """What a checkpoint lacks of what its manifest lists; None if it is whole."""
-    for name, size in manifest.files.items():
-        try:
-            found = (directory / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
-        if found != size:
-            return f"{name} has {found} bytes and not {size}"
-    return None
+def _sealed(body: bytes) -> bytes:
+    """The text of an open JSON object, closed behind its digest."""
+    return body + _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def _read(path: Path) -> bytes:
+    """A small regular file. Raises OSError, or ValueError for another one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        if status.st_size > _MOST_BYTES:
+            raise ValueError(f"{path.name} has {status.st_size} bytes, more than {_MOST_BYTES}")
+        return file.read()

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.cpu.checkpoints import prepare_checkpoints, writes_put_off
+from rrfp.megatron.cpu.checkpoints import prepare_checkpoints, writes_digested, writes_put_off
 from rrfp.runtime.decoding import integer, items, text
 from rrfp.trace.description import versions
 from rrfp.train.checkpoints import random_states
@@ -168,10 +168,11 @@ class Saver:
                     "holds up that disk, then go on from the last one with --resume"
                 )
 
-    def _told(self, pending: "_Pending") -> tuple[str, dict[str, int]]:
-        """What a rank says failed, if any does, and all ranks' files with their sizes."""
+    def _told(self, pending: "_Pending") -> tuple[str, dict[str, "_Written"]]:
+        """What a rank says failed, if any does, and all ranks' files."""
         sentence = self._sentence(pending, pending.writing)
-        told = all_gather_json([sentence, [*pending.sizes.items()]], _decode_told)
+        own = [[name, *written] for name, written in pending.files.items()]
+        told = all_gather_json([sentence, own], _decode_told)
         sentences = [each for each, _ in told if each]
         return next(iter(sentences), ""), {name: n for _, of_rank in told for name, n in of_rank}
 
@@ -214,7 +215,7 @@ class Saver:
     def _name(
         self,
         pending: "_Pending",
-        files: Mapping[str, int],
+        files: Mapping[str, "_Written"],
         last_writes: Sequence[Callable[[], None]],
     ) -> None:
         for write in last_writes:
@@ -224,8 +225,9 @@ class Saver:
             settings=self._settings.described(),
             run=str(self._session.run.path.resolve()),
             versions=versions(),
-            files=files,
+            files={name: written.size for name, written in files.items()},
             contents=self._session.contents,
+            digests={name: written.digest for name, written in files.items()},
         )
         self._directory.finish(pending.saving, manifest)
         self._directory.remove_older(self._settings.run.keep)
@@ -266,14 +268,22 @@ class _Thread(threading.Thread):
             self.error = error
 
 
+class _Written(NamedTuple):
+    """A file as its rank has written it."""
+
+    size: int
+    digest: str
+    """Its SHA-256; empty if it was not computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A checkpoint that is being written."""
 
     step: int
     saving: Path
-    sizes: Mapping[str, int]
-    """Those of this rank's files, when it has written them."""
+    files: Mapping[str, _Written]
+    """This rank's files by name, when it has written them."""
     finalize: list[Callable[[], None]]
     """What all ranks do when all have written."""
     writing: _Thread
@@ -286,16 +296,19 @@ def _begun(step: int, saving: Path, request: Any, problem: str, *, staged: bool)
     meanwhile."""
     arguments = [*request.async_fn_args]
     names = [str(name) for _, name, _ in arguments[1]] if arguments else []
-    sizes: dict[str, int] = {}
+    files: dict[str, _Written] = {}
     if staged and request.preload_fn is not None:
         arguments[1] = request.preload_fn()
 
     def write() -> None:
-        if request.async_fn is not None:
-            request.async_fn(*arguments, **request.async_fn_kwargs)
-        sizes.update((name, (saving / name).stat().st_size) for name in names)
+        with writes_digested() as digests:
+            if request.async_fn is not None:
+                request.async_fn(*arguments, **request.async_fn_kwargs)
+        for name in names:
+            digest = digests[name]() if name in digests else ""
+            files[name] = _Written((saving / name).stat().st_size, digest)
 
-    return _Pending(step, saving, sizes, request.finalize_fns, _Thread(write), problem)
+    return _Pending(step, saving, files, request.finalize_fns, _Thread(write), problem)
 
 
 def _is_lasting(thread: "_Thread | None") -> bool:
@@ -309,10 +322,12 @@ def _decode_problem(value: object) -> tuple[str, bool]:
     return text(sentence), bool(integer(is_lasting))
 
 
-def _decode_told(value: object) -> tuple[str, list[tuple[str, int]]]:
+def _decode_told(value: object) -> tuple[str, list[tuple[str, _Written]]]:
     sentence, files = items(value, 2)
-    pairs = (items(each, 2) for each in items(files))
-    return text(sentence), [(text(name), integer(size)) for name, size in pairs]
+    found = (items(each, 3) for each in items(files))
+    return text(sentence), [
+        (text(name), _Written(integer(size), text(digest))) for name, size, digest in found
+    ]
 
 
 def _reason_of_disk(error: BaseException) -> str | None:

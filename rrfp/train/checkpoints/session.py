@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,12 @@ from rrfp.train.checkpoints.matching import check_continues, check_unused
 from rrfp.train.data.contents import data_contents
 from rrfp.train.ranks.exchange import broadcast_json
 from rrfp.train.ranks.parallel import Layout
+from rrfp.train.ranks.stopping import agree
 from rrfp.train.settings import TrainSettings
+
+_AGREE_S = 10.0
+"""How often ranks hear from rank 0 while it reads a checkpoint: collectives give a rank up after
+some minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +59,10 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
     leads = layout.rank == 0
     with directory.locked() if leads else nullcontext():
         told: dict[str, object] = {}
+        found = _newest(directory, leads=leads) if settings.run.resume else None
         if leads:
-            found = directory.newest()
             if not settings.run.resume:
-                check_unused(directory.path, found)
+                check_unused(directory.path, directory.newest(with_content=False))
             elif found is not None:
                 check_continues(settings, contents, found)
             for file in (run.run_json, run.metrics):
@@ -80,6 +86,16 @@ def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator
                     "all hosts share that directory"
                 ) from error
         yield Session(RunDir(run.path, number), checkpoint, contents)
+
+
+def _newest(directory: CheckpointDir, *, leads: bool) -> Checkpoint | None:
+    """The newest whole checkpoint, on rank 0, for which the other ranks wait."""
+    with ThreadPoolExecutor(1, thread_name_prefix="rrfp-checkpoint") as pool:
+        looking = [pool.submit(directory.newest)] if leads else []
+        is_busy = True
+        while is_busy:
+            _, is_busy = agree(is_busy=bool(wait(looking, _AGREE_S).not_done))
+        return looking[0].result() if leads else None
 
 
 def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
