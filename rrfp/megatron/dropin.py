@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.values import whole_number
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -132,10 +133,12 @@ class ForwardBackward:
         self.planes: Taken | None = None
         """What carries the tensors of the recorded links from this rank; None before these are."""
 
-    def start_at(self, step: int) -> None:
+    def start_at(self, step: SupportsIndex) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it
         before the first step, on all ranks."""
-        self._links.default_factory = partial(LayoutLinks, num_trained=step)
+        self._links.default_factory = partial(
+            LayoutLinks, num_trained=whole_number(step, "start_at")
+        )
 
     def __call__(
         self,
@@ -143,10 +146,10 @@ class ForwardBackward:
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
+        num_microbatches: SupportsIndex,
+        seq_length: object,
+        micro_batch_size: object,
+        decoder_seq_length: object = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
@@ -167,6 +170,7 @@ class ForwardBackward:
         notified, and so are ranks that wait for links to open.
         """
         self.was_called = True
+        num_microbatches = whole_number(num_microbatches, "num_microbatches")
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)

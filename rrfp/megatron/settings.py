@@ -25,6 +25,7 @@ from rrfp.schedule.patience.setting import (
 )
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement
+from rrfp.schedule.values import plain_integer, plain_real
 
 
 class GradOrder(StrEnum):
@@ -98,6 +99,10 @@ class DispatchSettings:
             if value not in choices:
                 raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
             object.__setattr__(self, name, type(choices[0])(value))
+        for name in ("limit", "hold", "patience", "outbox_mb"):
+            object.__setattr__(self, name, plain_integer(getattr(self, name)))
+        for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
+            object.__setattr__(self, name, plain_real(getattr(self, name)))
         hold = parse_hold(self.hold) if isinstance(self.hold, str) else self.hold
         object.__setattr__(self, "hold", hold)
         check_is_absolute(hold)

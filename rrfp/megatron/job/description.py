@@ -16,6 +16,7 @@ from rrfp.schedule.hold import described_hold
 from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.schedule.values import plain_integer
 from rrfp.trace.run_policy import unbound_policy
 
 Described = dict[str, object]
@@ -112,7 +113,7 @@ def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, A
         "micro_batch_size": arguments.get("micro_batch_size"),
         "seq_length": arguments.get("seq_length"),
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: plain_integer(value) for name, value in known.items() if value is not None}
 
 
 _UNEVEN = (
