@@ -73,13 +73,15 @@ _PARAMETERS = [
         "connect_s",
         float,
         "Time-outs",
-        r"Longest time for ranks to connect at their first step \[60].",
+        r"Longest time for ranks to connect at their first step, in seconds \[as long as the "
+        r"pipeline's process group waits].",
     ),
     _parameter(
         "stall_s",
         float,
         "Time-outs",
-        r"Longest time without any arrival before a rank gives up \[600].",
+        r"Longest time without any arrival before a rank gives up, in seconds \[as long as the "
+        r"pipeline's process group waits, at least 600].",
     ),
     *(option_of(DECLARED[name]) for name in _RECORDING),
     _parameter(

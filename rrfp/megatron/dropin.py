@@ -31,6 +31,7 @@ from rrfp.megatron.groups import (
     place_in,
     sharing_groups,
     step_groups,
+    timeout_s_of,
 )
 from rrfp.megatron.layout_links import LayoutLinks, discard
 from rrfp.megatron.look_ahead import LookAhead
@@ -47,7 +48,7 @@ from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.planes.settling import Taken
 from rrfp.runtime.protocols import StepSummary, monotonic
-from rrfp.runtime.rendezvous import default_store
+from rrfp.runtime.rendezvous import default_store, tell_of_end
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
@@ -85,6 +86,8 @@ def get_forward_backward_func(
         )
     # Megatron's loops call this again for training and every evaluation: all share the links.
     asked = (settings, record or discard, delays, pace)
+    if not _schedules:
+        at_end.call(_tell_of_end)
     if asked not in _schedules:
         _schedules[asked] = ForwardBackward(*asked)
     return _schedules[asked]
@@ -94,6 +97,12 @@ _schedules: dict[object, "ForwardBackward"] = {}
 """The functions of this process, by their arguments. Each closes its links as the process ends."""
 
 _names = itertools.count()
+
+
+def _tell_of_end() -> None:
+    """Ranks that wait for this one at their first step learn that it will not come."""
+    if not any(schedule.was_called for schedule in _schedules.values()):
+        tell_of_end()
 
 
 class ForwardBackward:
@@ -213,7 +222,13 @@ class ForwardBackward:
             )
             streams = RandomStreams(device)
             pipeline = self._connected(
-                links, opening, place, steering, device, forward_only=forward_only
+                links,
+                opening,
+                place,
+                steering,
+                device,
+                timeout_s=timeout_s_of(groups.pp),
+                forward_only=forward_only,
             )
         except BaseException as error:
             if opening is not None:
@@ -353,6 +368,7 @@ class ForwardBackward:
         steering: StepPolicy,
         device: torch.device,
         *,
+        timeout_s: float,
         forward_only: bool,
     ) -> Pipeline:
         """The pipeline of these links, with enough credit for this step; `opening` is its name if
@@ -378,6 +394,7 @@ class ForwardBackward:
                 opening,
                 device,
                 num_credits=num_credits,
+                timeout_s=timeout_s,
                 delays=self._delays,
             )
             if self._recorded is None:

@@ -33,8 +33,9 @@ class Steering:
     """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
     policy: Callable[[Described], Described]
     """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
-    connect_s: float
-    """How long the ranks may take to meet at their first step."""
+    connect_s: float | None
+    """How long the ranks may take to meet at their first step; None: as long as the pipeline's
+    process group waits."""
 
 
 def dispatched(settings: DispatchSettings) -> Steering:

@@ -3,6 +3,7 @@
 Imports no torch: a script may have things to do before torch is loaded.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,7 @@ from rrfp.megatron.installation import GETTER, NO_PIPELINING, SCHEDULES, megatro
 from rrfp.megatron.job.after_import import after_import
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime.at_end import at_end
 
 if TYPE_CHECKING:
     from rrfp.megatron.dropin import ForwardBackward
@@ -41,7 +43,7 @@ def put_now(stand_in: StandIn, asker: str) -> None:
     replaced already, and for a Megatron-Core that rrfp does not know."""
     installation.check_free(asker)
     stand_in.check()
-    installation.put(stand_in.functions(), asker)
+    _put(stand_in, asker)
 
 
 def put_after_import(stand_in: StandIn, asker: str) -> None:
@@ -54,9 +56,21 @@ def put_after_import(stand_in: StandIn, asker: str) -> None:
 
     def put() -> None:
         installation.check_free(asker)
-        installation.put(stand_in.functions(), asker)
+        _put(stand_in, asker)
 
     after_import(installation.HOME, put)
+
+
+def _put(stand_in: StandIn, asker: str) -> None:
+    installation.put(stand_in.functions(), asker)
+
+    def tell_if_unused() -> None:
+        if not stand_in.was_called and "torch.distributed" in sys.modules:
+            from rrfp.runtime.rendezvous import tell_of_end
+
+            tell_of_end()
+
+    at_end.call(tell_if_unused)
 
 
 def schedule_named(

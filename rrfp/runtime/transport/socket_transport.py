@@ -34,7 +34,7 @@ from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, monoto
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.destination_driver import DestinationDriver
-from rrfp.runtime.transport.door import Door
+from rrfp.runtime.transport.door import DialError, Door
 from rrfp.runtime.transport.driver import Wrap
 from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
@@ -48,6 +48,7 @@ _END_S = 1.0
 """How long after the deadline of its close a thread may end; one waits for a device that hangs."""
 _LAST_WORDS_S = 0.1
 """How long those of a rank that fails may take to be with the system, under TLS."""
+_KNOCK_S = 1.0
 _Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
 
 
@@ -140,7 +141,7 @@ class SocketTransport:
         rank = self._rank
         place = files_identity() if self._allow_unix else f"tcp/{rank}"
         rendezvous.publish(f"place/{rank}", place)
-        peers = sorted({*self._sends_to, *self._receives_from})
+        rendezvous.awaited = peers = sorted({*self._sends_to, *self._receives_from})
         is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
@@ -169,13 +170,21 @@ class SocketTransport:
                 connection = self._doors[peer].dial(max(rendezvous.remaining_s, 0.001))
                 outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
                 self._open_destination(peer, connection, outbox)
-            listener.wait(rendezvous, self._connect_s)
+            listener.wait(rendezvous, self._connect_s, self._raise_if_gone)
         except PeerLostError:
             # It says why, where it could.
             rendezvous.raise_if_failed()
             raise
         # Who has dialled this rank has found its door before, and who was dialled by it, too.
         listener.hide()
+
+    def _raise_if_gone(self, peer: int) -> None:
+        """Raise PeerLostError if nobody listens any more at the door of a peer."""
+        try:
+            self._doors[peer].knock(_KNOCK_S)
+        except DialError as error:
+            if error.is_gone:
+                raise
 
     def _find(self, peer: int, own: Where, rendezvous: Rendezvous, *, is_near: bool) -> None:
         """Find a peer's door."""
