@@ -26,6 +26,7 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import LinkOptions
 from rrfp.runtime.links.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
+from rrfp.runtime.planes.bounce import BouncePuller
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -271,7 +272,10 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            plane = LinkPlane(str(served[0].name), served[0].is_inline)
+            # On a device a message may be too large for the outbox, and come over the socket.
+            is_inline, device = served[0].is_inline, self._planes.device
+            lands = is_inline or not device.is_synchronous
+            plane = LinkPlane(str(served[0].name), lands, frees_slots=is_inline)
         link = DestinationLink(
             *(self._rank, peer, self._options, monotonic(), self._num_credits),
             *(plane, self._fars[peer]),
@@ -283,6 +287,7 @@ class SocketTransport:
         )
         if served is not None:
             driver.puller = served[1]
+            driver.lander = BouncePuller(self._planes.device)
         driver.start(connection)
         self._awaiting[peer] = awaiting
         self._sources[peer] = driver
