@@ -73,15 +73,14 @@ _PARAMETERS = [
         "connect_s",
         float,
         "Time-outs",
-        r"Longest time for ranks to connect at their first step, in seconds \[as long as the "
-        r"pipeline's process group waits].",
+        r"Longest time in s for ranks to connect at their first step \[as the process group].",
     ),
     _parameter(
         "stall_s",
         float,
         "Time-outs",
-        r"Longest time without any arrival before a rank gives up, in seconds \[as long as the "
-        r"pipeline's process group waits, at least 600].",
+        r"Longest time in s without any arrival before a rank gives up \[as the process group, at "
+        r"least 600].",
     ),
     *(option_of(DECLARED[name]) for name in _RECORDING),
     _parameter(

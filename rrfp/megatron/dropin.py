@@ -1,9 +1,9 @@
 """The drop-in: Megatron's forward-backward function, with tasks dispatched by readiness.
 
 `get_forward_backward_func` returns a function with the signature and the contract of
-`megatron.core.pipeline_parallel.get_forward_backward_func()`. It asks Megatron for the process
-groups, opens links at its first call, and runs every step through the runtime's worker.
-Losses, gradients and gradient norms are those of Megatron's own schedule, bit for bit.
+`megatron.core.pipeline_parallel.get_forward_backward_func()`. It opens links at its first call, and
+runs every step through the runtime's worker. Losses, gradients and gradient norms are those of
+Megatron's own schedule, bit for bit.
 """
 
 import itertools
@@ -52,7 +52,6 @@ from rrfp.runtime.rendezvous import default_store, tell_of_end
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.values import whole_number
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 
@@ -70,10 +69,9 @@ def get_forward_backward_func(
 
     Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
     checked against the placement. `record` receives every trace record of this rank's first
-    pipeline (a second model may have other groups), from several threads. `delays` delays tasks and
-    messages, to show that the result does not depend on timing; `pace` holds those of training
-    steps to modelled times. Raises UsageError if the placement does not allow this many chunks,
-    and for a `schedule_pg_collection` of several modules.
+    pipeline, from several threads. `delays` delays tasks and messages, to show that the result does
+    not depend on timing; `pace` holds those of training steps to modelled times. Raises UsageError
+    for chunks that the placement does not allow, and a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
@@ -86,8 +84,6 @@ def get_forward_backward_func(
         )
     # Megatron's loops call this again for training and every evaluation: all share the links.
     asked = (settings, record or discard, delays, pace)
-    if not _schedules:
-        at_end.call(_tell_of_end)
     if asked not in _schedules:
         _schedules[asked] = ForwardBackward(*asked)
     return _schedules[asked]
@@ -97,12 +93,6 @@ _schedules: dict[object, "ForwardBackward"] = {}
 """The functions of this process, by their arguments. Each closes its links as the process ends."""
 
 _names = itertools.count()
-
-
-def _tell_of_end() -> None:
-    """Ranks that wait for this one at their first step learn that it will not come."""
-    if not any(schedule.was_called for schedule in _schedules.values()):
-        tell_of_end()
 
 
 class ForwardBackward:
@@ -131,23 +121,21 @@ class ForwardBackward:
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
         at_end.call(self.close)
+        at_end.call(tell_of_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.last_step: StepSummary | None = None
         """The figures of the last step on this rank."""
         self.last_steering: StepPolicy | None = None
-        """That of the last training step."""
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
         self.planes: Taken | None = None
         """What carries the tensors of the recorded links from this rank; None before these are."""
 
-    def start_at(self, step: SupportsIndex) -> None:
+    def start_at(self, step: int) -> None:
         """Number the first training step so, as a run that goes on from a checkpoint does. Call it
         before the first step, on all ranks."""
-        self._links.default_factory = partial(
-            LayoutLinks, num_trained=whole_number(step, "start_at")
-        )
+        self._links.default_factory = partial(LayoutLinks, num_trained=step)
 
     def __call__(
         self,
@@ -179,7 +167,6 @@ class ForwardBackward:
         notified, and so are ranks that wait for links to open.
         """
         self.was_called = True
-        num_microbatches = whole_number(num_microbatches, "num_microbatches")
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
@@ -196,6 +183,7 @@ class ForwardBackward:
             shape = Shape(
                 len(place.pipeline), num_microbatches, len(models), self._settings.placement
             )
+            num_microbatches = shape.num_microbatches
             chooser = links.chooser_of(self._settings.policy)
             if chooser is None or forward_only:
                 steering = self._step_policies.of(shape, forward_only=forward_only)
@@ -221,14 +209,9 @@ class ForwardBackward:
                 or len(place.pipeline),
             )
             streams = RandomStreams(device)
+            links.timeout_s = timeout_s_of(groups.pp)
             pipeline = self._connected(
-                links,
-                opening,
-                place,
-                steering,
-                device,
-                timeout_s=timeout_s_of(groups.pp),
-                forward_only=forward_only,
+                links, opening, place, steering, device, forward_only=forward_only
             )
         except BaseException as error:
             if opening is not None:
@@ -368,7 +351,6 @@ class ForwardBackward:
         steering: StepPolicy,
         device: torch.device,
         *,
-        timeout_s: float,
         forward_only: bool,
     ) -> Pipeline:
         """The pipeline of these links, with enough credit for this step; `opening` is its name if
@@ -394,7 +376,7 @@ class ForwardBackward:
                 opening,
                 device,
                 num_credits=num_credits,
-                timeout_s=timeout_s,
+                timeout_s=links.timeout_s,
                 delays=self._delays,
             )
             if self._recorded is None:
@@ -412,7 +394,7 @@ class ForwardBackward:
         return f"{self._name}/{layout}/{self._num_openings[layout]}"
 
     def close(self) -> None:
-        """Say farewell to the neighbours and close all links. Call it between two steps, on all
-        ranks; the next step opens them again. Also done at exit."""
+        """Say farewell to the neighbours and close all links, as at exit. Call it between two
+        steps, on all ranks; the next step opens them again."""
         for links in self._links.values():
             links.close()

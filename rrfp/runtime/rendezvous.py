@@ -33,6 +33,8 @@ _FAILED = "failed"
 _NOTICE_S = 30.0
 _ENDED = "rrfp/ended"
 """Below it, in the job's store: the ranks whose processes have ended before their first step."""
+_has_met = False
+"""Whether this process has come to a rendezvous."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +64,8 @@ class Rendezvous:
 
     def publish(self, name: str, value: str | bytes) -> None:
         """Publish a value to every rank."""
+        global _has_met
+        _has_met = True
         try:
             # torch declares str, but also takes bytes and returns them unchanged.
             self._store.set(self._key(name), value)  # type: ignore[arg-type]
@@ -203,9 +207,10 @@ def default_store() -> Store:
 
 
 def tell_of_end() -> None:
-    """Tell the ranks of this job that wait for this one that its process ends. Never raises."""
+    """Tell the ranks of this job that wait for this one that its process ends, if it has come to no
+    rendezvous. Never raises."""
     with suppress(RuntimeError, ValueError):
-        if dist.is_initialized():
+        if not _has_met and dist.is_initialized():
             default_store().set(f"{_ENDED}/{dist.get_rank()}", "")
 
 

@@ -75,14 +75,14 @@ def _put(stand_in: StandIn, asker: str) -> None:
             )
 
     installation.put(stand_in.functions(), asker, passed_by)
+    at_end.call(_tell_of_end)
 
-    def tell_if_unused() -> None:
-        if not stand_in.was_called and "torch.distributed" in sys.modules:
-            from rrfp.runtime.rendezvous import tell_of_end
 
-            tell_of_end()
+def _tell_of_end() -> None:
+    if "torch.distributed" in sys.modules:
+        from rrfp.runtime.rendezvous import tell_of_end
 
-    at_end.call(tell_if_unused)
+        tell_of_end()
 
 
 def schedule_named(
