@@ -145,7 +145,12 @@ def pair(**options: Any) -> Iterator[Pair]:
 
 
 def lone_rank(
-    rank: int, *, sends_to: list[int], receives_from: list[int], address: str | None = None
+    rank: int,
+    *,
+    sends_to: list[int],
+    receives_from: list[int],
+    address: str | None = None,
+    connect_s: float = 0.2,
 ) -> None:
     """A rank whose peers say that they are on another host, and where, but do not come."""
     store = HashStore()
@@ -162,7 +167,7 @@ def lone_rank(
             receives_from,
             Inbox(),
             num_credits=1,
-            connect_s=0.2,
+            connect_s=connect_s,
             address=address,
         )
     )

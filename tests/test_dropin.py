@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,15 +116,18 @@ def number_the_steps(rig: Rig) -> None:
 
 def change_the_number_of_microbatches(rig: Rig) -> None:
     """Links made for few microbatches serve many, also many more than the limit."""
-    for settings in ({"limit": 2}, {"hint": "gpipe", "dispatch": Dispatch.FIXED}):
+    for settings in ({"limit": np.int64(2)}, {"hint": "gpipe", "dispatch": Dispatch.FIXED}):
         schedule = ours(**settings)
-        for num_microbatches in (1, 6, 3):
+        numbers: list[Any] = [1, np.int64(6), torch.tensor(3)]
+        for num_microbatches in numbers:
             expected = rig.run(native(), num_microbatches=num_microbatches)
             assert rig.run(schedule, num_microbatches=num_microbatches) == expected
         with torch.no_grad():
             for num_microbatches in (40, 2):
                 evaluate = partial(rig.run, num_microbatches=num_microbatches, forward_only=True)
                 assert evaluate(schedule).losses == evaluate(native()).losses
+        with pytest.raises(UsageError, match=r"num_microbatches is 2\.5; it must be a whole"):
+            rig.run(schedule, num_microbatches=2.5, data=rig.data(3))  # type: ignore[arg-type]
         schedule.close()
 
 

@@ -3,6 +3,7 @@ where somebody else has been there first."""
 
 import gc
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial, wraps
@@ -28,7 +29,9 @@ from rrfp.megatron.job.stand_ins import DropIn
 from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.provenance import is_ours
 from rrfp.runtime.at_end import at_end
+from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
+from tests.rigs import Rig, on_rigs
 from tests.training import SMALL
 
 NAME = "get_forward_backward_func"
@@ -81,6 +84,76 @@ def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     batches = data.batches(layout.dp_rank)
     trainer = Trainer(settings, layout, gpt, batches, schedule, lambda _: None)
     return [trainer.train_step(step).loss for step in range(settings.num_steps)]
+
+
+HOLDERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "variable": lambda fetched: fetched,
+    "partial": lambda fetched: partial(fetched, forward_only=True),
+    "attribute": lambda fetched: SimpleNamespace(run=fetched).run,
+    "closure": lambda fetched: lambda **arguments: fetched(**arguments),
+    "wrapper": lambda fetched: wraps(fetched)(lambda **arguments: fetched(**arguments)),
+}
+"""In what a loop holds the schedule function that it has fetched."""
+
+
+def test_a_loop_that_has_fetched_megatrons_function_before_is_told() -> None:
+    (raised,) = run_ranks(
+        1, on_rigs, call_what_was_fetched_before, {**SMALL, "pp": 1}, timeout_s=110
+    )
+    for name in (*SCHEDULES, *HOLDERS):
+        called = name if name in SCHEDULES else SCHEDULES[0]
+        assert re.fullmatch(
+            rf".*/tests/\w+\.py:\d+ calls Megatron's {called}, which it has fetched before "
+            r"install\(\) replaced it; call install\(\) before the loop calls "
+            r"get_forward_backward_func\(\)",
+            raised[name],
+        ), name
+
+
+def call_what_was_fetched_before(layout: Any, settings: dict[str, Any]) -> dict[str, str]:
+    """By function, or by what holds the first one, what the first call says after install()."""
+    from megatron.core.pipeline_parallel import schedules
+
+    fetched = {name: getattr(schedules, name) for name in SCHEDULES}
+    fetched |= {name: hold(fetched[SCHEDULES[0]]) for name, hold in HOLDERS.items()}
+    rig = Rig(settings, layout)
+    expected = rig.run(fetched["variable"])
+    native = _losses(TrainSettings(**settings), layout, fetched["variable"])
+    install()
+    raised = {}
+    for name, function in fetched.items():
+        try:
+            rig.run(function)
+        except UsageError as error:
+            raised[name] = str(error)
+    # What is fetched now is ours, and what of rrfp runs Megatron's own on purpose goes on.
+    ours = schedules.get_forward_backward_func()
+    assert rig.run(ours) == expected
+    ours.close()
+    assert _losses(TrainSettings(**settings), layout, megatrons(SCHEDULES[0])) == native
+    return raised
+
+
+def test_a_loop_that_was_traced_too_late_is_told_and_trains(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_ranks(
+        1, on_rigs, trace_what_was_fetched_before, {**SMALL, "pp": 1}, str(tmp_path), timeout_s=110
+    )
+    assert (
+        capfd.readouterr().err.count("trace_native() replaced it; call trace_native() before") == 1
+    )
+
+
+def trace_what_was_fetched_before(layout: Any, settings: dict[str, Any], out: str) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    fetched = schedules.forward_backward_no_pipelining
+    rig = Rig(settings, layout)
+    expected = rig.run(fetched)
+    trace_native(f"{out}/run")
+    for _ in range(2):
+        assert rig.run(fetched) == expected
 
 
 PATCHES = """
@@ -146,7 +219,10 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for module in found.values():
         monkeypatch.setattr(module, NAME, getattr(schedules, NAME), raising=False)
     for name in SCHEDULES:
-        monkeypatch.setattr(schedules, name, getattr(schedules, name))
+        function = getattr(schedules, name)
+        monkeypatch.setattr(schedules, name, function)
+        for part in ("__defaults__", "__kwdefaults__", "__code__"):
+            monkeypatch.setattr(function, part, getattr(function, part))
     return found
 
 

@@ -171,6 +171,34 @@ def test_a_rank_that_fails_does_not_wait_for_a_device_that_hangs() -> None:
             pair.close()
 
 
+class DeviceBeside(CpuDevice):
+    """Works beside the host, as far as transports see."""
+
+    is_synchronous = False
+
+
+@planes
+def test_a_message_above_the_outbox_of_a_device_arrives(name: TransportName) -> None:
+    device = DeviceBeside()
+    made = iter([RankPlanes(device, name, 2**20) for _ in (0, 1)])
+    pair = Pair(make_planes=lambda: next(made))
+    sizes = [1000, 3 * 2**20, 600_000, 2**20 + 1, 600_000, 5]
+    try:
+        for number, size in enumerate(sizes):
+            pair.transports[0].send(1, message(number, filled(size, number), None, filled(7, 9)))
+        for number, event in enumerate(take(pair.inboxes[1], len(sizes))):
+            assert isinstance(event, Arrived)
+            assert event.message.task.microbatch == number
+            first, second, third = event.message.tensors
+            assert first is not None
+            assert second is None
+            assert third is not None
+            assert torch.equal(first, filled(sizes[number], number))
+            assert torch.equal(third, filled(7, 9))
+    finally:
+        pair.close()
+
+
 def test_slots_that_receivers_keep_withhold_nothing() -> None:
     """Only half of an outbox is lent: messages arrive, however many are kept."""
     pair = PlanePair(TransportName.SHM)

@@ -1,6 +1,7 @@
 """Meeting through the store: every wait bounded, clocks compared to within the stated error."""
 
 import json
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,35 @@ def test_a_rank_that_fails_ends_every_wait_with_its_reason() -> None:
     # What is there already is still given.
     Rendezvous(store, "p", 1, 5).publish("thing", "x")
     assert Rendezvous(store, "p", 0, 5).wait("thing", 1) == b"x"
+
+
+def test_a_long_wait_names_the_missing_ranks_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rrfp.runtime.rendezvous._NOTICE_S", 0.1)
+    store = HashStore()
+
+    def wait(rank: int) -> None:
+        rendezvous = Rendezvous(store, "p", rank, 60)
+        rendezvous.publish(f"place/{rank}", "x")
+        rendezvous.awaited = range(4)
+        for peer in range(4):
+            rendezvous.wait(f"place/{peer}", peer)
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait, rank) for rank in (0, 2)]
+        while not caplog.records:
+            time.sleep(0.01)
+        for rank in (1, 3):
+            Rendezvous(store, "p", rank, 60).publish(f"place/{rank}", "x")
+        for each in waiting:
+            each.result(timeout=20)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.match(
+        "ranks 1, 3 have not come to the first step after .* given up after 60 s", lines[0]
+    )
+    # One line each time, whoever writes it.
+    assert len({line.split(";")[0] for line in lines}) == len(lines)
 
 
 def test_a_rank_that_fails_says_so_even_without_a_store() -> None:

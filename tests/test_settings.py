@@ -1,9 +1,15 @@
+import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rrfp.errors import UsageError
+from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.policy import Dispatch
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
@@ -106,6 +112,33 @@ def test_what_cannot_run_is_refused_in_a_sentence(flags: dict[str, Any], words: 
         check_settings(TrainSettings(**flags))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_drop_in_takes_numbers_of_any_library() -> None:
+    plain = DispatchSettings(
+        limit=4, outbox_mb=8, connect_s=2.5, stall_s=30, silence_s=9.0, admit="plan", plan_ms=1.5
+    )
+    numbers: dict[str, Any] = {
+        "limit": torch.tensor(4),
+        "outbox_mb": np.uint16(8),
+        "connect_s": np.float32(2.5),
+        "stall_s": torch.tensor(30),
+        "silence_s": torch.tensor(9.0),
+        "plan_ms": Fraction(3, 2),
+    }
+    given = DispatchSettings(admit="plan", **numbers)
+    described = dispatched(given).settings([], 1)
+    assert json.dumps(described) == json.dumps(dispatched(plain).settings([], 1))
+    assert given.policy == plain.policy
+    holds: dict[str, Any] = {"hold": np.int32(3), "patience": np.int64(5)}
+    assert DispatchSettings(**holds).policy.hold == 3
+    wrong: Any
+    for wrong in (np.float64(3), torch.tensor([1, 2]), True):
+        with pytest.raises(UsageError, match="the limit is"):
+            DispatchSettings(limit=wrong)
+    wrong = np.array([1.0, 2.0])
+    with pytest.raises(UsageError, match="connect_s is"):
+        DispatchSettings(connect_s=wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,10 @@
+import json
+import pickle
 from itertools import chain
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +125,15 @@ def test_sizes_below_1_are_refused() -> None:
         Shape(1, -2)
     with pytest.raises(UsageError, match="num_chunks is 0; it must be at least 1"):
         Shape(1, 1, num_chunks=0)
+
+
+def test_numbers_of_any_library_are_taken() -> None:
+    shape = Shape(np.int64(2), torch.tensor(3), np.array(2))
+    assert shape == Shape(2, 3, 2)
+    assert json.dumps([shape.num_ranks, shape.num_microbatches, shape.num_chunks]) == "[2, 3, 2]"
+    assert pickle.loads(pickle.dumps(shape)) == shape
+    with pytest.raises(UsageError, match=r"num_ranks is 2\.5; it must be a whole number"):
+        Shape(2.5, 3)  # type: ignore[arg-type]
 
 
 def test_other_sets_of_kinds_are_refused() -> None:

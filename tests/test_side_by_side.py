@@ -3,7 +3,10 @@ chunks and links of its own, and learns what it learns under Megatron's own sche
 and their config are the plainest that Megatron takes; one stage has no parameters at all."""
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,6 +171,36 @@ def natives(num_chunks: int) -> Callable[..., Any]:
         else schedules.forward_backward_pipelining_with_interleaving
     )
     return function
+
+
+def test_ranks_wait_as_long_as_their_process_group_does() -> None:
+    late, ended = run_ranks(2, in_the_world, wait_for_the_second_rank, 2, timeout_s=50.0)[0]
+    assert late.startswith("rank 0 waited 2 s for rank 1, which")
+    assert ended == "rank 1 has ended before its first step; see its own output for the cause"
+
+
+def wait_for_the_second_rank() -> list[str]:
+    """What the first rank is told while the second one does not come, and once that has ended."""
+    from rrfp.errors import RrfpError
+    from rrfp.runtime.at_end import at_end
+    from rrfp.runtime.rendezvous import default_store
+
+    told, store = [], default_store()
+    for wait_s in (2, 3600):
+        with patch.object(dist, "new_group", partial(dist.new_group, timeout=timedelta(0, wait_s))):
+            model = Model([[0, 1]], 1, empty=None)
+        schedule = ours()
+        if dist.get_rank() == 0:
+            try:
+                model.step(schedule, 0)
+            except RrfpError as error:
+                told.append(str(error))
+            store.set(f"told/{wait_s}", "")
+        else:
+            if wait_s == 3600:
+                at_end.run()
+            store.wait([f"told/{wait_s}"], timedelta(seconds=100))
+    return told
 
 
 def test_a_stage_without_parameters_trains() -> None:

@@ -57,7 +57,8 @@ def install(
     """Put our schedule where Megatron's training loops look it up.
 
     Call it once in a training script, before the loop starts. Modules that have already imported
-    `get_forward_backward_func`, or a function that it chooses from, get ours too.
+    `get_forward_backward_func`, or a function that it chooses from, get ours too. If the loop holds
+    a schedule function that it has fetched before, its next step raises UsageError.
 
     With `out`, every rank records its steps from the first one on, in the run's directory `out`;
     `steps` chooses some, as `"20:40"` (training steps 20 to 39, and the evaluations between them).

@@ -1,9 +1,9 @@
 """The drop-in: Megatron's forward-backward function, with tasks dispatched by readiness.
 
 `get_forward_backward_func` returns a function with the signature and the contract of
-`megatron.core.pipeline_parallel.get_forward_backward_func()`. It asks Megatron for the process
-groups, opens links at its first call, and runs every step through the runtime's worker.
-Losses, gradients and gradient norms are those of Megatron's own schedule, bit for bit.
+`megatron.core.pipeline_parallel.get_forward_backward_func()`. It opens links at its first call, and
+runs every step through the runtime's worker. Losses, gradients and gradient norms are those of
+Megatron's own schedule, bit for bit.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from rrfp.megatron.groups import (
     place_in,
     sharing_groups,
     step_groups,
+    timeout_s_of,
 )
 from rrfp.megatron.layout_links import LayoutLinks, discard
 from rrfp.megatron.look_ahead import LookAhead
@@ -47,7 +48,7 @@ from rrfp.runtime.delays import Delays
 from rrfp.runtime.pace import Pace, StepPace
 from rrfp.runtime.planes.settling import Taken
 from rrfp.runtime.protocols import StepSummary, monotonic
-from rrfp.runtime.rendezvous import default_store
+from rrfp.runtime.rendezvous import default_store, tell_of_end
 from rrfp.schedule.causes import Cause
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
@@ -68,10 +69,9 @@ def get_forward_backward_func(
 
     Megatron's own arguments come first. Each call passes the ranks and chunks, so `vp_size` is only
     checked against the placement. `record` receives every trace record of this rank's first
-    pipeline (a second model may have other groups), from several threads. `delays` delays tasks and
-    messages, to show that the result does not depend on timing; `pace` holds those of training
-    steps to modelled times. Raises UsageError if the placement does not allow this many chunks,
-    and for a `schedule_pg_collection` of several modules.
+    pipeline, from several threads. `delays` delays tasks and messages, to show that the result does
+    not depend on timing; `pace` holds those of training steps to modelled times. Raises UsageError
+    for chunks that the placement does not allow, and a `schedule_pg_collection` of several modules.
     """
     refuse_multi_module(schedule_pg_collection)
     settings = settings or DispatchSettings()
@@ -121,12 +121,12 @@ class ForwardBackward:
         """The links whose records are taken: a recording has one pipeline, the first one opened."""
         self._step_policies = StepPolicies(settings.policy)
         at_end.call(self.close)
+        at_end.call(tell_of_end)
         self.was_called = False
         """Whether a step has begun, on any links."""
         self.last_step: StepSummary | None = None
         """The figures of the last step on this rank."""
         self.last_steering: StepPolicy | None = None
-        """That of the last training step."""
         self.last_order: Sequence[int] | None = None
         """The order of entry of the last step that was planned."""
         self.planes: Taken | None = None
@@ -143,10 +143,10 @@ class ForwardBackward:
         forward_step_func: Callable[..., Any],
         data_iterator: Any,
         model: torch.nn.Module | Sequence[torch.nn.Module],
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None = None,
+        num_microbatches: SupportsIndex,
+        seq_length: object,
+        micro_batch_size: object,
+        decoder_seq_length: object = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
@@ -183,6 +183,7 @@ class ForwardBackward:
             shape = Shape(
                 len(place.pipeline), num_microbatches, len(models), self._settings.placement
             )
+            num_microbatches = shape.num_microbatches
             chooser = links.chooser_of(self._settings.policy)
             if chooser is None or forward_only:
                 steering = self._step_policies.of(shape, forward_only=forward_only)
@@ -208,6 +209,7 @@ class ForwardBackward:
                 or len(place.pipeline),
             )
             streams = RandomStreams(device)
+            links.timeout_s = timeout_s_of(groups.pp)
             pipeline = self._connected(
                 links, opening, place, steering, device, forward_only=forward_only
             )
@@ -374,6 +376,7 @@ class ForwardBackward:
                 opening,
                 device,
                 num_credits=num_credits,
+                timeout_s=links.timeout_s,
                 delays=self._delays,
             )
             if self._recorded is None:
@@ -391,7 +394,7 @@ class ForwardBackward:
         return f"{self._name}/{layout}/{self._num_openings[layout]}"
 
     def close(self) -> None:
-        """Say farewell to the neighbours and close all links. Call it between two steps, on all
-        ranks; the next step opens them again. Also done at exit."""
+        """Say farewell to the neighbours and close all links, as at exit. Call it between two
+        steps, on all ranks; the next step opens them again."""
         for links in self._links.values():
             links.close()

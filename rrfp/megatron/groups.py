@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.constants import default_pg_timeout
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.group_collections import (
@@ -121,6 +122,16 @@ def device_for(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def timeout_s_of(group: Any) -> float:
+    """How long the collectives of a process group may take."""
+    timeouts = [
+        getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        for device in getattr(group, "_device_types", ())
+    ]
+    found = [timeout for timeout in timeouts if timeout is not None]
+    return max(found, default=default_pg_timeout).total_seconds()
+
+
 def _ranks_of(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
@@ -139,7 +150,8 @@ def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, .
     places: dict[int, Place] = {}
     new = {place.rank}
     while new:
-        for peer in sorted(new):
+        rendezvous.awaited = sorted(new)
+        for peer in rendezvous.awaited:
             places[peer] = rendezvous.wait_json(
                 f"place-in-groups/{peer}", peer, partial(_decode_place, peer)
             )

@@ -6,10 +6,18 @@ module that defines it. A patch that we overlook would silently override ours, o
 it. Some loops import one of the three schedule functions that it chooses from instead.
 
 Megatron's own functions are kept here, for what runs them on purpose.
+
+A loop may have fetched one of them before `put`, and hold it where no search of modules finds it:
+in a local variable, an attribute, a partial, a closure. So `put` also gives the function objects
+themselves other code, which every holder of one then runs; for callers of rrfp it is a copy of the
+function as it was.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial, update_wrapper
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 from rrfp.errors import UsageError
@@ -84,10 +92,16 @@ def check_free(asker: str) -> None:
         )
 
 
-def put(functions: Mapping[str, Callable[..., Any]], asker: str) -> None:
+def put(
+    functions: Mapping[str, Callable[..., Any]],
+    asker: str,
+    passed_by: Callable[[str, str, dict[str, Any]], None] | None = None,
+) -> None:
     """Put each of these functions, by its name in Megatron's module, in the place of Megatron's own
     in every module that has it, under whatever name: a script may have imported it before. `asker`
-    is who asked for it. Raises UsageError if Megatron has no such function."""
+    is who asked for it. If a job calls one of Megatron's own schedule functions all the same,
+    `passed_by` is given its name, the file and line of the call, and the arguments, before it runs.
+    Raises UsageError if Megatron has no such function."""
     global _put_by
     home = namespace_of(compatibility.schedules())
     _originals.update((name, megatrons(name)) for name in functions)
@@ -97,6 +111,40 @@ def put(functions: Mapping[str, Callable[..., Any]], asker: str) -> None:
         for name, value in namespace.copy().items():
             if id(value) in replaced:
                 namespace[name] = replaced[id(value)]
+    for name in SCHEDULES:
+        if name in functions and passed_by is not None:
+            _divert(_originals[name], partial(passed_by, name))
+
+
+def _divert(function: Any, passed_by: Callable[[str, dict[str, Any]], None]) -> None:
+    """Let whoever calls this very function outside of rrfp call `passed_by` first."""
+    # The code of a closure cannot be exchanged so; Megatron's functions are none.
+    if type(function) is not FunctionType or function.__closure__:
+        return
+    code, defaults = function.__code__, function.__defaults__
+    own = FunctionType(code, function.__globals__, function.__name__, defaults)
+    update_wrapper(own, function)
+    own.__kwdefaults__ = function.__kwdefaults__
+
+    def run(*args: Any, **arguments: Any) -> Any:
+        caller = sys._getframe(2)  # behind the function itself
+        if not _is_of_rrfp(caller.f_globals):
+            passed_by(f"{caller.f_code.co_filename}:{caller.f_lineno}", arguments)
+        return own(*args, **arguments)
+
+    function.__signature__ = signature(function)  # type: ignore[attr-defined]
+    function.__code__ = _diverted.__code__.replace(
+        co_name=code.co_name, co_qualname=code.co_qualname
+    )
+    function.__defaults__, function.__kwdefaults__ = None, {"_rrfp_run": run}
+
+
+def _diverted(*args: Any, _rrfp_run: Callable[..., Any], **arguments: Any) -> Any:
+    return _rrfp_run(*args, **arguments)
+
+
+def _is_of_rrfp(namespace: Mapping[str, Any]) -> bool:
+    return str(namespace.get("__name__")).partition(".")[0] == "rrfp"
 
 
 def _places() -> Iterator[tuple[str, Any]]:

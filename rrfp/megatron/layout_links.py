@@ -16,6 +16,7 @@ from rrfp.megatron.step.microbatch_data import DataHabits
 from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hold import Auto, Bytes
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.values import whole_number
 from rrfp.trace.records import Record
 from rrfp.trace.steps import evaluation_step
 
@@ -31,6 +32,8 @@ class LayoutLinks:
     record: Callable[[Record], None] = discard
     pipeline: Pipeline | None = None
     """None before the first step, and after a failure or a close."""
+    timeout_s: float = 0.0
+    """How long the pipeline's process group waits."""
     num_trained: int = 0
     num_evaluated: int = 0
     habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
@@ -48,6 +51,9 @@ class LayoutLinks:
 
     bounds: dict[tuple[int, ...], MemoryBound] = field(default_factory=dict)
     """By the ids of the models."""
+
+    def __post_init__(self) -> None:
+        self.num_trained = whole_number(self.num_trained, "the first step")
 
     def chooser_of(self, policy: Policy) -> HintChooser | None:
         """What chooses the policies of training steps; None if they have the one that they were

@@ -25,6 +25,8 @@ from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Record
 
+_LEAST_STALL_S = 600.0
+
 
 class Pipeline:
     """This rank's links, from their opening to their close."""
@@ -40,21 +42,24 @@ class Pipeline:
         device: torch.device,
         *,
         num_credits: int,
+        timeout_s: float,
         delays: Delays | None = None,
     ) -> None:
         """Connect to the ranks that this one works with; all ranks of the run call it together.
 
         `shape` is that of any step; only its ranks, chunks and placement are used. `name`
         distinguishes this opening from others of the same run. Messages carry tensors on `device`,
-        and `num_credits` of them fit on each link. Raises PeerLostError naming a rank that did not
-        come within `connect_s`.
+        and `num_credits` of them fit on each link. `timeout_s` is how long the pipeline's process
+        group waits, for settings that leave that open. Raises PeerLostError naming a rank that did
+        not come in time.
         """
         self.place = place
         prefix = _prefix(name)
+        connect_s = settings.connect_s or timeout_s
         pipelines = [place.pipeline]
         # With a fixed order there is nothing to agree on.
         if settings.dispatch is Dispatch.READY:
-            meeting = Rendezvous(store, prefix, place.rank, settings.connect_s)
+            meeting = Rendezvous(store, prefix, place.rank, connect_s)
             pipelines = coupled_pipelines(place, meeting)
         members = [pipeline[place.pp_rank] for pipeline in pipelines]
         neighbours = {place.pipeline[rank] for rank in shape.neighbours(place.pp_rank)}
@@ -70,7 +75,7 @@ class Pipeline:
             num_credits=num_credits,
             prefix=prefix,
             record=record,
-            connect_s=settings.connect_s,
+            connect_s=connect_s,
             silence_s=settings.silence_s,
             delays=delays,
             planes=self._planes,
@@ -86,7 +91,7 @@ class Pipeline:
             record,
             StoreStallBoard(store, prefix, itertools.chain.from_iterable(pipelines)),
             delays=delays,
-            stall_s=settings.stall_s,
+            stall_s=settings.stall_s or max(timeout_s, _LEAST_STALL_S),
             device=self._planes.device,
         )
         self._worker.open()

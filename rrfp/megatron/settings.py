@@ -25,6 +25,7 @@ from rrfp.schedule.patience.setting import (
 )
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement
+from rrfp.schedule.values import plain_integer, plain_real
 
 
 class GradOrder(StrEnum):
@@ -82,12 +83,14 @@ class DispatchSettings:
     """Whether messages to ranks on other hosts are encrypted."""
     placement: Placement = Placement.LOOP
     """Which stages a rank's model chunks are."""
-    connect_s: float = 60.0
-    """How long ranks may take to connect at their first step."""
+    connect_s: float | None = None
+    """How long ranks may take to connect at their first step. None: as long as the pipeline's
+    process group waits."""
     silence_s: float = 20.0
     """How long nothing may be heard of a neighbour, not even a heartbeat, before it is given up."""
-    stall_s: float = 600.0
-    """How long a rank may wait with nothing arriving before it gives up."""
+    stall_s: float | None = None
+    """How long a rank may wait with nothing arriving before it gives up. None: as long as the
+    pipeline's process group waits, and at least 600 s."""
     policy: Policy = field(init=False, repr=False, compare=False)
     """The dispatcher's policy, made from the fields above."""
 
@@ -98,6 +101,10 @@ class DispatchSettings:
             if value not in choices:
                 raise UsageError(f"{name} is '{value}'; choose one of {', '.join(choices)}")
             object.__setattr__(self, name, type(choices[0])(value))
+        for name in ("limit", "hold", "patience", "outbox_mb"):
+            object.__setattr__(self, name, plain_integer(getattr(self, name)))
+        for name in ("plan_ms", "connect_s", "silence_s", "stall_s"):
+            object.__setattr__(self, name, plain_real(getattr(self, name)))
         hold = parse_hold(self.hold) if isinstance(self.hold, str) else self.hold
         object.__setattr__(self, "hold", hold)
         check_is_absolute(hold)
@@ -113,6 +120,8 @@ class DispatchSettings:
         object.__setattr__(self, "policy", policy)
         for name in ("connect_s", "silence_s", "stall_s"):
             value = getattr(self, name)
+            if value is None and name != "silence_s":
+                continue
             if not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UsageError(f"{name} is {value!r}; it must be a number of seconds above 0")
         outbox_mb: object = self.outbox_mb

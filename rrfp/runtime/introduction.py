@@ -36,6 +36,7 @@ def introduced(
     """Who all ranks are, by rank. Raises PeerLostError naming a rank that has not introduced itself
     in time, and RrfpError naming one whose introduction cannot be read."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    rendezvous.awaited = range(num_ranks)
     return [
         rendezvous.wait_json(f"info/{peer}", peer, partial(_info, peer))
         for peer in range(num_ranks)

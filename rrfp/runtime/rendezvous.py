@@ -5,6 +5,7 @@ expected structure, never pickled objects, and anything else ends the run with a
 """
 
 import json
+import logging
 import os
 import socket
 import time
@@ -16,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, numbered
 from rrfp.runtime import variables
 from rrfp.runtime.decoding import integer, integers, items, member, parsed, text
 from rrfp.runtime.protocols import Clock, PeerLostError, monotonic
@@ -29,6 +30,13 @@ _SHORTEST_SLEEP_S = 0.001
 _LONGEST_SLEEP_S = 0.05
 _NUM_ROUND_TRIPS = 20
 _FAILED = "failed"
+_NOTICE_S = 30.0
+_ENDED = "rrfp/ended"
+"""Below it, in the job's store: the ranks whose processes have ended before their first step."""
+_has_met = False
+"""Whether this process has come to a rendezvous."""
+
+_log = logging.getLogger(__name__)
 
 
 class Rendezvous:
@@ -43,7 +51,11 @@ class Rendezvous:
         self._prefix = prefix
         self._rank = rank
         self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + timeout_s
+        self._num_notices = 0
+        self.awaited: Sequence[int] = ()
+        """The ranks that this one waits for together, for its notices."""
 
     @property
     def remaining_s(self) -> float:
@@ -52,6 +64,8 @@ class Rendezvous:
 
     def publish(self, name: str, value: str | bytes) -> None:
         """Publish a value to every rank."""
+        global _has_met
+        _has_met = True
         try:
             # torch declares str, but also takes bytes and returns them unchanged.
             self._store.set(self._key(name), value)  # type: ignore[arg-type]
@@ -67,7 +81,8 @@ class Rendezvous:
 
     def wait(self, name: str, peer: int) -> bytes:
         """The value that rank `peer` publishes under this name. Raises PeerLostError if it has not
-        done so by the deadline, or as soon as a rank reports that it has failed.
+        done so by the deadline, or as soon as a rank reports that it has failed or ended. A long
+        wait is logged every 30 s, by one of the ranks that miss the same ones.
 
         Polls, because Ctrl-C could not interrupt a call that blocks inside the store.
         """
@@ -77,6 +92,8 @@ class Rendezvous:
         try:
             while not self._store.check([key]):
                 self.raise_if_failed()
+                self._raise_if_ended(peer, key)
+                self._notice(name, peer)
                 now_s = time.monotonic()
                 if now_s >= self._deadline_s:
                     raise PeerLostError(
@@ -90,6 +107,41 @@ class Rendezvous:
             return bytes(self._store.get(key))
         except RuntimeError as error:
             raise _store_failed(error) from error
+
+    def notice(self, missing: Sequence[int]) -> None:
+        """Log every 30 s of this meeting which ranks are missing, unless another one has."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s < _NOTICE_S * (self._num_notices + 1):
+            return
+        self._num_notices += 1
+        key = self._key(f"notices/{missing}/{self._num_notices}")
+        with suppress(RuntimeError):
+            if self._store.compare_set(key, "", str(self._rank)) != str(self._rank).encode():
+                return
+        _log.warning(
+            "%s %s not come to the first step after %s; it is given up after %s (--connect-s)",
+            numbered("rank", missing),
+            "has" if len(missing) == 1 else "have",
+            _about(waited_s),
+            _about(self._timeout_s),
+        )
+
+    def _notice(self, name: str, peer: int) -> None:
+        stem = name.removesuffix(f"/{peer}")
+        if stem == name:
+            self.notice([peer])
+        elif time.monotonic() >= self._began_s + _NOTICE_S * (self._num_notices + 1):
+            others = {rank for rank in self.awaited if not self.has(f"{stem}/{rank}")}
+            self.notice(sorted(others | {peer}))
+
+    def _raise_if_ended(self, peer: int, key: str) -> None:
+        ended = f"{_ENDED}/{peer}"
+        # What it published before it ended is still there.
+        if self._store.check([ended]) and not self._store.check([key]):
+            raise PeerLostError(
+                f"rank {peer} has ended before its first step; see its own output for the cause",
+                Culprit(FoundBy.RANK, peer),
+            )
 
     def wait_text(self, name: str, peer: int) -> str:
         """The same, for a value that is text."""
@@ -152,6 +204,14 @@ def default_store() -> Store:
     if start != "0" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         return dist.PrefixStore(f"start-{start}", store)
     return store
+
+
+def tell_of_end() -> None:
+    """Tell the ranks of this job that wait for this one that its process ends, if it has come to no
+    rendezvous. Never raises."""
+    with suppress(RuntimeError, ValueError):
+        if not _has_met and dist.is_initialized():
+            default_store().set(f"{_ENDED}/{dist.get_rank()}", "")
 
 
 def count_in(name: str) -> None:
@@ -219,6 +279,7 @@ def exchange_hosts(
     """The host identity of every rank, by rank; all ranks call it."""
     rendezvous = Rendezvous(store, prefix, rank, timeout_s)
     rendezvous.publish(f"host/{rank}", host_identity())
+    rendezvous.awaited = range(num_ranks)
     return tuple(rendezvous.wait_text(f"host/{peer}", peer) for peer in range(num_ranks))
 
 

@@ -17,6 +17,7 @@ from rrfp.schedule.hold import (
 )
 from rrfp.schedule.order import Order
 from rrfp.schedule.patience.setting import IMPATIENT, Patience, check_patience, described_patience
+from rrfp.schedule.values import plain_integer
 
 DEFAULT_LIMIT = 32
 """The paper's limit on D (its App. C), for `ready` dispatch without a bound of its own."""
@@ -67,6 +68,8 @@ class Policy:
     """How long a free rank of `ready` dispatch waits for a better task that was announced to it."""
 
     def __post_init__(self) -> None:
+        for name in ("limit", "hold", "patience"):
+            object.__setattr__(self, name, plain_integer(getattr(self, name)))
         if self.limit is not None and self.hold is not None:
             raise UsageError(
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; keep the "

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import SupportsIndex
 
 from rrfp.errors import UsageError
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.schedule.values import Value
+from rrfp.schedule.values import Value, whole_number
 
 
 class Placement(StrEnum):
@@ -23,7 +24,7 @@ WHOLE_BACKWARD = (Kind.F, Kind.B)
 SPLIT_BACKWARD = (Kind.F, Kind.B, Kind.W)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Shape(Value):
     """One step of one pipeline: ranks, microbatches, chunks per rank, and kinds of task."""
 
@@ -33,7 +34,21 @@ class Shape(Value):
     placement: Placement = Placement.LOOP
     kinds: tuple[Kind, ...] = WHOLE_BACKWARD
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        num_ranks: SupportsIndex,
+        num_microbatches: SupportsIndex,
+        num_chunks: SupportsIndex = 1,
+        placement: Placement = Placement.LOOP,
+        kinds: tuple[Kind, ...] = WHOLE_BACKWARD,
+    ) -> None:
+        """Numbers may be those of any library. Raises UsageError for what is no shape."""
+        object.__setattr__(self, "num_ranks", whole_number(num_ranks, "num_ranks"))
+        microbatches = whole_number(num_microbatches, "num_microbatches")
+        object.__setattr__(self, "num_microbatches", microbatches)
+        object.__setattr__(self, "num_chunks", whole_number(num_chunks, "num_chunks"))
+        object.__setattr__(self, "placement", placement)
+        object.__setattr__(self, "kinds", kinds)
         for name in ("num_ranks", "num_microbatches", "num_chunks"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")

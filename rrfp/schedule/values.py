@@ -1,7 +1,10 @@
 """What the core's values have in common."""
 
 from dataclasses import fields
-from typing import Any
+from operator import index
+from typing import Any, SupportsFloat, SupportsIndex
+
+from rrfp.errors import UsageError
 
 
 class Value:
@@ -14,3 +17,30 @@ class Value:
         value: Any = self
         names = [each.name for each in fields(value) if each.init]
         return type(self), tuple([getattr(self, name) for name in names])
+
+
+def whole_number(value: SupportsIndex, name: str) -> int:
+    """A whole number of any library, such as numpy's or a tensor, as Python's own. Raises
+    UsageError, in which it is called `name`, for anything else."""
+    try:
+        return index(value)
+    except TypeError:
+        raise UsageError(f"{name} is {value!r:.50}; it must be a whole number") from None
+
+
+def plain_integer(value: Any) -> object:
+    """A whole number of any library as Python's own; anything else as it is."""
+    try:
+        return value if isinstance(value, bool) else index(value)
+    except TypeError:
+        return value
+
+
+def plain_real(value: object) -> object:
+    """A number of any library as Python's own; anything else as it is."""
+    if isinstance(plain_integer(value), int) or not isinstance(value, SupportsFloat):
+        return plain_integer(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):  # several numbers
+        return value

@@ -62,14 +62,15 @@ OPTIONS = (
         "waits",
         float,
         "S",
-        "Longest time for ranks to connect at their first step [60].",
+        "Longest time for ranks to connect at their first step [as the process group].",
     ),
     _own(
         "stall_s",
         "waits",
         float,
         "S",
-        "Longest time without any arrival before a rank gives up [600].",
+        "Longest time without any arrival before a rank gives up [as the process group, at least "
+        "600].",
     ),
     *(DECLARED[name] for name in _RECORDING),
     _own(

@@ -144,7 +144,10 @@ def _core(name: str) -> Any:
 
 
 class _CpuStream(torch.cpu.Stream):
-    """torch's CPU stream, which lacks `record_event`."""
+    """torch's CPU stream, which lacks `record_event` and takes no device."""
+
+    def __init__(self, device: object = None, priority: int = -1) -> None:
+        super().__init__(priority)
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()

@@ -16,6 +16,7 @@ from rrfp.schedule.hold import described_hold
 from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
+from rrfp.schedule.values import plain_integer
 from rrfp.trace.run_policy import unbound_policy
 
 Described = dict[str, object]
@@ -32,8 +33,9 @@ class Steering:
     """What was asked for, by flag, of these model chunks and this number of pipeline ranks."""
     policy: Callable[[Described], Described]
     """The effective policy of these settings, as `rrfp.trace.run_policy` defines it."""
-    connect_s: float
-    """How long the ranks may take to meet at their first step."""
+    connect_s: float | None
+    """How long the ranks may take to meet at their first step; None: as long as the pipeline's
+    process group waits."""
 
 
 def dispatched(settings: DispatchSettings) -> Steering:
@@ -112,7 +114,7 @@ def model_of(chunks: Sequence[Any], device: torch.device, arguments: dict[str, A
         "micro_batch_size": arguments.get("micro_batch_size"),
         "seq_length": arguments.get("seq_length"),
     }
-    return {name: value for name, value in known.items() if value is not None}
+    return {name: plain_integer(value) for name, value in known.items() if value is not None}
 
 
 _UNEVEN = (

@@ -106,7 +106,8 @@ class Meeting:
         num_started_again = 0
         new = {self._rank}
         while new:
-            told = [self._presence_of(rank) for rank in sorted(new)]
+            self._rendezvous.awaited = sorted(new)
+            told = [self._presence_of(rank) for rank in self._rendezvous.awaited]
             num_started_again += sum(each.num_restarts for each in told)
             found |= new
             new = {rank for each in told for rank in each.linked} - found

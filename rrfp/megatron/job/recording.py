@@ -19,7 +19,7 @@ from rrfp import requirements
 from rrfp.errors import RrfpError
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.dealing.file import DealingFile
-from rrfp.megatron.groups import Place, device_of, place_in, step_groups
+from rrfp.megatron.groups import Place, device_of, place_in, step_groups, timeout_s_of
 from rrfp.megatron.job.description import (
     Steering,
     layout_of,
@@ -304,7 +304,8 @@ class JobRecording:
     ) -> None:
         """Meet the other ranks and open the records. Raises RrfpError if they do not come, and if
         the run's directory cannot be made; the others learn why this rank cannot record."""
-        with Meeting(default_store(), place.rank, self._steering.connect_s) as meeting:
+        timeout_s = self._steering.connect_s or timeout_s_of(groups.pp)
+        with Meeting(default_store(), place.rank, timeout_s) as meeting:
             device = device_of(chunks, groups)
             self.is_on_gpu = device.type == "cuda"
             own = self.info = self._identify(place, groups, arguments["num_microbatches"])

@@ -3,16 +3,19 @@
 Imports no torch: a script may have things to do before torch is loaded.
 """
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rrfp.errors import UsageError
 from rrfp.megatron import installation
 from rrfp.megatron.compatibility import check_for_drop_in
 from rrfp.megatron.installation import GETTER, NO_PIPELINING, SCHEDULES, megatrons
 from rrfp.megatron.job.after_import import after_import
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime.at_end import at_end
 
 if TYPE_CHECKING:
     from rrfp.megatron.dropin import ForwardBackward
@@ -35,13 +38,17 @@ class StandIn(Protocol):
     def functions(self) -> dict[str, Schedule]:
         """The functions, by the names of those that they replace."""
 
+    def is_passed_by(self, sentence: str) -> None:
+        """Megatron's own function is about to run a step, because the job has fetched it before
+        ours was put in its place; `sentence` says where. May raise UsageError."""
+
 
 def put_now(stand_in: StandIn, asker: str) -> None:
     """Put it in place. Raises UsageError, replacing nothing, if Megatron's schedule has been
     replaced already, and for a Megatron-Core that rrfp does not know."""
     installation.check_free(asker)
     stand_in.check()
-    installation.put(stand_in.functions(), asker)
+    _put(stand_in, asker)
 
 
 def put_after_import(stand_in: StandIn, asker: str) -> None:
@@ -54,9 +61,28 @@ def put_after_import(stand_in: StandIn, asker: str) -> None:
 
     def put() -> None:
         installation.check_free(asker)
-        installation.put(stand_in.functions(), asker)
+        _put(stand_in, asker)
 
     after_import(installation.HOME, put)
+
+
+def _put(stand_in: StandIn, asker: str) -> None:
+    def passed_by(name: str, where: str, arguments: dict[str, Any]) -> None:
+        if not _is_other_pipelines(name, arguments):
+            stand_in.is_passed_by(
+                f"{where} calls Megatron's {name}, which it has fetched before {asker} replaced "
+                f"it; call {asker} before the loop calls {GETTER}()"
+            )
+
+    installation.put(stand_in.functions(), asker, passed_by)
+    at_end.call(_tell_of_end)
+
+
+def _tell_of_end() -> None:
+    if "torch.distributed" in sys.modules:
+        from rrfp.runtime.rendezvous import tell_of_end
+
+        tell_of_end()
 
 
 def schedule_named(
@@ -71,19 +97,21 @@ def schedule_named(
     @wraps(own)
     def schedule(**arguments: Any) -> Any:
         check()
-        if name == NO_PIPELINING and not _is_whole_pipeline(arguments.get("pg_collection")):
+        if _is_other_pipelines(name, arguments):
             return own(**arguments)
         return run(own, arguments)
 
     return schedule
 
 
-def _is_whole_pipeline(groups: Any) -> bool:
-    """Whether this rank alone is the pipeline of these groups."""
+def _is_other_pipelines(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether a call is about a model that the rank has whole, beside that of its pipeline."""
     from rrfp.megatron.adapters.group_collections import pipeline_of
 
-    pipeline = pipeline_of(groups)
-    return pipeline is not None and pipeline.size() == 1
+    if name != NO_PIPELINING:
+        return False
+    pipeline = pipeline_of(arguments.get("pg_collection"))
+    return pipeline is None or pipeline.size() > 1
 
 
 class DropIn:
@@ -110,6 +138,9 @@ class DropIn:
             return self.get()(**arguments)
 
         return {GETTER: self.get} | {name: schedule_named(name, check, run) for name in SCHEDULES}
+
+    def is_passed_by(self, sentence: str) -> None:
+        raise UsageError(sentence)
 
     def get(
         self,

@@ -6,6 +6,7 @@ from rrfp.megatron.compatibility import check_for_trace
 from rrfp.megatron.installation import SCHEDULES
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.job.stand_ins import Schedule, schedule_named
+from rrfp.megatron.job.telling import tell
 
 if TYPE_CHECKING:
     from rrfp.megatron.native.trace import NativeTrace
@@ -17,6 +18,7 @@ class RecordedNative:
     def __init__(self, request: RecordingRequest) -> None:
         self.was_called = False
         self._is_checked = False
+        self._was_passed_by = False
         self._request = request
         self._trace: NativeTrace | None = None
 
@@ -25,6 +27,12 @@ class RecordedNative:
 
     def functions(self) -> dict[str, Schedule]:
         return {name: schedule_named(name, self._check_once, self._run) for name in SCHEDULES}
+
+    def is_passed_by(self, sentence: str) -> None:
+        """Megatron's schedule is what was asked for: only its recording is missing."""
+        if not self._was_passed_by:
+            self._was_passed_by = True
+            tell(f"{sentence}; this step and others called so are not recorded")
 
     def _check_once(self) -> None:
         """Before the first step: during one, what is checked is replaced by what records it."""

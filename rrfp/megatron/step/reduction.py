@@ -36,12 +36,13 @@ class Reduction:
         self._grad_sync = each(config.grad_sync_func, len(models))
         # As in Megatron's schedules.py: a user's function takes precedence over the hooks, except
         # on the first rank of a pipeline with one chunk per rank, whose backward ends last.
-        self._follows_hooks = (
-            follows_hooks
-            and starts_early
-            and (self._grad_sync is None or (is_first_rank and len(models) == 1))
-        )
+        has_hooks = self._grad_sync is None or (is_first_rank and len(models) == 1)
+        self._follows_hooks = follows_hooks and starts_early and has_hooks
+        if has_hooks and hasattr(models[0], "ddp_config"):
+            # Where they are not followed, the buckets are started as they would start them.
+            self._grad_sync = None
         self._starts_early = starts_early
+        self._is_finalized = config.finalize_model_grads_func is not None
         self._complete: set[int] = set()
         self._started: set[int] = set()
         self._next = len(models) - 1
@@ -85,7 +86,15 @@ class Reduction:
         elif _reduces_early(model):
             # As Megatron's hooks do; `start_grad_sync` itself would ignore the flag.
             for buckets in model.bucket_groups + model.expert_parallel_bucket_groups:
-                buckets.start_grad_sync(force_all_reduce=model.force_all_reduce)
+                if not (buckets.is_first_batch and self._is_left_to_megatron(model)):
+                    buckets.start_grad_sync(force_all_reduce=model.force_all_reduce)
+
+    def _is_left_to_megatron(self, model: Any) -> bool:
+        """Whether Megatron's `finish_grad_sync` must start the reductions that it starts by itself:
+        those of buckets for which no hook has counted gradients yet. It cannot see that one was
+        started where that left no handle, as with several optimizer instances; and where the call
+        finalizes nothing, the loop may add the gradients of further calls before it does."""
+        return model.ddp_config.num_distributed_optimizer_instances > 1 or not self._is_finalized
 
     def _hold(self) -> None:
         for no_sync in self._no_sync:

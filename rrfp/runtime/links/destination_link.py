@@ -31,6 +31,8 @@ class LinkPlane:
     name: str
     lands: bool = False
     """Whether tensors that the socket has carried are still to be taken to the device."""
+    frees_slots: bool = False
+    """Whether the peer's slot of such tensors is free once this end has acknowledged them."""
 
 
 class DestinationLink(Link):
@@ -52,7 +54,7 @@ class DestinationLink(Link):
         serves its posted messages."""
         super().__init__(rank, peer, options, now_ns, far)
         self._plane = plane
-        if plane is not None and plane.lands:
+        if plane is not None and plane.frees_slots:
             # The peer's slot is free as soon as it knows.
             self._heard.confirm_bytes = 1
         self._has_let_go = plane is None

@@ -200,7 +200,7 @@ class SourceLink(Link):
 
     def _acknowledged(self, outbound: Outbound) -> list[Output]:
         message = outbound.message
-        if isinstance(message, Posted) and message.inline is not None:
+        if isinstance(message, Posted) and message.inline is not None and message.offset >= 0:
             return [Released(message.offset)]
         return []
 

@@ -4,7 +4,8 @@ The compute thread hands over a message and goes on. This outbox's own thread ta
 for one, lets a copy stream copy the tensors into it once the compute stream has made them, and
 posts the message once the host has seen that the copy is done. Only then does it let go of the
 tensors. Slots belong to the sender and are free again as soon as a receiver has pulled, which it
-does whatever it computes: so they bind no decision.
+does whatever it computes: so they bind no decision. A message that is too large for any slot is
+copied to memory of the host that is made for it, and the link's socket carries it.
 """
 
 from collections import deque
@@ -21,6 +22,8 @@ from rrfp.runtime.planes.packing import Forms, flat, forms_of, packed_bytes, unp
 from rrfp.runtime.planes.plane import Plane, Posted
 from rrfp.runtime.planes.slots import Slots
 from rrfp.runtime.protocols import Clock, Message, monotonic
+
+_NO_SLOT = -1
 
 
 class PostingLink(Protocol):
@@ -169,12 +172,14 @@ class Outbox:
         return not self._is_closed
 
     def _take(self, *, waits: bool) -> tuple[_Waiting, int, bool] | None:
-        """The message in front, the offset of its slot, and whether that is lent; None if there is
-        no such thing now."""
+        """The message in front, the offset of its slot (-1 if none is large enough), and whether
+        that is lent; None if there is no such thing now."""
         with self._condition:
             while not self._is_closed:
                 if self._waiting:
                     num_bytes = packed_bytes(self._waiting[0].forms)
+                    if num_bytes > self._slots.num_bytes:
+                        return self._waiting.popleft(), _NO_SLOT, False
                     offset = self._lent.take(num_bytes)
                     if offset is not None:
                         return self._waiting.popleft(), offset, True
@@ -187,10 +192,14 @@ class Outbox:
         return None
 
     def _copy(self, waiting: _Waiting, offset: int, is_lent: bool) -> _Copying:
-        """Let the copy stream fill a slot."""
+        """Let the copy stream fill a slot, or memory of the host."""
         message, forms, device = waiting.message, waiting.forms, self._device
         begun_ns = self._clock()
-        slot = self._plane.slab[offset : offset + packed_bytes(forms)]
+        num_bytes = packed_bytes(forms)
+        if offset == _NO_SLOT:
+            slot = device.empty_on_host(num_bytes)
+        else:
+            slot = self._plane.slab[offset : offset + num_bytes]
         targets = unpacked(slot, forms)
         device.wait(self._stream, waiting.made)
         for target, source in zip(targets, message.tensors, strict=True):
@@ -199,7 +208,7 @@ class Outbox:
         posted = Posted(
             *(message.step, message.task, forms, offset, message.latency_ns),
             *(waiting.queued_ns, begun_ns, begun_ns, is_lent),
-            inline=targets if self._plane.is_inline else None,
+            inline=targets if self._plane.is_inline or offset == _NO_SLOT else None,
         )
         copied = device.record(self._stream)
         return _Copying(waiting.link, posted, waiting.made, copied, message.tensors)

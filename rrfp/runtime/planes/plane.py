@@ -39,7 +39,7 @@ class Posted:
     task: Task
     forms: Forms
     offset: int
-    """Of the slot, in the slab."""
+    """Of the slot, in the slab; -1 for a message that is too large for any slot."""
     latency_ns: int
     queued_ns: int
     """When the compute thread handed it over."""
@@ -50,7 +50,7 @@ class Posted:
     is_lent: bool
     """Whether the receiver may use the slot itself for as long as it needs the tensors."""
     inline: Sequence[torch.Tensor | None] | None
-    """Where the socket is to carry the tensors: those in the slot, on the host."""
+    """Where the socket is to carry the tensors: copies on the host."""
 
 
 @dataclass(slots=True, eq=False)

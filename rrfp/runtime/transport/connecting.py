@@ -123,15 +123,25 @@ class Listener:
         if self._sockets:  # a rank without peers has none, and nothing would end the wait
             self._thread.start()
 
-    def wait(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+    def wait(
+        self,
+        rendezvous: Rendezvous,
+        timeout_s: float,
+        raise_if_gone: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Wait until every source is connected; raises PeerLostError naming those that are not, or
-        the rank that said that it has failed."""
+        the rank that said that it has failed. `raise_if_gone` raises it for a source that has
+        died."""
         while not self._is_complete(min(rendezvous.remaining_s, _FAILURE_LOOK_S)):
             rendezvous.raise_if_failed()
+            with self._condition:
+                missing = sorted(self._missing | self._opening)
+            for source in missing:
+                raise_if_gone(source)
+            if missing:
+                rendezvous.notice(missing)
             if rendezvous.remaining_s == 0:
-                with self._condition:
-                    missing = sorted(self._missing | self._opening)
-                    ranks = ", ".join(str(source) for source in missing)
+                ranks = ", ".join(str(source) for source in missing)
                 raise PeerLostError(
                     f"rank {self._rank} waited {timeout_s:g} s for a connection from rank"
                     f" {ranks}; see whether it has started and can reach this host"

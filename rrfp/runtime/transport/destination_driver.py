@@ -23,12 +23,16 @@ class DestinationDriver(LinkDriver[DestinationLink]):
     puller: Puller | None = None
     """What takes messages out of the peer's outbox; set before the thread starts."""
 
+    lander: Puller | None = None
+    """Likewise, what takes to the device the tensors that the socket has carried."""
+
     def _serve(self, output: Pull | Released) -> None:
         assert isinstance(output, Pull)
-        assert self.puller is not None
+        puller = self.puller if output.inline is None else self.lander
+        assert puller is not None
         # A tensor that is kept is not to keep this driver, its inbox and what waits there.
         release = partial(_release, self._link, weakref.ref(self))
-        self.puller.pull(output, self._pulled, release)
+        puller.pull(output, self._pulled, release)
 
     def _pulled(self, pull: Pull, pulled: Sequence[torch.Tensor | None] | RrfpError) -> None:
         with self._lock:

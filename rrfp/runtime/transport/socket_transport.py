@@ -26,6 +26,7 @@ from rrfp.runtime.links.ends import Far
 from rrfp.runtime.links.source_link import SourceLink
 from rrfp.runtime.links.states import LinkOptions
 from rrfp.runtime.links.wire import MAX_FORECAST_NS, Purpose, payload_bytes, prepare_message
+from rrfp.runtime.planes.bounce import BouncePuller
 from rrfp.runtime.planes.names import TransportName
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.rank_planes import RankPlanes
@@ -34,7 +35,7 @@ from rrfp.runtime.protocols import Failed, Inbox, Message, PeerLostError, monoto
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
 from rrfp.runtime.transport.connecting import Listener
 from rrfp.runtime.transport.destination_driver import DestinationDriver
-from rrfp.runtime.transport.door import Door
+from rrfp.runtime.transport.door import DialError, Door
 from rrfp.runtime.transport.driver import Wrap
 from rrfp.runtime.transport.faults import wrapped
 from rrfp.runtime.transport.reconnecting import Awaiting, Dialling
@@ -48,6 +49,7 @@ _END_S = 1.0
 """How long after the deadline of its close a thread may end; one waits for a device that hangs."""
 _LAST_WORDS_S = 0.1
 """How long those of a rank that fails may take to be with the system, under TLS."""
+_KNOCK_S = 1.0
 _Driver = TypeVar("_Driver", SourceDriver, DestinationDriver)
 
 
@@ -140,7 +142,7 @@ class SocketTransport:
         rank = self._rank
         place = files_identity() if self._allow_unix else f"tcp/{rank}"
         rendezvous.publish(f"place/{rank}", place)
-        peers = sorted({*self._sends_to, *self._receives_from})
+        rendezvous.awaited = peers = sorted({*self._sends_to, *self._receives_from})
         is_near = {peer: rendezvous.wait_text(f"place/{peer}", peer) == place for peer in peers}
         # Links run as soon as they are connected: a peer that is done connecting listens for
         # this rank's heartbeats while this rank still waits for slower ones.
@@ -169,13 +171,21 @@ class SocketTransport:
                 connection = self._doors[peer].dial(max(rendezvous.remaining_s, 0.001))
                 outbox = self._offer(connection, peer, rendezvous, is_near=is_near[peer])
                 self._open_destination(peer, connection, outbox)
-            listener.wait(rendezvous, self._connect_s)
+            listener.wait(rendezvous, self._connect_s, self._raise_if_gone)
         except PeerLostError:
             # It says why, where it could.
             rendezvous.raise_if_failed()
             raise
         # Who has dialled this rank has found its door before, and who was dialled by it, too.
         listener.hide()
+
+    def _raise_if_gone(self, peer: int) -> None:
+        """Raise PeerLostError if nobody listens any more at the door of a peer."""
+        try:
+            self._doors[peer].knock(_KNOCK_S)
+        except DialError as error:
+            if error.is_gone:
+                raise
 
     def _find(self, peer: int, own: Where, rendezvous: Rendezvous, *, is_near: bool) -> None:
         """Find a peer's door."""
@@ -262,7 +272,10 @@ class SocketTransport:
             connection.settimeout(None)
         plane = None
         if served is not None:
-            plane = LinkPlane(str(served[0].name), served[0].is_inline)
+            # On a device a message may be too large for the outbox, and come over the socket.
+            is_inline, device = served[0].is_inline, self._planes.device
+            lands = is_inline or not device.is_synchronous
+            plane = LinkPlane(str(served[0].name), lands, frees_slots=is_inline)
         link = DestinationLink(
             *(self._rank, peer, self._options, monotonic(), self._num_credits),
             *(plane, self._fars[peer]),
@@ -274,6 +287,7 @@ class SocketTransport:
         )
         if served is not None:
             driver.puller = served[1]
+            driver.lander = BouncePuller(self._planes.device)
         driver.start(connection)
         self._awaiting[peer] = awaiting
         self._sources[peer] = driver
