@@ -109,8 +109,8 @@ def simulate(
         str | None,
         _setting(
             MEMORY,
-            "Forwards a rank may run ahead of its backwards, or none [if ready without --hold: what "
-            "fills the pipeline, 32 or more].",
+            "Forwards a rank may run ahead of its backwards, or none [if ready without --hold: "
+            "what fills the pipeline, 32 or more].",
             "N",
         ),
     ] = None,
