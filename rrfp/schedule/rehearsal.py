@@ -100,8 +100,8 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
 
     The policy gets its hint and its limit fitted to the shape, and the hint's order. Without
     `counts_places`, a policy that does not bind gets no order: for a million tasks, making one
-    takes as long as the step. Raises UsageError for a shape that the hint does not support, and for a binding order that
-    deadlocks or exceeds a bound.
+    takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
+    a binding order that deadlocks or exceeds a bound.
     """
     hint = policy.hint.on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
