@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.policy import DEFAULT_LIMIT, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.engine import PipelineRun
@@ -33,7 +33,7 @@ def test_bf(
     benchmark: BenchmarkFixture, num_ranks: int, num_microbatches: int, rounds: int
 ) -> None:
     shape = Shape(num_ranks, num_microbatches)
-    policy = Policy(hint_named("bf").on(shape), limit=DEFAULT_LIMIT)
+    policy = Policy(hint_named("bf").on(shape), limit=PAPER_LIMIT)
     times = [[20 * MS] * num_microbatches] * num_ranks
     world = World(TaskTimes(times, times, times))
 

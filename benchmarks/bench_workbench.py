@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from rrfp.replay.cost_files import resolve_costs
 from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.policy import DEFAULT_LIMIT, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.recording import new_recording
@@ -32,9 +32,9 @@ pytestmark = pytest.mark.timeout(1800)
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A simulated run with so many records, and as one that can be replayed."""
-    settings = {"hint": "bf", "dispatch": "ready", "limit": DEFAULT_LIMIT}
+    settings = {"hint": "bf", "dispatch": "ready", "limit": PAPER_LIMIT}
     recording = new_recording(SHAPE, 1, 1, {"simulated": True, "settings": settings})
-    policy = Policy(hint_named("bf").on(SHAPE), limit=DEFAULT_LIMIT)
+    policy = Policy(hint_named("bf").on(SHAPE), limit=PAPER_LIMIT)
     costs, jitter = resolve_costs("language"), parse_jitter("lognormal:0.5")
     step = num_events = 0
     while num_events < NUM_EVENTS:

@@ -24,7 +24,7 @@ from rrfp.analyze.frames import Frames, frames_of
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.analyze.settings import run_limit
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.policy import DEFAULT_LIMIT
+from rrfp.schedule.policy import PAPER_LIMIT
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.reader import read_trace
@@ -207,7 +207,7 @@ def test_the_ceiling_of_a_limit_is_drawn_where_the_run_had_one() -> None:
     ("settings", "limit"),
     [
         ({"settings": {"dispatch": "ready", "limit": 4}}, 4),
-        ({"settings": {"dispatch": "ready", "limit": None}}, DEFAULT_LIMIT),
+        ({"settings": {"dispatch": "ready", "limit": None}}, PAPER_LIMIT),
         ({"settings": {"dispatch": "ready", "limit": None, "hold": 8}}, None),
         ({"settings": {"dispatch": "fixed", "limit": None}}, None),
         ({"simulated": True, "settings": {"dispatch": "ready", "limit": None}}, None),

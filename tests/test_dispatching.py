@@ -16,7 +16,7 @@ from rrfp.schedule.hints.alternation import ALTERNATIONS
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.instructions import RunTask
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.stimuli import ComputeIdle, InputArrived
 from rrfp.schedule.tasks import Task
@@ -65,7 +65,8 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], complaint: str) -> 
 
 
 def test_one_bound_withholds_at_most() -> None:
-    assert DispatchSettings().policy.limit == DEFAULT_LIMIT
+    assert DispatchSettings().policy.of_shape(Shape(16, 64)).limit == PAPER_LIMIT
+    assert DispatchSettings().policy.of_shape(Shape(64, 64)).limit == 2 * 64
     assert DispatchSettings(hold=3).policy.limit is None
     assert DispatchSettings(hold=3).policy.hold_slots(2) == 6
     assert DispatchSettings(dispatch=Dispatch.FIXED).policy.limit is None

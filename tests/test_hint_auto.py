@@ -14,7 +14,7 @@ from rrfp.replay.recorded import read_run
 from rrfp.schedule.hints.auto import AUTO, AutoHint
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.hold import Bytes, ShareOf1F1B
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.sizes import Sizes
@@ -61,7 +61,7 @@ def test_candidates_fit_the_shape_and_the_bounds() -> None:
     # On rank 0 a binding 1F1B keeps four microbatches.
     assert "1f1b fixed" not in names(Policy(AUTO, hold=3), ONE)
     assert "1f1b fixed" in names(Policy(AUTO, hold=4), ONE)
-    assert "1f1b fixed" in names(Policy(AUTO, limit=DEFAULT_LIMIT), ONE)
+    assert "1f1b fixed" in names(Policy(AUTO, limit=PAPER_LIMIT), ONE)
     assert not any("fixed" in name for name in names(Policy(AUTO), ONE, may_bind=False))
     assert not any(
         "fixed" in name for name in names(Policy(AUTO, agreement=AgreementRule.UNANIMOUS), ONE)

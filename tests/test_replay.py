@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.change import Change
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.replay.recorded_costs import costs_of
@@ -245,7 +246,11 @@ def test_only_a_simulated_run_can_have_no_bound() -> None:
     # One that was run with an order that binds becomes ready as usual.
     policy, shape = policy_of("1f1b", Shape(2, 4), dispatch=Dispatch.FIXED)
     run = read_run(simulated(policy, shape, [World(random_times(Random(1), shape))]))
-    assert run.bounds_under(Dispatch.READY) == (32, None)
+    assert Change(dispatch=Dispatch.READY).policy(run)[0].limit == 32
+    wide, shape = policy_of("1f1b", Shape(20, 24), dispatch=Dispatch.FIXED)
+    run = read_run(simulated(wide, shape, [World(random_times(Random(1), shape))]))
+    assert Change(dispatch=Dispatch.READY).policy(run)[0].limit == 40
+    assert Change(hint=HINTS["bf"], unbound=True).policy(run)[0].limit is None
 
 
 @pytest.mark.parametrize("bounds", [{"limit": 5}, {"hold": 4}])

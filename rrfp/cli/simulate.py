@@ -40,6 +40,9 @@ _LONGEST_LABEL = 100
 """Of a row's directory; file systems take 255 letters."""
 
 
+_MOST_PRICED = 16
+"""Rows whose bounds are looked at."""
+
 _COSTS, _ROWS = "Costs", "Rows"
 
 
@@ -106,7 +109,8 @@ def simulate(
         str | None,
         _setting(
             MEMORY,
-            "Forwards a rank may run ahead of its backwards, or none [32 if ready without --hold].",
+            "Forwards a rank may run ahead of its backwards, or none [if ready without --hold: "
+            "what fills the pipeline, 32 or more].",
             "N",
         ),
     ] = None,
@@ -252,16 +256,20 @@ def simulate(
     """
     given = locals()
 
-    from rrfp.cli.sweep import SETTINGS, asked_rows, field_of, settings_of
+    from rrfp.cli.sweep import SETTINGS, asked_rows, field_of, settings_of, with_limits
     from rrfp.cli.tables.simulated import as_json, labels, print_rows, title
 
     texts = {name: given[field_of(name)] for name in SETTINGS}
     flags = {name: text for name, text in texts.items() if text is not None}
     asked = asked_rows(flags, row or [], sweep or [])
     settings = settings_of(asked, recorded=out is not None)
+    asked = with_limits(asked, settings)
     if plan_sims is not None:
         settings = [replace(setting, num_plan_simulations=plan_sims) for setting in settings]
     _tell_left_out(settings)
+    if not any(text.startswith(("limit=", "hold=")) for text in sweep or ()):
+        # Of bounds that are swept, the table tells the price.
+        _tell_unfilled(settings)
     chosen = range(seed, seed + seeds)
     if out is None:
         from rrfp.simulate.trial import num_plans, run_settings
@@ -293,6 +301,17 @@ def _tell_left_out(settings: "Sequence[Setting]") -> None:
     for costs in {id(run): run for run in runs}.values():
         tell_left_out(costs.left_out, NOT_WHOLE)
         tell_left_out(costs.without_sizes, WITHOUT_SIZES)
+
+
+def _tell_unfilled(settings: "Sequence[Setting]") -> None:
+    """Warn of the first bound that cannot fill its pipeline."""
+    from rrfp.simulate.filling import unfilled
+
+    for setting in settings[:_MOST_PRICED]:
+        found = unfilled(setting.policy, setting.shape)
+        if found is not None:
+            typer.echo(f"Warning: {found.told()}", err=True)
+            return
 
 
 def _record(

@@ -8,7 +8,7 @@ makes).
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, partial
 from itertools import product
@@ -25,7 +25,7 @@ from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.hold import Hold, described_hold, parse_hold
 from rrfp.schedule.patience.setting import IMPATIENT, Patience, described_patience, parse_patience
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.blocking import check_meets
@@ -67,7 +67,9 @@ class Asked:
     tp: int = 1
     dp: int = 1
     limit: int | None = None
-    """D at which forwards are withheld; None withholds none."""
+    """D at which forwards are withheld; None withholds none, unless it is the usual one."""
+    limits_by_shape: bool = True
+    """Whether the limit is the usual one of the row's hint and shape; `with_limits` puts it in."""
     hold: Hold | None = None
     """Most activations kept on a rank, in microbatches of the whole rank or in bytes."""
     w: WeightGradients = WeightGradients.IDLE
@@ -152,6 +154,14 @@ def settings_of(rows: Sequence[Asked], *, recorded: bool) -> list[Setting]:
     return settings
 
 
+def with_limits(rows: Sequence[Asked], settings: Sequence[Setting]) -> list[Asked]:
+    """The rows with the limits that their settings have."""
+    return [
+        replace(row, limit=setting.policy.limit)
+        for row, setting in zip(rows, settings, strict=True)
+    ]
+
+
 class _Sources:
     """Reads every hint, costs and jitter once, so that rows which name the same share it."""
 
@@ -169,6 +179,7 @@ class _Sources:
         return Policy(
             *(self.hint(row.hint), None, row.dispatch, row.limit, row.hold, row.w, row.agreement),
             patience=row.patience,
+            limits_by_shape=row.limits_by_shape,
         )
 
     def costs_of(self, row: Asked) -> Costs:
@@ -213,7 +224,7 @@ def _setting(row: Asked, sources: _Sources, *, needs_order: bool) -> Setting:
     policy, shape = sources.fitted(asked, shape, counts_places=needs_order)
     if isinstance(asked.hint, AutoHint):
         # The choice is made when its steps are simulated.
-        policy = asked
+        policy = asked.of_shape(shape)
     if row.links is LinkMode.BLOCKING:
         assert policy.order is not None
         sources.check_meets(policy.order)
@@ -237,9 +248,8 @@ def _asked(flags: Mapping[str, str], own: Mapping[str, str]) -> Asked:
         if name not in texts:
             raise UsageError(f"--{name} is missing; say how many {what}, as in --{name} 8")
     values = {field_of(name): SETTINGS[name](name, text) for name, text in texts.items()}
-    if "limit" not in values:
-        is_bound = values.get("dispatch", Dispatch.READY) is Dispatch.READY
-        values["limit"] = DEFAULT_LIMIT if is_bound and values.get("hold") is None else None
+    is_ready = values.get("dispatch", Dispatch.READY) is Dispatch.READY
+    values["limits_by_shape"] = is_ready and "limit" not in values and values.get("hold") is None
     return Asked(**values, own=own)  # type: ignore[arg-type]  # each by the reader of its field
 
 

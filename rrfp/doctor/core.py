@@ -5,7 +5,7 @@ import time
 from rrfp.compiled import Core, core
 from rrfp.doctor.check import Check, State
 from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.policy import DEFAULT_LIMIT, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.play import play
 from rrfp.simulate.world import TaskTimes, World
@@ -19,7 +19,7 @@ def compiled_core(found: Core | None = None) -> Check:
     """What a task takes in a simulated step; how the core runs is found out unless it is given."""
     found = core() if found is None else found
     rows = [[1] * _SHAPE.num_microbatches] * _SHAPE.num_stages
-    policy = Policy(HINTS["bf"].on(_SHAPE), limit=DEFAULT_LIMIT)
+    policy = Policy(HINTS["bf"].on(_SHAPE), limit=PAPER_LIMIT)
     taken_s = []
     for _ in range(_NUM_ROUNDS):
         start_s = time.perf_counter()

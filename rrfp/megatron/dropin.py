@@ -191,6 +191,8 @@ class ForwardBackward:
                 steering = chooser.steering(step, shape, config, groups, device, has_experts)
             if not forward_only:
                 self.last_steering = steering
+                if place.rank == 0:
+                    self._step_policies.warn_once(shape)
             # What the step's microbatches keep by the model that paces them.
             paced_by = None if forward_only else self._pace
             sizes = None if paced_by is None else paced_by.sizes(step, steering.shape)

@@ -45,8 +45,8 @@ class DispatchSettings:
     """A hint, its name, or the path of an order file."""
     dispatch: Dispatch = Dispatch.READY
     limit: int | None = None
-    """The D at which forwards are withheld. None: the paper's under `ready` dispatch without
-    `hold`, and unchecked under `fixed`."""
+    """The D at which forwards are withheld. None: what fills the pipeline, at least the paper's 32,
+    under `ready` dispatch without `hold`; unchecked under `fixed`."""
     hold: Hold | str | None = None
     """The most activations kept on a rank from F until W: a number of microbatches of the whole
     rank, a size such as 40GiB, or `auto`; it replaces the limit."""

@@ -1,5 +1,6 @@
 """The policy of the steps of one shape, and what follows from it about the order of their tasks."""
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +12,9 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
+from rrfp.simulate.filling import unfilled
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,15 @@ class StepPolicies:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._found: dict[tuple[Shape, bool], StepPolicy] = {}
+        self._has_priced = False
+
+    def warn_once(self, shape: Shape) -> None:
+        """Say what a bound costs that cannot fill a pipeline of the first shape that trains."""
+        if not self._has_priced:
+            self._has_priced = True
+            found = unfilled(self._policy, shape)
+            if found is not None:
+                _log.warning("%s", found.told())
 
     def of(self, shape: Shape, *, forward_only: bool) -> StepPolicy:
         """Raises as `step_policy` does."""

@@ -22,7 +22,7 @@ from rrfp.replay.cost_files import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.hold import Hold, parse_hold
-from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.admission import weights_ns
 from rrfp.simulate.budgets import resolved
@@ -292,7 +292,7 @@ def read_bound(text: str) -> tuple[int | None, Hold | None]:
     bytes, that 1F1B has over the ranks and the rounds) into limit and hold. Raises UsageError for
     any other text."""
     if text == PAPERS:
-        return DEFAULT_LIMIT, None
+        return PAPER_LIMIT, None
     kind, _, value = text.partition(" ")
     if kind == "limit" and re.fullmatch(r"[1-9]\d{0,5}", value, re.ASCII):
         return int(value), None

@@ -106,6 +106,10 @@ class Change:
         if limit is None and hold is None and not self.unbound:
             limit, hold = run.bounds_under(dispatch)
         own = run.policy
+        # One that an order steered had no bound of `ready` dispatch to keep.
+        by_shape = (
+            limit is None and hold is None and not self.unbound and dispatch is not own.dispatch
+        )
         if dispatch is Dispatch.FIXED:
             # One that was asked for by itself is refused.
             patience = self.patience or IMPATIENT
@@ -113,7 +117,7 @@ class Change:
             return fitted(policy, run.shape)
         w = own.w if hint.ranks_weight_gradients else WeightGradients.IDLE
         patience = own.patience if self.patience is None else self.patience
-        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement, patience)
+        policy = Policy(hint, None, dispatch, limit, hold, w, own.agreement, patience, by_shape)
         return fitted(policy, run.shape, counts_places=False)
 
     def apply(self, step: MeasuredStep, run: RecordedRun) -> MeasuredStep:

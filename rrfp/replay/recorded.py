@@ -12,7 +12,7 @@ from rrfp.replay.recorded_layout import RecordedLayout
 from rrfp.replay.recorded_policy import RecordedSettings, policy_of
 from rrfp.replay.step_records import StepRecords
 from rrfp.schedule.hold import Bytes, Hold, counts_microbatches, told_bytes
-from rrfp.schedule.policy import DEFAULT_LIMIT, Dispatch, Policy
+from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy, usual_limit
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.budgets import by_rank, widest_of_1f1b
 from rrfp.trace.records import Recording
@@ -83,16 +83,17 @@ class RecordedRun:
         raise UsageError(f"the run has no rank {rank}; see 'rrfp trace check' for those it has")
 
     def bounds_under(self, dispatch: Dispatch) -> tuple[int | None, Hold | None]:
-        """The limit and the hold that the run keeps under another dispatch. The usual limit belongs
-        to `ready` dispatch: an order that binds is not held to it."""
+        """The limit and the hold that the run keeps under another dispatch. The usual limit, or the
+        paper's, belongs to `ready` dispatch: an order that binds is not held to it."""
         own = self.policy
         if own.hold is not None:
             return None, own.hold
         if dispatch is own.dispatch:
             return own.limit, None
         if dispatch is Dispatch.FIXED:
-            return None if own.limit == DEFAULT_LIMIT else own.limit, None
-        return own.limit or DEFAULT_LIMIT, None
+            is_usual = own.limit in (PAPER_LIMIT, usual_limit(own.hint, self.shape))
+            return None if is_usual else own.limit, None
+        return own.limit, None
 
 
 def told_hold(hold: Hold) -> str:

@@ -1,11 +1,12 @@
 """The policy: everything that steers a dispatcher, validated here and nowhere else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from typing import Self
 
 from rrfp.errors import UsageError
+from rrfp.schedule.hints.alternation import Alternation
 from rrfp.schedule.hints.auto import AutoHint
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import (
@@ -17,10 +18,11 @@ from rrfp.schedule.hold import (
 )
 from rrfp.schedule.order import Order
 from rrfp.schedule.patience.setting import IMPATIENT, Patience, check_patience, described_patience
+from rrfp.schedule.shape import Shape
 from rrfp.schedule.values import plain_integer
 
-DEFAULT_LIMIT = 32
-"""The paper's limit on D (its App. C), for `ready` dispatch without a bound of its own."""
+PAPER_LIMIT = 32
+"""The paper's limit on D (its App. C): the least that is usual, and what earlier versions took."""
 
 
 class Dispatch(StrEnum):
@@ -66,6 +68,8 @@ class Policy:
     """How ranks that share a collective inside a task settle on the next one."""
     patience: Patience = IMPATIENT
     """How long a free rank of `ready` dispatch waits for a better task that was announced to it."""
+    limits_by_shape: bool = False
+    """Whether the limit is `usual_limit`, which `of_shape` puts in."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "hold", "patience"):
@@ -125,10 +129,16 @@ class Policy:
         agreement: AgreementRule = AgreementRule.INTERSECTION,
         patience: Patience = IMPATIENT,
     ) -> Self:
-        """A policy as a user asks for it: `ready` dispatch without a bound gets the paper's."""
-        if limit is None and hold is None and dispatch is Dispatch.READY:
-            limit = DEFAULT_LIMIT
-        return cls(hint, None, dispatch, limit, hold, w, agreement, patience)
+        """A policy as a user asks for it: `ready` dispatch without a bound gets the usual limit."""
+        by_shape = limit is None and hold is None and dispatch is Dispatch.READY
+        return cls(hint, None, dispatch, limit, hold, w, agreement, patience, by_shape)
+
+    def of_shape(self, shape: Shape) -> Self:
+        """This policy with the limit for steps of this shape, if it has the usual one. Raises
+        UsageError for a shape that the hint does not support."""
+        if not self.limits_by_shape:
+            return self
+        return replace(self, limit=usual_limit(self.hint.on(shape), shape))
 
     def hold_slots(self, num_chunks: int) -> int | None:
         """The hold in slots of one chunk and one microbatch, as the dispatcher counts it. Raises
@@ -178,3 +188,23 @@ class Policy:
             "agreement": str(self.agreement),
             "patience": described_patience(self.patience),
         }
+
+
+def usual_limit(hint: Hint, shape: Shape) -> int | None:
+    """The limit of `ready` dispatch for who sets no bound: the paper's, or what fills the pipeline,
+    if that is more. None withholds nothing. `hint` is fitted to the shape."""
+    filling = filling_limit(hint, shape)
+    return None if filling is None else max(PAPER_LIMIT, filling)
+
+
+def filling_limit(hint: Hint, shape: Shape) -> int | None:
+    """A limit under which steps of equal tasks are no slower than 1F1B's of the same chunks, by
+    simulation (docs/decisions/0036-usual-limit.md). None: no number suffices for all steps."""
+    if shape.num_chunks == 1:
+        return 2 * shape.num_ranks
+    if isinstance(hint, Order):
+        return 2 * max(map(hint.peak_depth, range(shape.num_ranks)))
+    if isinstance(hint, Alternation) and not hint.deep:
+        # It runs the first chunks far ahead, and a rank that drains runs microbatches one by one.
+        return None
+    return 3 * shape.num_stages

@@ -98,10 +98,10 @@ def rehearse(order: Order) -> Rehearsal:
 def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple[Policy, Shape]:
     """A policy for steps of this shape, and the shape with the kinds of its hint.
 
-    The policy gets its hint fitted to the shape, and the hint's order. Without `counts_places`, a
-    policy that does not bind gets no order: for a million tasks, making one takes as long as the
-    step. Raises UsageError for a shape that the hint does not support, and for a binding order that
-    deadlocks or exceeds a bound.
+    The policy gets its hint and its limit fitted to the shape, and the hint's order. Without
+    `counts_places`, a policy that does not bind gets no order: for a million tasks, making one
+    takes as long as the step. Raises UsageError for a shape that the hint does not support, and for
+    a binding order that deadlocks or exceeds a bound.
     """
     hint = policy.hint.on(shape)
     shape = replace(shape, kinds=kinds_of(hint))
@@ -110,7 +110,7 @@ def fitted(policy: Policy, shape: Shape, *, counts_places: bool = True) -> tuple
     if binds:
         assert order is not None
         check_binding(order, policy)
-    return replace(policy, hint=hint, order=order), shape
+    return replace(policy, hint=hint, order=order).of_shape(shape), shape
 
 
 def check_binding(order: Order, policy: Policy) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from rrfp.schedule.hints.hint import WeightGradients
 from rrfp.schedule.patience.setting import IMPATIENT, described_patience
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
 
 POLICY = "policy"
 """The description's key for the effective policy, keyed by flag; a null bound withholds nothing."""
@@ -45,7 +45,7 @@ def stated_policy(description: Mapping[str, Any]) -> dict[str, Any]:
     is_ready = settings.get("dispatch", Dispatch.READY) == Dispatch.READY
     if is_bound or not is_ready or description.get("simulated") is True:
         return settings
-    return {**settings, "limit": DEFAULT_LIMIT}
+    return {**settings, "limit": PAPER_LIMIT}
 
 
 def policies_by_step(policies: Sequence[Mapping[str, object]]) -> dict[str, object]:

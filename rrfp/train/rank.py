@@ -255,7 +255,7 @@ def schedule_of(
     dispatch = DispatchSettings(
         hint=policy.hint,
         dispatch=policy.dispatch,
-        limit=policy.limit,
+        limit=settings.policy.limit,
         hold=settings.policy.hold,
         hold_features=settings.policy.hold_features,
         measure_memory=settings.policy.measure_memory,

@@ -16,7 +16,7 @@ from rrfp.schedule.dealing import AdmitAcross
 from rrfp.schedule.hints.hint import Hint, WeightGradients
 from rrfp.schedule.hold import Hold
 from rrfp.schedule.patience.setting import IMPATIENT, Patience
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.spills.room import DEFAULT_TRACE_MB, LEAST_MB_OF_A_RANK
 from rrfp.train.declared import AT_LEAST_1, Must, setting
@@ -96,8 +96,8 @@ class PolicySettings:
     )
     limit: int | None = setting(
         None,
-        f"Forwards a rank may run ahead of its backwards [{DEFAULT_LIMIT} if ready without "
-        "--hold].",
+        "Forwards a rank may run ahead of its backwards [if ready without --hold: what fills the "
+        f"pipeline, {PAPER_LIMIT} or more].",
     )
     hold: Hold | None = setting(
         None,

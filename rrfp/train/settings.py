@@ -86,13 +86,14 @@ class TrainSettings:
 
     @property
     def effective_policy(self) -> Policy:
-        """The policy in effect. Raises UsageError for parts that do not fit together."""
+        """The policy in effect. Raises UsageError for parts that do not fit together, and for a
+        hint that does not fit the shape."""
         asked = self.policy
         check_is_absolute(asked.hold)
         return Policy.with_usual_limit(
             *(self.hint, asked.dispatch, asked.limit, asked.hold, asked.w, asked.agreement),
             patience=asked.patience,
-        )
+        ).of_shape(self.shape)
 
     def check_policy(self) -> None:
         """Raise UsageError for parts of the policy that do not go together."""

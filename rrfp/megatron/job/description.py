@@ -15,7 +15,7 @@ from rrfp.megatron.settings import DispatchSettings
 from rrfp.schedule.hold import described_hold
 from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch
-from rrfp.schedule.shape import Placement
+from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.values import plain_integer
 from rrfp.trace.run_policy import unbound_policy
 
@@ -53,7 +53,9 @@ def dispatched(settings: DispatchSettings) -> Steering:
         hint,
         settings.placement,
         lambda *_: asked,
-        lambda _: settings.policy.described(),
+        lambda asked: settings.policy.of_shape(
+            Shape(asked["pp"], asked["microbatches"], asked["chunks"], settings.placement)
+        ).described(),
         settings.connect_s,
     )
 

@@ -10,7 +10,7 @@ from rrfp.schedule.hints.orders import ORDERS
 from rrfp.schedule.hints.table import HINTS
 from rrfp.schedule.hold import counts_microbatches
 from rrfp.schedule.patience.setting import AutoPatience
-from rrfp.schedule.policy import DEFAULT_LIMIT, AgreementRule, Dispatch, Policy
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Shape
 
@@ -73,7 +73,7 @@ def candidates_of(
         if hint.ranks_weight_gradients:
             offer(replace(ready, w=WeightGradients.RANKED))
         if may_bind and hint.name in ORDERS and asked.agreement is AgreementRule.INTERSECTION:
-            limit = None if asked.limit == DEFAULT_LIMIT else asked.limit
+            limit = None if asked.limits_by_shape else asked.limit
             hold = asked.hold if counts_microbatches(asked.hold) else None
             offer(Policy(hint, None, Dispatch.FIXED, limit, hold))
     return found

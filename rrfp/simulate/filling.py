@@ -1,0 +1,126 @@
+"""What a bound on memory costs that is too low to fill the pipeline.
+
+It is told by simulating a step of equal tasks: F, B and W of one length, and free messages. The
+measure is 1F1B of the same chunks (interleaved, if there are several), whose time is known:
+with C chunks on each of N ranks, M microbatches take C * max(M, N) + min(M, N) - 1 times as long as
+one microbatch takes on one chunk. A hint that takes longer even without a bound is measured against
+that, so that only what the bound itself costs is told.
+"""
+
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from rrfp.schedule.hints.hint import kinds_of
+from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy, filling_limit
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.play import play
+from rrfp.simulate.world import TaskTimes, World
+
+_TASK_NS = 1000
+
+_TOLERANCE = 1.01
+"""How many times as long as 1F1B a step may take under a bound that fills the pipeline."""
+
+_MOST_FORWARDS = 2**15
+"""Of a simulated step, which then takes some 60 ms. A larger one is simulated with fewer ranks and
+a bound that is lower in proportion. Where ranks of several chunks drain, more of them pay more."""
+
+_NUM_ROUNDS = 8
+"""The most microbatches of a simulated step, for each rank; more hardly change the price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfilled:
+    """A bound that cannot fill the pipeline."""
+
+    flag: str
+    """Which bound it is: limit or hold."""
+    bound: int
+    num_stages: int
+    price: float
+    """How many times as long a step takes."""
+    enough: int | None
+    """A higher bound, which fills it; None if there is none under this hint."""
+
+    def told(self) -> str:
+        """A sentence for whoever has set it."""
+        instead = (
+            "choose a hint that needs less, such as bfw-deep"
+            if self.enough is None
+            else f"use {self.enough} or more"
+        )
+        return (
+            f"{self.flag} {self.bound} cannot fill a pipeline of {self.num_stages} stages: a step "
+            f"takes about {self.price:.3g} times as long (simulated, equal tasks); {instead}, or "
+            f"leave --{self.flag} out"
+        )
+
+
+def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
+    """The bound that a user has set as a number, if it cannot fill a pipeline of this shape; None
+    for any other policy. Raises UsageError for a hint that does not fit the shape."""
+    flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
+    is_asked = policy.dispatch is Dispatch.READY and not policy.limits_by_shape
+    if not is_asked or not isinstance(bound, int) or not _withholds(flag, bound, shape):
+        return None
+    is_order = isinstance(policy.hint, Order)
+    if is_order and shape.num_ranks * _num_forwards_of_a_rank(shape) > _MOST_FORWARDS:
+        return None  # An order from a file is of this shape alone.
+    small = shape if is_order else _smaller(shape)
+
+    def time_ns(asked: int | None) -> int:
+        scaled = None if asked is None else max(1, asked * small.num_ranks // shape.num_ranks)
+        return _time_ns(replace(policy, **{flag: scaled}), small)
+
+    best_ns, under_it_ns = _time_of_1f1b_ns(small), time_ns(bound)
+    if under_it_ns <= _TOLERANCE * best_ns:
+        return None
+    best_ns = max(best_ns, time_ns(None))
+    price = under_it_ns / best_ns
+    if price <= _TOLERANCE:
+        return None
+    return Unfilled(flag, bound, shape.num_stages, price, _enough(policy, flag, bound, shape))
+
+
+def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
+    """What fills the pipeline, if it is more than this bound."""
+    limit = filling_limit(policy.hint.on(shape), shape)
+    if limit is None:
+        return None
+    enough = limit if flag == "limit" else -(-limit // shape.num_chunks)
+    return enough if enough > bound else None
+
+
+def _num_forwards_of_a_rank(shape: Shape) -> int:
+    return shape.num_chunks * shape.num_microbatches
+
+
+def _withholds(flag: str, bound: int, shape: Shape) -> bool:
+    """Whether a bound can withhold a forward."""
+    num = shape.num_microbatches if flag == "hold" else _num_forwards_of_a_rank(shape)
+    return bound < num
+
+
+def _smaller(shape: Shape) -> Shape:
+    """A shape like this one that is quick to simulate."""
+    num_ranks = shape.num_ranks
+    num_microbatches = min(shape.num_microbatches, _NUM_ROUNDS * num_ranks)
+    num_forwards = num_ranks * shape.num_chunks * num_microbatches
+    if num_forwards > _MOST_FORWARDS:
+        num_ranks = max(2, int(num_ranks * sqrt(_MOST_FORWARDS / num_forwards)))
+    num_microbatches = max(1, num_microbatches * num_ranks // shape.num_ranks)
+    return replace(shape, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def _time_of_1f1b_ns(shape: Shape) -> int:
+    fewer, more = sorted((shape.num_ranks, shape.num_microbatches))
+    return 3 * _TASK_NS * (shape.num_chunks * more + fewer - 1)
+
+
+def _time_ns(policy: Policy, shape: Shape) -> int:
+    hint = policy.hint.on(shape)
+    shape = replace(shape, kinds=kinds_of(hint))
+    rows = [[_TASK_NS] * shape.num_microbatches] * shape.num_stages
+    world = World(TaskTimes(rows, rows, rows))
+    return play(shape, replace(policy, hint=hint, order=None), world).makespan_ns
