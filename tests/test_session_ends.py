@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -59,7 +60,16 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
-    monkeypatch.setattr(children, "started", lambda _, *rest: started((program,), *rest))
+    command = (sys.executable, "-c", program)
+    monkeypatch.setattr(children, "started", lambda _, *rest: started(command, *rest))
+
+
+DONE = """
+from rrfp.train.ranks.liveness.heartbeat import finish, show_life
+show_life(waits_on_device=False)
+finish()
+"""
+"""A rank that has done all its work."""
 
 
 @pytest.mark.usefixtures("handlers_are_restored")
@@ -72,7 +82,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
         signal.raise_signal(SIGTERM)
         reported.append(run)
 
-    ranks_are(monkeypatch, "true")
+    ranks_are(monkeypatch, DONE)
     monkeypatch.setattr(cli_train, "_report", report)
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
     assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
@@ -81,7 +91,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
 
 @pytest.mark.usefixtures("handlers_are_restored")
 @pytest.mark.parametrize("node_rank", [0, 1])
-@pytest.mark.parametrize(("program", "code"), [("true", 0), ("false", 1)])
+@pytest.mark.parametrize(("program", "code"), [(DONE, 0), ("exit(1)", 1)])
 def test_sigterm_while_hosts_part_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
 ) -> None:
@@ -104,7 +114,7 @@ def test_sigterm_while_hosts_part_changes_nothing(
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
     assert asked.returncode == code, asked.stderr
     assert "Stopped by SIGTERM" not in asked.stderr
-    assert ("ended with exit code 1" in asked.stderr) == (code == 1)
+    assert ("exited with code 1 in start-up" in asked.stderr) == (code == 1)
     assert len(reported) == (code == 0 and node_rank == 0)
 
 
