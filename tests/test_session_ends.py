@@ -1,9 +1,14 @@
 """How a session of `rrfp train` ends: what it says, and that SIGTERM may come at any moment."""
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
+import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -185,3 +190,46 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     # Nothing is left to train.
     done = rrfp_here(tmp_path, "train", f"--out={run}", *TINY, *flags, *again)
     assert (done.returncode, "steps are trained" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.parametrize("is_ignored", [True, False], ids=["sighup-ignored", "sighup"])
+def test_a_terminal_that_goes_away(tmp_path: Path, is_ignored: bool) -> None:
+    """As when a window is closed, with `disown` or `nohup` before or without."""
+    run = RunDir(tmp_path / "run")
+    terminal, other_end = pty.openpty()
+
+    def be_in_terminal() -> None:
+        fcntl.ioctl(other_end, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+
+    flags = ("--pp=1", f"--steps={6 if is_ignored else 10**6}", "--save", str(tmp_path / "ck"))
+    command = [sys.executable, "-m", "rrfp", "train", "--out", str(run.path), *TINY, *flags]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=be_in_terminal,
+        **streams,
+    )
+    os.close(other_end)
+    try:
+        shown = b""
+        while len(read_metrics(run.path)) < 2:
+            assert process.poll() is None, shown.decode()
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        code = process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    ending = read_ending(run)
+    assert ending is not None
+    if is_ignored:
+        assert (code, ending.outcome, newest(tmp_path).step) == (0, Outcome.FINISHED, 6)
+    else:
+        assert (code, ending.outcome) == (1, Outcome.STOPPED)
+        assert ending.error == "the run was stopped by SIGHUP"
+    assert run.trace.exists()
+    assert not processes_of(run.path)
