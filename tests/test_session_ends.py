@@ -204,13 +204,14 @@ def test_a_terminal_that_goes_away(tmp_path: Path, is_ignored: bool) -> None:
 
     flags = ("--pp=1", f"--steps={6 if is_ignored else 10**6}", "--save", str(tmp_path / "ck"))
     command = [sys.executable, "-m", "rrfp", "train", "--out", str(run.path), *TINY, *flags]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), other_end)
     process = subprocess.Popen(
         command,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
         start_new_session=True,
         preexec_fn=be_in_terminal,
-        **streams,
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
     )
     os.close(other_end)
     try:

@@ -103,8 +103,6 @@ def _fail(error: Exception | SystemExit) -> NoReturn:
 
 def _end(exit_code: int) -> NoReturn:
     logging.shutdown()
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
     os._exit(exit_code)
 
 
