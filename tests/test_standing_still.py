@@ -241,3 +241,42 @@ def test_a_rank_that_ends_with_0_in_start_up_has_failed(
     with Training(tmp_path / "run", "--pp", "1", "--steps", "2") as training:
         code, _, err = training.ended()
     assert (code, "rank 0 exited with code 0 in start-up; see " in err) == (1, True), err
+
+
+BUSY = "import time; end = time.monotonic() + 40\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "silence", "warns"),
+    [
+        (
+            "import socket; server = socket.create_server(('127.0.0.1', 0)); "
+            "server.settimeout(40)\ntry: server.accept()\nexcept TimeoutError: pass",
+            "3",
+            True,
+        ),
+        ("import ctypes; assert ctypes.PyDLL(None).sleep(25) == 0", "15", False),
+        (
+            f"import subprocess; subprocess.run([sys.executable, '-c', {BUSY!r}], "
+            "start_new_session=True)",
+            "3",
+            False,
+        ),
+    ],
+    ids=["a-debugger", "c-code", "a-compiler"],
+)
+def test_a_healthy_rank_that_waits_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, silence: str, warns: bool
+) -> None:
+    monkeypatch.setenv("RRFP_STOP", "1:rrfp.train.training:Trainer.train_step:2")
+    monkeypatch.setenv("RRFP_STOP_BY", code)
+    monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
+    run = tmp_path / "run"
+    with Training(run, "--pp", "2", "--steps", "3", "--silence", silence) as training:
+        ended, _, err = training.ended(timeout_s=200)
+    assert ended == 0, err
+    assert ("Warning: rank 1 (pid " in err) == warns, err
+    if warns:
+        assert "its stack is in" in err
+        assert "in accept" in (run / "logs" / "rank-1.log").read_text()

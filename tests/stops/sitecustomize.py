@@ -7,6 +7,7 @@ On the path of a run under test, so that it is imported before anything else.
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import reduce
@@ -18,7 +19,11 @@ _rank, _, _where = os.environ.get("RRFP_STOP", "").partition(":")
 
 
 def _stop() -> None:
-    exec(os.environ.get("RRFP_STOP_BY", "os.kill(os.getpid(), signal.SIGSTOP)"), globals())
+    code = os.environ.get("RRFP_STOP_BY")
+    if code:
+        exec(code, globals())
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _stop_in(module: ModuleType, name: str, nth: int) -> None:
