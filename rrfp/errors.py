@@ -65,3 +65,18 @@ def did_you_mean(text: str, known: Iterable[str]) -> str:
     exchanged = [name for name in names if sorted(name) == sorted(text)]
     nearest = exchanged or get_close_matches(text, names, n=1)
     return f"; did you mean '{nearest[0]}'?" if nearest else ""
+
+
+def is_torchs_loss(error: BaseException) -> bool:
+    """Whether a collective of torch failed because the connection to a peer broke. It raises a bare
+    RuntimeError, and only the message says why."""
+    return _is_torchs(error, "connection")
+
+
+def is_torchs_silence(error: BaseException) -> bool:
+    """Whether a collective of torch failed because a peer was silent for too long."""
+    return _is_torchs(error, "timed out")
+
+
+def _is_torchs(error: BaseException, sign: str) -> bool:
+    return isinstance(error, RuntimeError) and sign in first_line(str(error)).lower()

@@ -1,5 +1,6 @@
 """What is done when a process' main thread has ended: links say farewell, traces are merged."""
 
+import signal
 import subprocess
 import sys
 
@@ -54,3 +55,31 @@ def test_it_is_done_once() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.splitlines() == ["main ends", "last True", "first True"]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise PeerLostError('rank 1 has ended')",
+        "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4711')",
+        "at_end.note(PeerLostError('rank 1 has ended')); sys.exit(1)",
+    ],
+)
+def test_one_that_has_lost_a_peer_waits_for_its_launcher(end: str) -> None:
+    script = (
+        "import sys\n"
+        "from rrfp.runtime.at_end import at_end\n"
+        "from rrfp.runtime.protocols import PeerLostError\n"
+        "at_end.call(lambda: print('the rest is done', flush=True))\n"
+        f"{end}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "the rest is done\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.terminate()
+    process.communicate()
+    assert process.returncode == -signal.SIGTERM

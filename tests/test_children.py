@@ -43,7 +43,10 @@ if how == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 if how in ("wait", "stubborn", "abort-when-asked"):
     time.sleep(60)
-sys.exit(0 if how == "end" else 3)
+if how == "end":
+    from rrfp.train.ranks.liveness.page import StatusPage
+    StatusPage(int(os.environ["RRFP_LIVENESS"].partition(",")[0])).finish()
+sys.exit(0 if how in ("end", "end-too-early") else 3)
 """
 
 
@@ -67,6 +70,13 @@ def no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type
 
 def test_all_that_end_well_are_no_failures(tmp_path: Path) -> None:
     assert run(tmp_path, "end", "end") == {}
+
+
+def test_exit_code_0_without_the_rank_s_note_is_a_failure(tmp_path: Path) -> None:
+    failures = run(tmp_path, "end", "end-too-early")
+    # The other one may not have ended yet.
+    own = [(rank, each.exit_code) for rank, each in failures.items() if not each.was_ended]
+    assert own == [(1, 0)]
 
 
 def test_one_failure_ends_them_all_and_its_report_is_read(
@@ -165,6 +175,7 @@ while not asked or how == "deaf":
     time.sleep(0.01)
 if how == "slowly":
     time.sleep(3)
+page.finish()
 sys.exit(0)
 """
 

@@ -66,7 +66,7 @@ ENDED, KILLED = -signal.SIGTERM - 100, -signal.SIGKILL - 100
         ({0: (1, LOST)}, "host 1 (b): rank 2 failed", "host 1 (b): rank 2 failed"),
         ({0: (1, SILENT)}, "host 1 (b) was silent", "host 1 (b) was silent"),
         ({0: (1, OWN)}, "host 1 (b) was silent", "rank 0 failed: no memory"),
-        ({3: (9, None)}, "", "rank 3 ended with exit code 9; see "),
+        ({3: (9, None)}, "", "rank 3 exited with code 9; see "),
         ({3: (-40, None)}, "", "rank 3 (pid 7) was killed by signal 40; "),
     ],
 )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from rrfp.train.ranks.children import run_to_end
 from rrfp.train.ranks.liveness import vigil as vigil_module
 from rrfp.train.ranks.liveness.child import Failure
-from rrfp.train.ranks.liveness.kernel import Sight, sight
+from rrfp.train.ranks.liveness.kernel import Sight, family_of, sight
 from rrfp.train.ranks.liveness.page import StatusPage, Waits, page_file
 from rrfp.train.ranks.liveness.stack import (
     Frame,
@@ -92,11 +92,13 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_ranks: int, sees_all: bool) -> None:
         monkeypatch.setattr(vigil_module, "sight", self._sight)
-        monkeypatch.setattr(vigil_module, "session_of", lambda _: [])
+        monkeypatch.setattr(vigil_module, "waits_for_itself", lambda rank: rank in self._locked)
+        monkeypatch.setattr(vigil_module, "family_of", lambda *_: [])
         self.vigil = Vigil(5.0, sees_all=sees_all)
         self._now_s = 0.0
         self._sights: dict[int, Sight] = {}
         self._pages: list[StatusPage] = []
+        self._locked: set[int] = set()
         for rank in range(num_ranks):
             with page_file() as file:
                 self._pages.append(StatusPage(file.fileno()))
@@ -123,6 +125,7 @@ class Watched:
         state, ran, runnable, traced, faults = "S", 0.0, 0.0, False, 0
         page, last = self._pages[rank], self._sights[rank]
         waits = Waits.NOTHING
+        self._locked.discard(rank)
         match way:
             case "stopped":
                 state = "T"
@@ -146,9 +149,11 @@ class Watched:
                 waits = Waits.PERHAPS
             case "computes":
                 ran = 1.0
-            case "silent" | "inert":
+            case "inert":
+                self._locked.add(rank)
+            case "silent" | "sleeps":
                 pass
-        if way in ("waits", "polls", "waits-perhaps", "computes", "inert", "disk"):
+        if way in ("waits", "polls", "waits-perhaps", "computes", "inert", "disk", "sleeps"):
             page.beat(waits, f"{way}.py:1 in f")
         if way == "disk":
             state = "D"
@@ -166,7 +171,6 @@ class Watched:
     ("ways", "why"),
     [
         (["waits", "stopped", "polls"], Why.STOPPED),
-        (["waits", "silent", "polls"], Why.SILENT),
         (["waits", "inert", "polls"], Why.INERT),
         # Whoever waits for one that is stopped may be unable to beat meanwhile.
         (["silent", "stopped", "silent"], Why.STOPPED),
@@ -207,26 +211,47 @@ def test_who_works_or_waits_for_others_is_left_alone(
 
 
 @pytest.mark.parametrize(
-    ("way", "why"),
+    ("way", "why", "limit_s"),
     [
-        ("hangs-in-kernel", Why.IN_KERNEL),
-        ("disk", Why.IN_KERNEL),
-        ("waits-perhaps", Why.INERT),
+        ("hangs-in-kernel", Why.IN_KERNEL, 300),
+        ("disk", Why.IN_KERNEL, 300),
+        ("waits-perhaps", Why.INERT, 300),
+        ("sleeps", Why.INERT, 300),
+        ("silent", Why.SILENT, 100),
     ],
 )
-def test_what_may_only_be_slow_is_given_longer(
-    monkeypatch: pytest.MonkeyPatch, way: str, why: Why
+def test_what_may_only_be_slow_is_given_longer_and_warned_of(
+    monkeypatch: pytest.MonkeyPatch, way: str, why: Why, limit_s: float
 ) -> None:
-    found = Watched(monkeypatch, 2, sees_all=True).pass_s("waits", way, for_s=600)
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    assert watched.pass_s("waits", way, for_s=8) is None
+    assert watched.vigil.to_warn() == []
+    assert watched.pass_s("waits", way, for_s=4) is None
+    ((rank, still),) = watched.vigil.to_warn()
+    assert (rank, still.why, still.limit_s) == (1, why, limit_s)
+    assert watched.vigil.to_warn() == []
+    found = watched.pass_s("waits", way, for_s=1000)
     assert found is not None
     after_s, rank, standstill = found
     assert (rank, standstill.why) == (1, why)
-    assert 50 <= after_s <= 53
+    assert limit_s <= 12 + after_s <= limit_s + 3
+
+
+def test_one_that_goes_on_and_stands_still_again_is_warned_of_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = Watched(monkeypatch, 2, sees_all=True)
+    for _ in range(2):
+        assert watched.pass_s("waits", "sleeps", for_s=12) is None
+        assert [rank for rank, _ in watched.vigil.to_warn()] == [1]
+        assert watched.pass_s("waits", "computes", for_s=1) is None
+        assert watched.vigil.to_warn() == []
 
 
 def test_another_host_may_be_what_one_perhaps_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=False)
     assert watched.pass_s("waits", "waits-perhaps", for_s=600) is None
+    assert watched.pass_s("waits", "sleeps", for_s=600) is None
 
 
 def test_ranks_that_all_wait_for_another_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +271,7 @@ def test_another_host_may_be_what_all_wait_for(monkeypatch: pytest.MonkeyPatch) 
 def test_who_only_reads_what_it_imports_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, 2, sees_all=True)
     assert watched.pass_s("imports", "imports", for_s=100) is None
-    assert watched.pass_s("imports", "silent", for_s=10) is not None
+    assert watched.pass_s("imports", "silent", for_s=110) is not None
 
 
 def test_who_has_ended_is_watched_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +330,8 @@ def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
 
 
 RANK = """
-import os, pathlib, signal, subprocess, sys, threading, time
-from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+import ctypes, os, pathlib, signal, socket, subprocess, sys, threading, time
+from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, finish, show_life
 end_with_launcher()
 how, here = sys.argv[1].split(",")[int(os.environ["RANK"])], pathlib.Path(sys.argv[2])
 child = subprocess.Popen(["sleep", "300"])
@@ -316,7 +341,15 @@ if how == "stop-before-it-beats":
 show_life(waits_on_device=False)
 enter("in step 7")
 def hang():
-    time.sleep(300)
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+def wait_in_accept():
+    server = socket.create_server(("127.0.0.1", 0))
+    client = f"import socket, time; time.sleep({WAIT_S}); "
+    client += f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+    subprocess.Popen([sys.executable, "-c", client])
+    server.accept()
 def compute(until_s):
     while time.monotonic() < until_s:
         sum(range(10**5))
@@ -343,15 +376,47 @@ elif how == "stop-shortly":
 elif how == "stop-as-it-ends":
     import atexit
     atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+elif how == "wait-in-accept":
+    wait_in_accept()
+elif how == "wait-for-input":
+    read, write = os.pipe()
+    subprocess.Popen(["sh", "-c", f"sleep {WAIT_S}; echo >&{write}"], pass_fds=[write])
+    os.read(read, 1)
+elif how == "wait-for-a-process-that-sleeps":
+    subprocess.run(["sleep", str(WAIT_S)])
+elif how == "sleep":
+    time.sleep(WAIT_S)
+elif how == "sleep-and-hold-the-gil" and ctypes.PyDLL(None).sleep(WAIT_S):
+    sys.exit("a signal has interrupted the sleep")
+elif how == "leave-it-to-another-session":
+    busy = f"import time\\nwhile time.monotonic() < {now_s + WAIT_S}: pass"
+    subprocess.run([sys.executable, "-c", busy], start_new_session=True)
+elif how == "leave-it-to-an-orphan":
+    busy = f"import time\\nwhile time.monotonic() < {now_s + WAIT_S}: pass"
+    (here / "busy.py").write_text(busy)
+    read, write = os.pipe()
+    orphan = f"setsid {sys.executable} {here}/busy.py &"
+    subprocess.run(["sh", "-c", orphan], pass_fds=[write])
+    os.close(write)
+    os.read(read, 1)
+finish()
 """
+WAIT_S = 18
+"""How long ranks wait that are no longer to be killed: more than ten times the silence below."""
 
 SILENCE_S = 3.0
 
 
-def run(directory: Path, *ways: str, silence_s: float = SILENCE_S) -> dict[int, Failure]:
-    command = (sys.executable, "-c", RANK, ",".join(ways), str(directory))
+def run(
+    directory: Path,
+    *ways: str,
+    silence_s: float = SILENCE_S,
+    warn: Callable[[int, int, Standstill, str], None] = lambda *_: None,
+) -> dict[int, Failure]:
+    program = f"WAIT_S = {WAIT_S}\n{RANK}"
+    command = (sys.executable, "-c", program, ",".join(ways), str(directory))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
-    return run_to_end(command, environments, directory, silence_s=silence_s)
+    return run_to_end(command, environments, directory, silence_s=silence_s, warn=warn)
 
 
 def pids_of(directory: Path) -> list[int]:
@@ -375,6 +440,69 @@ def no_process_is_left(tmp_path: Path) -> Iterator[None]:
 def test_ranks_that_work_or_stop_shortly_end_by_themselves(tmp_path: Path) -> None:
     ways = ("compute", "hold-the-gil", "leave-it-to-a-process", "stop-shortly")
     assert run(tmp_path, *ways) == {}
+
+
+def test_waits_that_can_end_are_warned_of_and_not_disturbed(tmp_path: Path) -> None:
+    """A debugger, a slow server, a child, a sleep; and C code that holds the interpreter."""
+    warned: dict[int, tuple[Standstill, str]] = {}
+
+    def warn(rank: int, _: int, still: Standstill, stacks: str) -> None:
+        warned[rank] = still, stacks
+
+    ways = (
+        "wait-in-accept",
+        "wait-for-input",
+        "wait-for-a-process-that-sleeps",
+        "sleep",
+        "sleep-and-hold-the-gil",
+    )
+    assert run(tmp_path, *ways, silence_s=1.5, warn=warn) == {}
+    assert set(warned) == set(range(len(ways)))
+    functions = [frames_in_dump(stacks) for _, stacks in warned.values()]
+    assert any(frame.function == "wait_in_accept" for frames in functions for frame in frames)
+    still, stacks = warned[4]
+    assert (still.why, stacks) == (Why.SILENT, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["leave-it-to-another-session", "leave-it-to-an-orphan"])
+def test_a_rank_whose_descendants_compute_is_at_work(tmp_path: Path, way: str) -> None:
+    assert run(tmp_path, way, silence_s=1.5, warn=pytest.fail) == {}  # type: ignore[arg-type]
+
+
+def _sleeps(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+    except OSError:
+        return False
+
+
+def test_descendants_are_found_by_their_parents_and_orphans_by_their_environment() -> None:
+    code = "import subprocess as s; s.Popen(['sleep', '60'], start_new_session=True).wait()"
+    mark = f"RRFP_TEST={os.getpid()}"
+    # Its parent ends at once.
+    parent = subprocess.Popen(
+        ["sh", "-c", f'(setsid sleep 61 & echo $!); exec {sys.executable} -c "{code}"'],
+        env=os.environ | {"RRFP_TEST": str(os.getpid())},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    orphaned = int(parent.stdout.readline())
+    found: list[int] = []
+    try:
+        deadline_s = time.monotonic() + 60
+        while not all(map(_sleeps, found)) or len(found) < 2:
+            assert time.monotonic() < deadline_s, found
+            found = family_of(parent.pid, [mark.encode()])
+        assert orphaned in found
+        assert set(family_of(parent.pid, [mark.encode(), b"RRFP_OTHER=1"])) == {*found} - {orphaned}
+    finally:
+        for pid in {*found, orphaned}:
+            os.kill(pid, signal.SIGKILL)
+        parent.kill()
+        parent.communicate()
 
 
 @pytest.mark.parametrize(

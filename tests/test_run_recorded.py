@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -269,3 +270,44 @@ def test_what_our_schedule_refuses_ends_the_job_with_a_sentence(tmp_path: Path) 
     assert "with placement v; build it for" in done.stderr
     # The tracebacks are torchrun's.
     assert f'"{JOB}", line' not in done.stderr
+
+
+FAILING = """
+import os, sys
+from megatron.core.pipeline_parallel import schedules
+
+forward_step, calls = schedules.forward_step, []
+
+def failing(*arguments, **more):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 6:
+        {end}
+    return forward_step(*arguments, **more)
+
+schedules.forward_step = failing
+from tests.megatron_job import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("sys.exit(3)", 3),
+        pytest.param("os._exit(3)", 3, marks=pytest.mark.slow),
+        pytest.param("raise ValueError('rank 1 is at fault')", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_torchrun_reports_the_rank_that_failed_and_not_its_peer(
+    tmp_path: Path, end: str, code: int
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(FAILING.format(end=end))
+    done = launched(tmp_path, "--no-trace", job=job)
+    assert done.returncode == 1
+    _, _, root_cause = done.stderr.partition("Root Cause")
+    assert re.search(r"rank +: 1 ", root_cause), done.stderr
+    assert re.search(rf"exitcode +: {code} ", root_cause), done.stderr
+    # The other one has said why it failed, and waits.
+    assert "rank 1 closed its connection without a farewell (seen by rank 0)" in done.stderr
+    assert "(SIGTERM)" in done.stderr

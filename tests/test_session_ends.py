@@ -3,7 +3,12 @@
 import fcntl
 import json
 import os
+import pty
+import select
 import signal
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -61,7 +66,16 @@ def test_sigterm_before_the_ranks_run_ends_with_0(
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Let the launcher start this program for every rank."""
-    monkeypatch.setattr(children, "started", lambda _, *rest: started((program,), *rest))
+    command = (sys.executable, "-c", program)
+    monkeypatch.setattr(children, "started", lambda _, *rest: started(command, *rest))
+
+
+DONE = """
+from rrfp.train.ranks.liveness.heartbeat import finish, show_life
+show_life(waits_on_device=False)
+finish()
+"""
+"""A rank that has done all its work."""
 
 
 @pytest.mark.usefixtures("handlers_are_restored")
@@ -74,7 +88,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
         signal.raise_signal(SIGTERM)
         reported.append(run)
 
-    ranks_are(monkeypatch, "true")
+    ranks_are(monkeypatch, DONE)
     monkeypatch.setattr(cli_train, "_report", report)
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run")
     assert (asked.returncode, reported) == (0, [RunDir(Path("run"))]), asked.stderr
@@ -83,7 +97,7 @@ def test_sigterm_after_the_ranks_ran_changes_nothing(
 
 @pytest.mark.usefixtures("handlers_are_restored")
 @pytest.mark.parametrize("node_rank", [0, 1])
-@pytest.mark.parametrize(("program", "code"), [("true", 0), ("false", 1)])
+@pytest.mark.parametrize(("program", "code"), [(DONE, 0), ("exit(1)", 1)])
 def test_sigterm_while_hosts_part_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node_rank: int, program: str, code: int
 ) -> None:
@@ -106,7 +120,7 @@ def test_sigterm_while_hosts_part_changes_nothing(
     asked = rrfp_here(tmp_path, "train", *FLAGS, "--save=ck", "--out=run", *hosts)
     assert asked.returncode == code, asked.stderr
     assert "Stopped by SIGTERM" not in asked.stderr
-    assert ("ended with exit code 1" in asked.stderr) == (code == 1)
+    assert ("exited with code 1 in start-up" in asked.stderr) == (code == 1)
     assert len(reported) == (code == 0 and node_rank == 0)
 
 
@@ -205,3 +219,47 @@ def test_what_a_dead_run_was_saving_goes_with_the_next_start(tmp_path: Path) -> 
     done = rrfp_here(tmp_path, *again)
     assert (done.returncode, "All 2 steps are trained" in done.stderr) == (0, True)
     assert not saving.exists()
+
+
+@pytest.mark.parametrize("is_ignored", [True, False], ids=["sighup-ignored", "sighup"])
+def test_a_terminal_that_goes_away(tmp_path: Path, is_ignored: bool) -> None:
+    """As when a window is closed, with `disown` or `nohup` before or without."""
+    run = RunDir(tmp_path / "run")
+    terminal, other_end = pty.openpty()
+
+    def be_in_terminal() -> None:
+        fcntl.ioctl(other_end, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+
+    flags = ("--pp=1", f"--steps={6 if is_ignored else 10**6}", "--save", str(tmp_path / "ck"))
+    command = [sys.executable, "-m", "rrfp", "train", "--out", str(run.path), *TINY, *flags]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=be_in_terminal,
+        stdin=other_end,
+        stdout=other_end,
+        stderr=other_end,
+    )
+    os.close(other_end)
+    try:
+        shown = b""
+        while len(read_metrics(run.path)) < 2:
+            assert process.poll() is None, shown.decode()
+            if select.select([terminal], [], [], 0.1)[0]:
+                shown += os.read(terminal, 1 << 16)
+        os.close(terminal)
+        code = process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    ending = read_ending(run)
+    assert ending is not None
+    if is_ignored:
+        assert (code, ending.outcome, newest(tmp_path).step) == (0, Outcome.FINISHED, 6)
+    else:
+        assert (code, ending.outcome) == (1, Outcome.STOPPED)
+        assert ending.error == "the run was stopped by SIGHUP"
+    assert run.trace.exists()
+    assert not processes_of(run.path)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rrfp.trace.outcome import Outcome, read_ending
+from rrfp.trace.rundir import RunDir
 from tests.trained import ENDLESS, Training, await_no_process, pid_of, processes_of, read_metrics
 
 STOPS = Path(__file__).parent / "stops"
@@ -186,3 +189,94 @@ def test_a_rank_stopped_at_any_time_ends_the_run_and_is_named(tmp_path: Path, se
             pytest.skip("the rank had ended before the signal stopped it")
         assert err.splitlines()[-1].startswith(f"rrfp: rank {rank} (pid {pid}) stood still "), err
         assert not processes_of(training.run)
+
+
+TOO_EARLY = {
+    "os._exit": "os._exit(0)",
+    "sys.exit": "sys.exit(0)",
+    "sys.exit-without-a-code": "sys.exit()",
+    "a-c-library": "import ctypes; ctypes.CDLL(None).exit(0)",
+    "a-thread": "import threading; t = threading.Thread(target=os._exit, args=[0]); "
+    "t.start(); t.join(60)",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        pytest.param("os._exit", "--pp 2", marks=pytest.mark.slow),
+        ("sys.exit", "--pp 1 --save saved"),
+        pytest.param("sys.exit", "--pp 2 --dp 2", marks=pytest.mark.slow),
+        pytest.param("sys.exit-without-a-code", "--pp 1", marks=pytest.mark.slow),
+        pytest.param("a-c-library", "--pp 1", marks=pytest.mark.slow),
+        pytest.param("a-thread", "--pp 1", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_end_with_0_before_their_last_step_have_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, flags: str
+) -> None:
+    monkeypatch.setenv("RRFP_STOP", "*:megatron.core.pipeline_parallel.schedules:forward_step:14")
+    monkeypatch.setenv("RRFP_STOP_BY", TOO_EARLY[how])
+    monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
+    more = flags.replace("saved", str(tmp_path / "saved")).split()
+    run = tmp_path / "run"
+    with Training(run, "--steps", "8", *more) as training:
+        code, _, err = training.ended()
+    assert code == 1, err
+    last = err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"rrfp: rank \d exited with code 0 in step 3 of 8; see {run}/logs/rank-\d\.log", last
+    )
+    ending = read_ending(RunDir(run))
+    assert ending is not None
+    assert (ending.outcome, ending.error) == (Outcome.FAILED, last.removeprefix("rrfp: "))
+
+
+def test_a_rank_that_ends_with_0_in_start_up_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RRFP_STOP", "*:rrfp.train.settings::1")
+    monkeypatch.setenv("RRFP_STOP_BY", "os._exit(0)")
+    monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
+    with Training(tmp_path / "run", "--pp", "1", "--steps", "2") as training:
+        code, _, err = training.ended()
+    assert (code, "rank 0 exited with code 0 in start-up; see " in err) == (1, True), err
+
+
+BUSY = "import time; end = time.monotonic() + 40\nwhile time.monotonic() < end: pass"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "silence", "warns"),
+    [
+        (
+            "import socket; server = socket.create_server(('127.0.0.1', 0)); "
+            "server.settimeout(40)\ntry: server.accept()\nexcept TimeoutError: pass",
+            "3",
+            True,
+        ),
+        ("import ctypes; assert ctypes.PyDLL(None).sleep(25) == 0", "15", False),
+        (
+            f"import subprocess; subprocess.run([sys.executable, '-c', {BUSY!r}], "
+            "start_new_session=True)",
+            "3",
+            False,
+        ),
+    ],
+    ids=["a-debugger", "c-code", "a-compiler"],
+)
+def test_a_healthy_rank_that_waits_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, silence: str, warns: bool
+) -> None:
+    monkeypatch.setenv("RRFP_STOP", "1:rrfp.train.training:Trainer.train_step:2")
+    monkeypatch.setenv("RRFP_STOP_BY", code)
+    monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
+    run = tmp_path / "run"
+    with Training(run, "--pp", "2", "--steps", "3", "--silence", silence) as training:
+        ended, _, err = training.ended(timeout_s=200)
+    assert ended == 0, err
+    assert ("Warning: rank 1 (pid " in err) == warns, err
+    if warns:
+        assert "its stack is in" in err
+        assert "in accept" in (run / "logs" / "rank-1.log").read_text()

@@ -1,12 +1,15 @@
-"""What happens when nobody reads what a command prints (`rrfp ... | head -1`): it goes on, unheard.
+"""What happens when nobody reads what a command prints (`rrfp ... | head -1`, a terminal that was
+closed): it goes on, unheard.
 
 So its work comes to its end and its exit code tells of that work: a training under a closed pipe is
 trained, and a gate that fails still fails.
 """
 
 import codecs
+import errno
 import io
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,13 +67,20 @@ class _ForgivingFile(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            if not self._leads_nowhere(error):
+                raise
             self.has_lost_reader = True
             # Whatever else writes there, the interpreter at its end among them, fails no more.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return memoryview(data).nbytes
+
+    def _leads_nowhere(self, error: OSError) -> bool:
+        """Whether the reader has gone: that of a pipe, or the terminal. A disk may fail, too."""
+        is_terminal = stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+        return error.errno == errno.EPIPE or (error.errno == errno.EIO and is_terminal)
 
 
 def _forgiving(stream: TextIO | None) -> TextIO:

@@ -167,6 +167,7 @@ class ForwardBackward:
         notified, and so are ranks that wait for links to open.
         """
         self.was_called = True
+        at_end.note(None)
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]
         config = get_model_config(models[0])
         groups = step_groups(p2p_communicator, pg_collection)
@@ -216,6 +217,7 @@ class ForwardBackward:
                 links, opening, place, steering, device, forward_only=forward_only
             )
         except BaseException as error:
+            at_end.note(error)
             if opening is not None:
                 tell_of_failure(default_store(), opening, place.rank, error)
             # With a farewell: the neighbours may still be in the step before.
@@ -267,7 +269,8 @@ class ForwardBackward:
                 pace,
                 force_all_reduce,
             )
-        except BaseException:
+        except BaseException as error:
+            at_end.note(error)
             links.close(farewell=False)
             raise
 

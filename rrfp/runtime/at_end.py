@@ -2,11 +2,22 @@
 
 A training script calls nothing of ours at its end. So a separate thread joins the main thread, and
 the interpreter joins that thread before it tears anything down.
+
+A process that ends only because a peer failed waits there, too: whoever started both reports the
+first one that ends, and keeps its exit code (torchrun, srun).
 """
 
 import logging
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+
+from rrfp.errors import is_torchs_loss
+from rrfp.runtime.protocols import PeerLostError
+
+PEERS_END_S = 15.0
+"""How long a process waits for its launcher to end it after a peer has failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -19,6 +30,11 @@ class AtEnd:
         # Guarded by the lock.
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
+        self._has_lost_peer = False
+
+    def note(self, error: BaseException | None) -> None:
+        """Note how the last step failed; None if another one has begun."""
+        self._has_lost_peer = error is not None and _is_loss(error)
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` at the end. It must neither raise nor block without bound, nor start a
@@ -33,6 +49,8 @@ class AtEnd:
     def _wait(self) -> None:
         threading.main_thread().join()
         self.run()
+        if self._has_lost_peer or any(map(_is_loss, _uncaught())):
+            time.sleep(PEERS_END_S)
 
     def run(self) -> None:
         """Call the functions now, for a process that ends in another way."""
@@ -47,3 +65,16 @@ class AtEnd:
 
 at_end = AtEnd()
 """This process' functions."""
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether it says that a peer's process has ended."""
+    return isinstance(error, PeerLostError) or is_torchs_loss(error)
+
+
+def _uncaught() -> Iterator[BaseException]:
+    """The error that has ended the main thread, if one has, and those that it followed from."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -37,6 +37,7 @@ from rrfp.train.metrics import Metrics
 from rrfp.train.models.model import ModelChunks, build_model
 from rrfp.train.pacing import pace_of
 from rrfp.train.ranks.liveness.heartbeat import enter
+from rrfp.train.ranks.liveness.vigil import C_CALL
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings
@@ -252,6 +253,8 @@ def schedule_of(
         on_gpu = settings.run.device is DeviceKind.CUDA
         return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)
     policy = settings.effective_policy
+    # On one host the launcher finds whoever stops, and gives one that holds the interpreter longer.
+    times = C_CALL if settings.run.nnodes == 1 else 1
     dispatch = DispatchSettings(
         hint=policy.hint,
         dispatch=policy.dispatch,
@@ -267,6 +270,6 @@ def schedule_of(
         transport=settings.layout.transport,
         outbox_mb=settings.layout.outbox_mb,
         tls=settings.layout.tls,
-        silence_s=settings.run.silence + _LATER_S,
+        silence_s=settings.run.silence * times + _LATER_S,
     )
     return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

@@ -1,5 +1,6 @@
 """Stops a rank (SIGSTOP) as it calls a function for the nth time: `RRFP_STOP=RANK:MODULE:NAME:N`.
-Without a name, as it imports the module.
+Without a name, as it imports the module. `RRFP_STOP_BY` is Python code to be executed instead; with
+`*` for the rank, by every rank.
 
 On the path of a run under test, so that it is imported before anything else.
 """
@@ -18,7 +19,11 @@ _rank, _, _where = os.environ.get("RRFP_STOP", "").partition(":")
 
 
 def _stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    code = os.environ.get("RRFP_STOP_BY")
+    if code:
+        exec(code, globals())
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _stop_in(module: ModuleType, name: str, nth: int) -> None:
@@ -63,7 +68,8 @@ class _Finder:
 
 
 # What a rank starts has its variables, too.
-if _rank and os.environ.get("RANK") == _rank and "rrfp.train.ranks.process" in sys.orig_argv:
+_is_meant = _rank and _rank in ("*", os.environ.get("RANK"))
+if _is_meant and "rrfp.train.ranks.process" in sys.orig_argv:
     _module, _name, _nth = _where.split(":")
     if _module in sys.modules:
         _stop_in(sys.modules[_module], _name, int(_nth))

@@ -4,14 +4,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rrfp.errors import RrfpError
+from rrfp.errors import RrfpError, is_torchs_loss, is_torchs_silence
 from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
 from rrfp.train.checkpoints import random_states
 from rrfp.train.checkpoints.directory import Checkpoint
 from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
 from rrfp.train.checkpoints.reading import executing_nothing
 from rrfp.train.checkpoints.tensors import TrainedTensors
-from rrfp.train.ranks.failure import is_torchs_loss, is_torchs_silence
 from rrfp.train.ranks.parallel import Layout
 from rrfp.train.setting_groups import DeviceKind
 from rrfp.train.settings import TrainSettings

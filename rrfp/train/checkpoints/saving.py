@@ -257,14 +257,14 @@ class _Thread(threading.Thread):
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__(name="rrfp-checkpoint")
         self._work = work
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         """Why it failed."""
         self.start()
 
     def run(self) -> None:
         try:
             self._work()
-        except Exception as error:
+        except BaseException as error:  # a thread that calls sys.exit() has written nothing either
             self.error = error
 
 

@@ -5,6 +5,7 @@ Nothing here listens or connects.
 """
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rrfp.errors import RrfpError
+from rrfp.runtime import variables
 from rrfp.train.ranks.liveness.child import Child, Failure, started
 from rrfp.train.ranks.liveness.vigil import LOOK_S, Standstill, Vigil
 from rrfp.train.ranks.stopping import StopRequestedError, ignore_sigterm
@@ -42,12 +44,15 @@ def run_to_end(
     lost: Callable[[], RrfpError | None] = lambda: None,
     silence_s: float = math.inf,
     is_whole: bool = True,
+    warn: Callable[[int, int, Standstill, str], None] = lambda *_: None,
 ) -> dict[int, Failure]:
     """Run the command once per rank, with the rank's variables added to this process' environment,
-    until all have ended; returns the failures. As soon as one rank fails, the others are ended, and
-    so it is if one stands still for `silence_s` (`rrfp.train.ranks.liveness`); `is_whole` says that
-    the run has no other ranks than these. All are ended, too, once `lost` gives an error, because
-    another host is; it is raised.
+    until all have ended; returns the failures. A rank has failed unless it ends with 0 and has
+    noted that it has done all its work (`rrfp.train.ranks.liveness.heartbeat.finish`). As soon as
+    one rank fails, the others are ended, and so it is if one stands still for `silence_s`
+    (`rrfp.train.ranks.liveness`); `warn` gets the rank, its process, how it stands still, and its
+    stacks, if it may do so for longer. `is_whole` says that the run has no other ranks than these.
+    All are ended, too, once `lost` gives an error, because another host is; it is raised.
 
     Error files go to `directory`. With `end_on_request` the ranks take SIGTERM as a request
     (`rrfp.train.ranks.stopping`): the first one that comes here is passed on, and they end by
@@ -65,9 +70,10 @@ def run_to_end(
                 for rank, environment in environments.items():
                     child = started(command, environment, directory / f"error-{rank}.json")
                     children[rank] = child
-                    vigil.add(rank, child.pid, child.page)
+                    marks = (f"{variables.LAUNCHER}={os.getpid()}", f"RANK={rank}")
+                    vigil.add(rank, child.pid, child.page, [*map(str.encode, marks)])
             return _watch(
-                *(children, noted, lost, vigil),
+                *(children, noted, lost, vigil, warn),
                 end_on_request=end_on_request,
                 is_whole=is_whole,
             )
@@ -82,6 +88,7 @@ def _watch(
     noted: list[signal.Signals],
     lost: Callable[[], RrfpError | None],
     vigil: Vigil,
+    warn: Callable[[int, int, Standstill, str], None],
     *,
     end_on_request: bool,
     is_whole: bool,
@@ -121,6 +128,9 @@ def _watch(
                 if child.has_ended:
                     vigil.remove(rank)
             _end_still(children, vigil.look(now_s))
+            for rank, still in vigil.to_warn():
+                stacks = "" if still.is_silent else children[rank].stacks()
+                warn(rank, children[rank].pid, still, stacks)
         time.sleep(_LOOK_S)
     time.sleep(_LOOK_S)  # others that fail now tell why themselves
     if not any(failure.standstill for failure in failures.values()):

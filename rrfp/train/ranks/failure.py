@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rrfp.errors import first_line
 from rrfp.trace.files.whole_file import open_whole
 from rrfp.trace.outcome import Culprit
 
@@ -65,18 +64,3 @@ class FailureReport:
             culprit = message["report"].get("culprit")
             return report if culprit is None else replace(report, culprit=Culprit.decode(culprit))
         return None
-
-
-def is_torchs_loss(error: BaseException) -> bool:
-    """Whether a collective of torch failed because the connection to a peer broke. It raises a bare
-    RuntimeError, and only the message says why."""
-    return _is_torchs(error, "connection")
-
-
-def is_torchs_silence(error: BaseException) -> bool:
-    """Whether a collective of torch failed because a peer was silent for too long."""
-    return _is_torchs(error, "timed out")
-
-
-def _is_torchs(error: BaseException, sign: str) -> bool:
-    return isinstance(error, RuntimeError) and sign in first_line(str(error)).lower()

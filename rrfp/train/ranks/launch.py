@@ -1,10 +1,12 @@
 """Starts the ranks of this host and reports how they ended."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
 from rrfp.trace.rundir import RunDir
 from rrfp.train.data.contents import data_contents
 from rrfp.train.open_files import allow_open_files
+from rrfp.train.ranks.cgroup import CgroupLimits
 from rrfp.train.ranks.children import SignalledError, run_to_end
 from rrfp.train.ranks.liveness.child import Failure
 from rrfp.train.ranks.liveness.stack import frames_in_dump, standing_at
@@ -32,6 +35,9 @@ TRAINING = "rrfp.train.rank"
 
 _MEETING_S = 300.0
 """How long a host waits for the others."""
+
+_IN_STEP = re.compile(r"\bstep \d+$")
+_ADVICE = {Why.STOPPED: "see who stops it", Why.FROZEN: "see who freezes it"}
 
 _TORCHS_LOG = "TORCH_CPP_LOG_LEVEL"
 """The variable with the least level that torch's C++ logs on stderr, read as torch is imported."""
@@ -53,6 +59,7 @@ def launch(
     main thread.
     """
     allow_open_files(settings.layout.world_size)
+    limits = CgroupLimits()
     command = (sys.executable, "-m", "rrfp.train.ranks.process", work, str(run.path))
     with own_directory() as directory:
         own = {variables.DIRECTORY: str(directory)}
@@ -72,16 +79,27 @@ def launch(
                     lost=elsewhere.lost,
                     silence_s=settings.run.silence,
                     is_whole=settings.run.nnodes == 1,
+                    warn=partial(_warn_still, run, tell),
                 )
             except SignalledError as error:
                 if error.number == signal.SIGINT:
                     # As if it came now, to whoever handles it here.
                     signal.raise_signal(signal.SIGINT)
                     raise KeyboardInterrupt from None
+                if error.number == signal.SIGHUP:
+                    # A terminal that goes away may say so more than once.
+                    signal.signal(signal.SIGHUP, signal.SIG_IGN)
                 raise StoppedError(f"the run was stopped by {error.number.name}") from None
+            except RrfpError as error:
+                note = limits.note(str(error))
+                if not note or type(error) is not RrfpError:
+                    raise
+                raise RrfpError(f"{error}{note}") from None
             if failures:
-                _log_stacks(failures, run)
-                raise _first_failure(failures, run, elsewhere.reason)
+                for rank, failure in failures.items():
+                    _log_stacks(run, rank, "It stood still, and was killed", failure.stacks)
+                num_steps = settings.num_steps if work == TRAINING else None
+                raise _first_failure(failures, run, elsewhere.reason, num_steps, limits)
 
 
 def _warn_of_open_ports(settings: TrainSettings, network: str) -> None:
@@ -172,15 +190,20 @@ def _environments(
 
 
 def _first_failure(
-    failures: Mapping[int, Failure], run: RunDir, elsewhere: Callable[[], RrfpError | None]
+    failures: Mapping[int, Failure],
+    run: RunDir,
+    elsewhere: Callable[[], RrfpError | None],
+    num_steps: int | None = None,
+    limits: CgroupLimits | None = None,
 ) -> RrfpError:
-    """The failure that caused the others, as an error."""
+    """The failure that caused the others, as an error. `num_steps` are those of the run, if its
+    ranks count them, and `limits` are those that processes of this host have reached."""
 
     def precedence(rank: int) -> tuple[int, float]:
         failure, report = failures[rank], failures[rank].report
         if failure.exit_code < 0 and not failure.was_ended:
             level = 0
-        elif report is not None and report.is_own:
+        elif not failure.was_ended if report is None else report.is_own:
             level = 1
         elif failure.standstill is not None:
             level = 2
@@ -193,7 +216,7 @@ def _first_failure(
     process, report = f"rank {rank} (pid {failure.pid})", failure.report
     if failure.exit_code < 0 and not failure.was_ended:
         return RunFailedError(
-            f"{process} was killed by {_signal_name(-failure.exit_code)}; its last output is in "
+            f"{process} was killed by {_killer(-failure.exit_code, limits)}; its last output is in "
             f"{log}",
             Culprit(FoundBy.LAUNCHER, rank),
         )
@@ -201,8 +224,11 @@ def _first_failure(
         told = _told_standstill(failure, failure.standstill, log)
         return RunFailedError(f"{process} {told}", Culprit(FoundBy.LAUNCHER, rank))
     if report is None:
+        stage = f" {failure.stage}" if failure.stage else ""
+        if num_steps is not None and _IN_STEP.search(stage):
+            stage += f" of {num_steps}"
         return RunFailedError(
-            f"rank {rank} ended with exit code {failure.exit_code}; see {log}",
+            f"rank {rank} exited with code {failure.exit_code}{stage}{_note(limits)}; see {log}",
             Culprit(FoundBy.LAUNCHER, rank),
         )
     if report.exit_code == UsageError.exit_code:
@@ -221,30 +247,63 @@ def _first_failure(
     # torch does not say whom a collective has lost.
     culprit = report.culprit or Culprit(FoundBy.COLLECTIVE)
     detail = f"\n{report.detail}" if report.detail else ""
-    return RunFailedError(f"rank {rank} failed: {report.sentence} (see {log}){detail}", culprit)
+    sentence = f"{report.sentence}{_note(limits, report.sentence)}"
+    return RunFailedError(f"rank {rank} failed: {sentence} (see {log}){detail}", culprit)
 
 
 def _told_standstill(failure: Failure, standstill: Standstill, log: Path) -> str:
     """How a rank stood still: where, why, who waited for it, and where its stack is."""
-    place = standing_at(frames_in_dump(failure.stacks)) or standstill.place
     seconds = f" for {standstill.seen_s:.0f} s" if standstill.seen_s >= 1 else ""
-    at = f", at {place}" if place else ""
+    at = _at(standstill, failure.stacks)
     told = f"stood still {standstill.stage}{seconds}{at}, and was killed: {standstill.why}"
     if standstill.waiting and standstill.why is not Why.DEADLOCK:
         told += f", while {numbered('rank', standstill.waiting)} waited"
-    advice = "see who stops it" if standstill.why is Why.STOPPED else "--silence gives it longer"
+    advice = _ADVICE.get(standstill.why, "--silence gives it longer")
     where = f"its stack is in {log}" if failure.stacks else f"its output is in {log}"
     return f"{told}; {where}, and {advice}"
 
 
-def _log_stacks(failures: Mapping[int, Failure], run: RunDir) -> None:
-    """Add to a rank's log what its threads did when it stood still."""
-    for rank, failure in failures.items():
-        if failure.stacks:
-            # The run's directory may have gone.
-            told = f"It stood still, and was killed. Its threads:\n{failure.stacks}"
-            with suppress(OSError), open_own(run.rank_log(rank)) as log:
-                log.write(told.encode())
+def _warn_still(
+    run: RunDir,
+    tell: Callable[[str], None],
+    rank: int,
+    pid: int,
+    standstill: Standstill,
+    stacks: str,
+) -> None:
+    """Warn of a rank that stands still, and may do so for longer."""
+    _log_stacks(run, rank, "It stands still", stacks)
+    at = _at(standstill, stacks)
+    where = f", and its stack is in {run.rank_log(rank)}" if stacks else ""
+    tell(
+        f"rank {rank} (pid {pid}) has stood still {standstill.stage} for {standstill.seen_s:.0f} s"
+        f"{at}: {standstill.why}; it is killed after {standstill.limit_s:.0f} s like that, "
+        f"--silence gives it longer{where}"
+    )
+
+
+def _at(standstill: Standstill, stacks: str) -> str:
+    """The clause with the line where a rank stands, if that is known."""
+    place = standing_at(frames_in_dump(stacks)) or standstill.place
+    return f", at {place}" if place else ""
+
+
+def _log_stacks(run: RunDir, rank: int, how: str, stacks: str) -> None:
+    """Add to a rank's log what its threads did while it stood still."""
+    if stacks:
+        # The run's directory may have gone.
+        with suppress(OSError), open_own(run.rank_log(rank)) as log:
+            log.write(f"{how}. Its threads:\n{stacks}".encode())
+
+
+def _note(limits: CgroupLimits | None, reason: str | None = None) -> str:
+    return "" if limits is None else limits.note(reason)
+
+
+def _killer(number: int, limits: CgroupLimits | None) -> str:
+    """What has sent a signal that ended a rank: the signal, unless the kernel says why it did."""
+    killer = limits.killer() if limits is not None and number == signal.SIGKILL else None
+    return killer or _signal_name(number)
 
 
 def _signal_name(number: int) -> str:

@@ -75,7 +75,7 @@ class Layout:
 
 @contextmanager
 def parallel_groups(
-    settings: TrainSettings, timeout_s: float = 300.0, device: torch.device = _CPU
+    settings: TrainSettings, timeout_s: float = 900.0, device: torch.device = _CPU
 ) -> Iterator[Layout]:
     """Join the groups, seed Megatron's random states, and leave the groups at the end.
 

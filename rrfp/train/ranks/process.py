@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rrfp.errors import RrfpError, first_line
+from rrfp.errors import RrfpError, first_line, is_torchs_loss, is_torchs_silence
 from rrfp.trace.files.whole_file import make_directory, open_own
 from rrfp.trace.outcome import Culprit, FoundBy
 from rrfp.trace.rundir import RunDir
 from rrfp.train.open_files import is_of_too_many, told_of_too_many
-from rrfp.train.ranks.failure import FailureReport, is_torchs_loss, is_torchs_silence
-from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, show_life
+from rrfp.train.ranks.failure import FailureReport
+from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, finish, show_life
 from rrfp.train.ranks.liveness.warnings import warn_launcher
 from rrfp.train.ranks.private_network import enter_network
 from rrfp.train.ranks.stopping import ignore_sigterm, take_sigterm_as_request
@@ -65,21 +65,25 @@ def main() -> None:
         with parallel_groups(settings, device=device) as layout, no_objects():
             try:
                 work(run, settings, layout)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 # Do not leave the groups: that could wait for ranks that wait for this one.
                 _fail(error)
             enter("as it left its groups")
         enter("as it ended")
         if settings.run.save is not None:
             ignore_sigterm()
-    except Exception as error:
+        finish()
+    except (Exception, SystemExit) as error:
         _fail(error)
     gc.freeze()  # or the interpreter looks through everything twice more as it ends
 
 
-def _fail(error: Exception) -> NoReturn:
+def _fail(error: Exception | SystemExit) -> NoReturn:
     """Report the failure and end this process without waiting for any other."""
     logging.getLogger(__name__).error("this rank failed", exc_info=error)
+    if isinstance(error, SystemExit):
+        # The launcher says which exit code it was, as of any process that ends too early.
+        _end(_code_of(error))
     from rrfp.runtime.protocols import PeerLostError, PeerSilentError, StallError
 
     text, detail = first_line(str(error)), ""
@@ -102,8 +106,19 @@ def _fail(error: Exception) -> NoReturn:
         FailureReport(
             sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
         ).write()
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
     logging.shutdown()
     os._exit(exit_code)
+
+
+def _code_of(end: SystemExit) -> int:
+    """The exit code that the interpreter makes of it; a text it prints, and ends with 1."""
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1
 
 
 def _write_output_to(path: Path) -> None:

@@ -13,13 +13,15 @@ from pathlib import Path
 from rrfp.errors import RrfpError
 from rrfp.runtime import variables
 from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
-from rrfp.train.ranks.liveness.heartbeat import STACK_SIGNAL
+from rrfp.train.ranks.liveness.heartbeat import BEAT_S, STACK_SIGNAL
 from rrfp.train.ranks.liveness.kernel import signal_main_thread
 from rrfp.train.ranks.liveness.page import StatusPage, nameless_file, page_file
 from rrfp.train.ranks.liveness.vigil import Standstill
 
 _ANSWER_S = 1.5
-"""How long a rank may take to write the stacks of its threads."""
+"""How long a rank may take to write the stacks of its threads after a signal."""
+_BEATS_S = 2.5 * BEAT_S
+"""The same, if it is asked to do so with its next beat."""
 _POLL_S = 0.05
 
 
@@ -29,17 +31,20 @@ class Failure:
 
     pid: int
     exit_code: int
-    """If negative, the signal that killed it."""
+    """If negative, the signal that killed it. 0 is a failure, too, without the rank's own note that
+    it has done all its work."""
     ended_s: float
     """When it reported the failure, or was found to have ended, on this host's monotonic clock."""
     report: FailureReport | None
     """The contents of its error file."""
     was_ended: bool = False
-    """Whether a signal of the launcher's killed it."""
+    """Whether a signal of the launcher's ended it."""
     standstill: Standstill | None = None
     """How it was found, if it stood still."""
     stacks: str = ""
     """What its threads did then, in faulthandler's words."""
+    stage: str = ""
+    """What it did when it ended: `in step 7`."""
 
 
 class Child:
@@ -109,10 +114,19 @@ class Child:
         self._standstill = standstill
         # Before its first beat it would die of this signal.
         if self.page.beats and not self.has_ended:
+            size = self._stacks_size()
             signal_main_thread(self.pid, STACK_SIGNAL)
             os.kill(self.pid, signal.SIGCONT)
-            self._told = self._await_stacks()
+            self._told = self._await_stacks(size, _ANSWER_S)
         self.end(signal.SIGKILL)
+
+    def stacks(self) -> str:
+        """What its threads do now. No signal asks for that, which could interrupt what it does."""
+        size = self._stacks_size()
+        self.page.ask_for_stacks(wanted=True)
+        told = self._await_stacks(size, _BEATS_S)
+        self.page.ask_for_stacks(wanted=False)
+        return told
 
     def close(self) -> None:
         """Let go of its files."""
@@ -120,7 +134,8 @@ class Child:
 
     def failure(self) -> Failure | None:
         """How it failed; None if it has not."""
-        if self._standstill is None and not (self.has_ended and self._exit_code):
+        has_failed = self.has_ended and (self._exit_code != 0 or not self.page.is_done)
+        if self._standstill is None and not has_failed:
             return None
         # Not even SIGKILL ends what waits inside the kernel.
         exit_code = self._exit_code if self.has_ended else -signal.SIGKILL
@@ -130,20 +145,33 @@ class Child:
         except (OSError, ValueError):
             report = None
         ended_s = time.monotonic() if report is None else report.at_s
-        was_ended = -exit_code in self._ended_by
+        # One that was sent a signal may also have ended by itself because of it.
+        was_ended = -exit_code in self._ended_by or (
+            exit_code >= 0 and report is None and bool(self._ended_by)
+        )
         return Failure(
-            self.pid, exit_code, ended_s, report, was_ended, self._standstill, self._told
+            self.pid,
+            exit_code,
+            ended_s,
+            report,
+            was_ended,
+            self._standstill,
+            self._told,
+            self.page.stage,
         )
 
-    def _await_stacks(self) -> str:
-        """What it has written, once that is no longer growing."""
-        deadline_s = time.monotonic() + _ANSWER_S
-        before, now = -1, 0
-        while (now == 0 or now != before) and time.monotonic() < deadline_s:
+    def _stacks_size(self) -> int:
+        return os.fstat(self._stacks.fileno()).st_size
+
+    def _await_stacks(self, size: int, within_s: float) -> str:
+        """What it writes behind so many bytes, once that is no longer growing."""
+        deadline_s = time.monotonic() + within_s
+        before, now = -1, size
+        while (now == size or now != before) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
-            before, now = now, os.fstat(self._stacks.fileno()).st_size
-        self._stacks.seek(0)
-        return self._stacks.read().decode(errors="replace")
+            before, now = now, self._stacks_size()
+        # The rank writes where this process would otherwise have read to.
+        return os.pread(self._stacks.fileno(), now - size, size).decode(errors="replace")
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

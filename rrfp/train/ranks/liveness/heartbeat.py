@@ -18,7 +18,8 @@ from rrfp.train.ranks.liveness.stack import frames_of, standing_at, waits_of
 BEAT_S = 1.0
 STACK_SIGNAL = signal.SIGUSR2
 """On which a rank writes the stacks of its threads to the file that its launcher gave it, even
-while no thread of it can run Python."""
+while no thread of it can run Python. It interrupts a sleep, so only a rank that is then killed gets
+it."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,13 +41,14 @@ def show_life(*, waits_on_device: bool) -> None:
     `waits_on_device` this process waits for a device without a sign of it in its stack."""
     global _page
     told = os.environ.pop(variables.LIVENESS, None)
+    stacks = -1
     if told is not None:
         page, stacks = map(int, told.split(","))
         _page = StatusPage(page)
         os.close(page)
         os.set_inheritable(stacks, False)
         faulthandler.register(STACK_SIGNAL, stacks)
-    arguments = (_page, threading.main_thread().ident, _launcher(), waits_on_device)
+    arguments = (_page, stacks, threading.main_thread().ident, _launcher(), waits_on_device)
     threading.Thread(target=_beat, args=arguments, name="rrfp-beat", daemon=True).start()
 
 
@@ -56,6 +58,13 @@ def enter(stage: str) -> None:
         _page.enter(stage)
 
 
+def finish() -> None:
+    """Note that this rank has done all its work and left its groups: whatever its exit code, a rank
+    that ends without this note has failed."""
+    if _page is not None:
+        _page.finish()
+
+
 def show_request() -> None:
     """Note that this rank was asked to end."""
     if _page is not None:
@@ -63,7 +72,7 @@ def show_request() -> None:
 
 
 def _beat(
-    page: StatusPage | None, main_thread: int, launcher: int, waits_on_device: bool
+    page: StatusPage | None, stacks: int, main_thread: int, launcher: int, waits_on_device: bool
 ) -> NoReturn:
     while os.getppid() == launcher:
         if page is not None:
@@ -72,6 +81,9 @@ def _beat(
             if waits_on_device and waits is Waits.NOTHING:
                 waits = Waits.PERHAPS
             page.beat(waits, standing_at(frames))
+            if page.wants_stacks:
+                page.ask_for_stacks(wanted=False)
+                faulthandler.dump_traceback(stacks)
         time.sleep(BEAT_S)
     # Where the kernel does not do it.
     os._exit(RrfpError.exit_code)

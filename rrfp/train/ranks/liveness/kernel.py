@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,13 @@ from rrfp.train import libc
 
 _PROC = Path("/proc")
 _TRACED_BY = re.compile(rb"^TracerPid:\s+(\d+)", re.MULTILINE)
-_SESSION, _MAJOR_FAULTS = 3, 9
+_PARENT, _MAJOR_FAULTS = 1, 9
 """Fields of `stat`, counted from the state on."""
+
+_FUTEX, _PAUSE = {"x86_64": (202, 34), "aarch64": (98, None)}.get(os.uname().machine, (None, None))
+_FUTEX_TIMEOUT = 4
+"""The field of `syscall` with the time-out, counted from the call's number on."""
+_FREEZERS = ("refrigerator", "freezer")
 
 _BUSY = 0.25
 """The share of the time for which a thread that computes has run, or waited for a processor.
@@ -67,15 +73,42 @@ def sight(pid: int) -> Sight | None:
     )
 
 
-def session_of(leader: int) -> list[int]:
-    """The other processes of a session: what a rank has started."""
-    found = []
+def family_of(rank: int, marks: Collection[bytes]) -> list[int]:
+    """What a rank has started, in whatever session: its descendants, and orphans among them that
+    still have these entries (`NAME=value`) in their environment."""
+    parents: dict[int, int] = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
-                if int(_stat(int(folder.name))[_SESSION]) == leader:
-                    found.append(int(folder.name))
-    return [pid for pid in found if pid != leader]
+                parents[int(folder.name)] = int(_stat(int(folder.name))[_PARENT])
+    family = {rank}
+    family.update(pid for pid in parents if _is_marked(pid, marks))
+    num_before = 0
+    while num_before < len(family):
+        num_before = len(family)
+        family.update(pid for pid, parent in parents.items() if parent in family)
+    return [*family - {rank}]
+
+
+def waits_for_itself(pid: int) -> bool:
+    """Whether only its own process can end what a main thread waits for: it waits for a lock
+    without a time-out. Every other system call ends with time, or by what is outside."""
+    try:
+        number, *more = (_PROC / str(pid) / "syscall").read_text().split()
+    except OSError:
+        return False
+    if not number.isdigit():  # as where it runs
+        return False
+    is_lock = int(number) == _FUTEX and int(more[_FUTEX_TIMEOUT - 1], 16) == 0
+    return is_lock or int(number) == _PAUSE
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether the cgroup of a process is frozen."""
+    with suppress(OSError):
+        waits_in = (_PROC / str(pid) / "wchan").read_text()
+        return any(name in waits_in for name in _FREEZERS)
+    return False
 
 
 def signal_main_thread(pid: int, number: signal.Signals) -> None:
@@ -85,6 +118,13 @@ def signal_main_thread(pid: int, number: signal.Signals) -> None:
         libc.call("tgkill", pid, pid, int(number))
     except AttributeError:  # before glibc 2.30
         os.kill(pid, number)
+
+
+def _is_marked(pid: int, marks: Collection[bytes]) -> bool:
+    with suppress(OSError):
+        entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        return all(mark in entries for mark in marks)
+    return False
 
 
 def _threads_ns(pid: int) -> dict[int, tuple[int, int]]:

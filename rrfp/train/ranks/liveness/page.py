@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import IO
 
 _BYTES = 1024
-_BEATS, _WAITS, _ASKED, _STAGE, _PLACE = 0, 8, 9, 16, 144
+_BEATS, _WAITS, _ASKED, _STACKS, _DONE, _STAGE, _PLACE = 0, 8, 9, 10, 11, 16, 144
 _TEXT_BYTES = {_STAGE: _PLACE - _STAGE, _PLACE: _BYTES - _PLACE}
 
 
@@ -63,6 +63,22 @@ class StatusPage:
     def is_asked_to_end(self) -> bool:
         """Whether a request to end came to the rank itself."""
         return bool(self._bytes[_ASKED])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the rank has done all its work and left its groups."""
+        return bool(self._bytes[_DONE])
+
+    @property
+    def wants_stacks(self) -> bool:
+        """Whether the launcher asks for the stacks of the rank's threads."""
+        return bool(self._bytes[_STACKS])
+
+    def ask_for_stacks(self, *, wanted: bool) -> None:
+        self._bytes[_STACKS] = wanted
+
+    def finish(self) -> None:
+        self._bytes[_DONE] = 1
 
     def enter(self, stage: str) -> None:
         self._write(_STAGE, stage)

@@ -21,6 +21,9 @@ _FOR_OTHERS = re.compile(
 """The files in which a rank waits for others: torch's collectives, and what here awaits messages,
 decisions of the group and addresses. Those that write to a disk are not among them."""
 
+_KNOWN = re.compile(r"/(torch|megatron)/")
+"""Libraries whose waits for others are among those above, or call something `wait`."""
+
 _IN_DUMP = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 
@@ -70,8 +73,9 @@ def waits_of(frames: Iterable[Frame]) -> Waits:
     for frame in frames:
         if _FOR_OTHERS.search(frame.file):
             return Waits.OTHERS
-        # A lock, a queue, a socket; or what a collective of torch's has returned.
-        if frame.calls_wait or _is_standard(frame.file):
+        # A lock, a queue, a socket; a library's own threads, as those of one that reads files; or
+        # what a collective of torch's has returned.
+        if frame.calls_wait or (_is_librarys(frame.file) and not _KNOWN.search(frame.file)):
             waits = Waits.PERHAPS
         if not _is_librarys(frame.file):
             break
