@@ -70,6 +70,7 @@ def test_the_default_never_loses_to_interleaving(num_ranks: int, num_chunks: int
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("num_ranks", "num_microbatches", "num_chunks"),
     [

@@ -49,15 +49,12 @@ def dispatched(settings: DispatchSettings) -> Steering:
     for name in ("admit_cost", "hold_features"):
         if callable(asked[name]):
             asked[name] = getattr(asked[name], "__qualname__", "a function")
-    return Steering(
-        hint,
-        settings.placement,
-        lambda *_: asked,
-        lambda asked: settings.policy.of_shape(
-            Shape(asked["pp"], asked["microbatches"], asked["chunks"], settings.placement)
-        ).described(),
-        settings.connect_s,
-    )
+
+    def policy(described: dict[str, Any]) -> Described:
+        sizes = (described[name] for name in ("pp", "microbatches", "chunks"))
+        return settings.policy.of_shape(Shape(*sizes, placement=settings.placement)).described()
+
+    return Steering(hint, settings.placement, lambda *_: asked, policy, settings.connect_s)
 
 
 def undispatched() -> Steering:
