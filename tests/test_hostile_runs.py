@@ -251,6 +251,8 @@ def test_a_killed_run_is_read_by_another_user(tmp_path: Path) -> None:
     for each in (tmp_path / "X").rglob("*"):
         each.chmod(0o755 if each.is_dir() else 0o644)
     (tmp_path / "X").chmod(0o755)
+    _dead(tmp_path / "closed")
+    (tmp_path / "closed").chmod(0o700)
     before = _listing(tmp_path / "X")
     # What it imports is imported here.
     shutil.copytree(tmp_path / "X", tmp_path / "mine")
@@ -259,6 +261,9 @@ def test_a_killed_run_is_read_by_another_user(tmp_path: Path) -> None:
     assert [(done.returncode, done.stdout) for done in found] == [
         (done.returncode, done.stdout) for done in expected
     ]
+    listed = as_other_user(lambda: rrfp_here(tmp_path, "runs", ".", "--format", "csv"))
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert {line.split(",")[0] for line in listed.stdout.splitlines()} >= {"X", "mine"}
     assert _listing(tmp_path / "X") == before
 
 

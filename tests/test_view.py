@@ -273,11 +273,11 @@ def test_a_browser_is_started_without_the_token(
     write_trace(trace, make_recording(2, 3, 2))
     monkeypatch.setenv("BROWSER", "none")
 
-    def open_page(address: str) -> None:
+    def open_browser(address: str) -> None:
         opened.append(address)
         shown.set()
 
-    monkeypatch.setattr("webbrowser.open", open_page)
+    monkeypatch.setattr("webbrowser.open", open_browser)
     monkeypatch.setattr(TraceServer, "serve_forever", lambda _: shown.wait(10))
     monkeypatch.setattr(sys, "argv", ["rrfp", "trace", "view", str(trace)])
     assert cli.main() == 0
