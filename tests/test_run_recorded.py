@@ -27,6 +27,7 @@ from rrfp.trace.records import Phase
 from tests.megatron_job import run_example
 from tests.ranks import HOST, run_ranks
 from tests.recorded_jobs import JOB, ROOT, read_whole, run_script, run_script_beside, steps_of
+from tests.trained import rrfp_here
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -311,3 +312,63 @@ def test_torchrun_reports_the_rank_that_failed_and_not_its_peer(
     # The other one has said why it failed, and waits.
     assert "rank 1 closed its connection without a farewell (seen by rank 0)" in done.stderr
     assert "(SIGTERM)" in done.stderr
+
+
+ENDS = {
+    "ends": ("finished", None),
+    "raise ValueError('no good')": ("failed", "ValueError: no good"),
+    "sys.exit(3)": ("failed", "the script exited with code 3"),
+    "os.kill(os.getpid(), 2); time.sleep(60)": ("interrupted", None),
+    "os.kill(os.getpid(), 9)": ("killed", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("end", "flags", "expected"),
+    [
+        ("raise ValueError('no good')", (), ENDS["raise ValueError('no good')"]),
+        ("ends", ("--placement", "v"), None),
+        *(
+            pytest.param(end, (), expected, marks=pytest.mark.slow)
+            for end, expected in ENDS.items()
+            if not end.startswith("raise")
+        ),
+    ],
+)
+def test_runs_lists_how_a_job_ended(
+    tmp_path: Path, end: str, flags: tuple[str, ...], expected: tuple[str, str | None] | None
+) -> None:
+    """A job that is refused leaves no directory."""
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, sys, time\n"
+        "from tests.megatron_job import main\n"
+        "main(sys.argv[1:])\n"
+        f"{'' if end == 'ends' else end}\n"
+    )
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+    subprocess.run(
+        [sys.executable, "-m", "rrfp", "run", *flags, job, tmp_path, '{"pp": 1, "steps": 1}'],
+        env={**os.environ, **one, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=200,
+    )
+    listed = json.loads(rrfp_here(tmp_path, "runs", "--format", "json").stdout)["runs"]
+    assert [(each["outcome"], each["error"]) for each in listed] == [expected] * (
+        expected is not None
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_after_its_last_step_fails_the_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import os, sys\n"
+        "from tests.megatron_job import main\n"
+        "main(sys.argv[1:])\n"
+        "sys.exit(3 * (os.environ['RANK'] == '1'))\n"
+    )
+    assert launched(tmp_path, job=job).returncode
+    (run,) = json.loads(rrfp_here(tmp_path, "runs", "--format", "json").stdout)["runs"]
+    assert (run["outcome"], run["error"]) == ("failed", "the script exited with code 3")

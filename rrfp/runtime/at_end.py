@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from rrfp.errors import is_torchs_loss
-from rrfp.runtime.protocols import PeerLostError
 
 PEERS_END_S = 15.0
 """How long a process waits for its launcher to end it after a peer has failed."""
@@ -31,10 +30,32 @@ class AtEnd:
         self._calls: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._has_lost_peer = False
+        self._end: BaseException | None = None
+        self._is_end_known = False
 
     def note(self, error: BaseException | None) -> None:
         """Note how the last step failed; None if another one has begun."""
         self._has_lost_peer = error is not None and _is_loss(error)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Note how the process' program has ended, for whoever runs it: without an error, or with
+        one, such as a SystemExit with its exit code."""
+        self._end, self._is_end_known = error, True
+
+    @property
+    def is_end_known(self) -> bool:
+        """Whether `end` says all: an exit code that nobody has noted leaves no trace."""
+        return self._is_end_known or self.end is not None
+
+    @property
+    def end(self) -> BaseException | None:
+        """The error that has ended the program, if one is known to have."""
+        return self._end if self._is_end_known else next(_uncaught(), None)
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether this process ends only because a peer's has."""
+        return self._has_lost_peer or any(map(_is_loss, _uncaught()))
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` at the end. It must neither raise nor block without bound, nor start a
@@ -49,7 +70,7 @@ class AtEnd:
     def _wait(self) -> None:
         threading.main_thread().join()
         self.run()
-        if self._has_lost_peer or any(map(_is_loss, _uncaught())):
+        if self.has_lost_peer:
             time.sleep(PEERS_END_S)
 
     def run(self) -> None:
@@ -69,7 +90,10 @@ at_end = AtEnd()
 
 def _is_loss(error: BaseException) -> bool:
     """Whether it says that a peer's process has ended."""
-    return isinstance(error, PeerLostError) or is_torchs_loss(error)
+    # Not imported here: its module imports torch, and a script may have things to do before.
+    protocols = sys.modules.get("rrfp.runtime.protocols")
+    is_ours = protocols is not None and isinstance(error, protocols.PeerLostError)
+    return is_ours or is_torchs_loss(error)
 
 
 def _uncaught() -> Iterator[BaseException]:

@@ -90,7 +90,7 @@ class Ending:
 
     @classmethod
     def decode(cls, told: Any) -> Self:
-        """What `OutcomeNote.described` made JSON of. Raises TypeError, KeyError or ValueError for
+        """What `described` made JSON of. Raises TypeError, KeyError or ValueError for
         anything else."""
         outcome, error = Outcome(told["outcome"]), told["error"]
         if not isinstance(error, str | None):
@@ -98,6 +98,10 @@ class Ending:
         # Earlier runs named no culprit.
         culprit = told.get("culprit")
         return cls(outcome, error, None if culprit is None else Culprit.decode(culprit))
+
+    def described(self) -> bytes:
+        """What the file says."""
+        return f"{json.dumps(asdict(self))}\n".encode()
 
 
 class OutcomeNote:
@@ -108,10 +112,9 @@ class OutcomeNote:
         self.error: str | None = None
         self.culprit: Culprit | None = None
 
-    def described(self) -> dict[str, object]:
-        """This as JSON values."""
-        culprit = None if self.culprit is None else asdict(self.culprit)
-        return {"outcome": self.outcome, "error": self.error, "culprit": culprit}
+    @property
+    def ending(self) -> Ending:
+        return Ending(self.outcome, self.error, self.culprit)
 
 
 @contextmanager
@@ -119,7 +122,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     """Hold the run's outcome while the block runs the ranks, and write it when the block ends. A
     disk that takes no note of it changes nothing for the run."""
     note = OutcomeNote()
-    file = _hold(run)
+    file = hold_outcome(run)
     try:
         yield note
     except KeyboardInterrupt:
@@ -140,17 +143,29 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     finally:
         if file is not None:
             with suppress(OSError):
-                file.write(f"{json.dumps(note.described())}\n".encode())
+                file.write(note.ending.described())
             with suppress(OSError):
                 file.close()
 
 
-def _hold(run: RunDir) -> IO[bytes] | None:
+def hold_outcome(run: RunDir) -> IO[bytes] | None:
+    """Hold the run's outcome, as not known yet, until the file is closed; None where that does not
+    work."""
     with suppress(OSError):
         file = open_own(run.outcome, anew=True)
         hold(file)
         return file
     return None
+
+
+def note_ending(run: RunDir, ending: Ending) -> None:
+    """Write how one of a job's processes has ended. The first that has failed counts, and those
+    that have ended well count only if none has. A disk that takes no note changes nothing."""
+    with suppress(OSError):
+        known = read_ending(run)
+        if known is None or known.outcome in (Outcome.KILLED, Outcome.FINISHED):
+            with open_own(run.outcome, anew=True) as file:
+                file.write(ending.described())
 
 
 def is_going(run: RunDir) -> bool:

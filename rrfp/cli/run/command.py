@@ -13,12 +13,13 @@ from typing import Any, NoReturn
 from rrfp.cli import errors
 from rrfp.cli.declared_options import hint_help, panel_of
 from rrfp.cli.run.script import Module, Program, Script
-from rrfp.errors import UsageError, did_you_mean
+from rrfp.errors import RrfpError, UsageError, did_you_mean
 from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted
 from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import
 from rrfp.megatron.job.telling import tell
 from rrfp.megatron.native.stand_in import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.runtime.at_end import at_end
 from rrfp.runtime.launchers.environment import told_as_torch_reads_it
 from rrfp.schedule.hints.hint import Hint
 from rrfp.schedule.policy import Dispatch
@@ -251,15 +252,22 @@ def _run(program: Program, stand_in: StandIn | None) -> int:
     if stand_in is None:
         return program.run(errors.tell)
     put_after_import(stand_in, _ASKER)
+
+    def fail(error: RrfpError) -> int:
+        at_end.ended(error)
+        return errors.tell(error)
+
     tell_if_unused = partial(_tell_if_unused, stand_in, program.name, os.getpid())
     # When a program has ended well, its threads may still call a schedule: so this waits for them.
     try:
-        code = program.run(errors.tell)
-    except SystemExit as end:
-        if end.code in (None, 0):
+        code = program.run(fail)
+    except BaseException as end:
+        at_end.ended(end)
+        if isinstance(end, SystemExit) and end.code in (None, 0):
             atexit.register(tell_if_unused)
         raise
     if code == 0:
+        at_end.ended(None)
         atexit.register(tell_if_unused)
     return code
 
