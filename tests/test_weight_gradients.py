@@ -36,15 +36,14 @@ class Split:
     """The tasks of one step on a chunk, with its weight gradients split off."""
 
     def __init__(self, model: Any) -> None:
+        from rrfp.megatron.settings import GradOrder
         from rrfp.megatron.step.gradients import CanonicalGradients
         from rrfp.megatron.step.weight_gradients import DeferredWeightGradients, deferrable_weights
 
         self.weights = set(deferrable_weights(model))
         others = [parameter for parameter in model.parameters() if parameter not in self.weights]
         self.with_backwards = CanonicalGradients(others, MICROBATCHES)
-        self.deferred = DeferredWeightGradients(
-            model, CanonicalGradients(self.weights, MICROBATCHES)
-        )
+        self.deferred = DeferredWeightGradients(model, GradOrder.CANONICAL, MICROBATCHES)
 
     def run(self, chunk: Any, order: list[Task]) -> None:
         for kind, microbatch in order:
