@@ -12,6 +12,7 @@ backward.
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 
 _NO_BACKWARD = -1
 """torch's number of the backward that runs, outside of one."""
+
+_anchors = {torch.device("cpu"): torch.empty(0, requires_grad=True)}
+"""By device, a leaf that stands for all deferred weights in a graph (`_InputGradient`)."""
 
 _OTHERS: Any = WeakTensorKeyDictionary()
 """Weights that autograd has given another gradient than their layer's."""
@@ -203,6 +207,7 @@ class DeferredWeightGradients:
         if sets is not None:
             self._note(weight, sets)
         elif sequence_parallel or not self._has_reason(accumulator):
+            running.num_uses[weight] += torch.is_grad_enabled()
             return True
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
             running.undeferred.add(weight)
@@ -214,10 +219,19 @@ class DeferredWeightGradients:
         """Keep a product of this backward for W."""
         (weight,) = product.weights
         accumulator = self._accumulators[weight]
-        if weight in running.undeferred:  # It was given a hook between two uses.
+        has_others = torch._C._will_engine_execute_node(accumulator.node)
+        if weight in running.undeferred or (
+            # The weight was given a hook after the forward.
+            self._running is running
+            and not has_others
+            and not product.linear.sequence_parallel
+            and running.num_uses[weight] == 1
+            and accumulator.hook() is not None
+        ):
+            self._add_in_backward(running, weight)
             self._add([product])
             return
-        if torch._C._will_engine_execute_node(accumulator.node):
+        if has_others:
             self._separate(running, accumulator)
         running.products.append(product)
 
@@ -248,19 +262,27 @@ class DeferredWeightGradients:
         running, weight = self._running, accumulator.weight
         if running is None or weight in running.undeferred:
             return False
-        if gradient is None:
-            return weight in running.separated
         running.adding.callback(accumulator.restore)
-        self._arrive(running, weight, gradient)
+        is_separated = (weight, torch._C._current_graph_task_id()) in running.separated
+        if gradient is None:
+            return is_separated
+        # If they are separated, this is the sum of those that came before the first product.
+        self._arrive(running, weight, gradient, is_first=is_separated)
         return True
 
     def _arrive(
-        self, running: "_Microbatch", weight: torch.nn.Parameter, gradient: torch.Tensor
+        self,
+        running: "_Microbatch",
+        weight: torch.nn.Parameter,
+        gradient: torch.Tensor,
+        *,
+        is_first: bool = False,
     ) -> None:
         if weight not in _OTHERS:
             _OTHERS[weight] = True
             self._note(weight, "another gradient than its layer's")
-        running.products.append(_Arrived(weight, gradient))
+        arrived = _Arrived(weight, gradient)
+        running.products.insert(0 if is_first else len(running.products), arrived)
 
     def _separate(self, running: "_Microbatch", accumulator: Accumulator) -> None:
         """Take the other gradients of a weight one by one as they arrive after a product, because
@@ -272,9 +294,9 @@ class DeferredWeightGradients:
             and product.backward == number
             for product in running.products
         )
-        if came_before or weight in running.separated:
+        if came_before or (weight, number) in running.separated:
             return
-        running.separated.add(weight)
+        running.separated.add((weight, number))
 
         def take(places: list[int], gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
             for place in places:
@@ -324,12 +346,15 @@ class _Microbatch:
         """In the order in which they, or the gradients of autograd among them, arrive."""
         self.undeferred: set[torch.nn.Parameter] = set()
         """The weights whose gradients its backward adds."""
+        self.num_uses: Counter[torch.nn.Parameter] = Counter()
+        """Of deferred weights, in forwards that have a backward."""
         self.outputs: Sequence[torch.Tensor | None] = ()
         """What the backward that runs begins with."""
         self.adding = ExitStack()
         """Left when a task ends."""
         self.added: set[torch.nn.Parameter] = set()
-        self.separated: set[torch.nn.Parameter] = set()
+        self.separated: set[tuple[torch.nn.Parameter, int]] = set()
+        """Weights whose other gradients are taken one by one, in the backwards of these numbers."""
 
 
 class _Product(Protocol):
@@ -616,9 +641,10 @@ class _Deferring:
             tp_group,
             "output_dtype" in newer_parameters,
         )
-        anchor = input_.new_empty(0).requires_grad_()
+        if input_.device not in _anchors:
+            _anchors[input_.device] = input_.new_empty(0).requires_grad_()
         output: torch.Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
-            input_, anchor, bias, linear, self.gradients, self.running
+            input_, _anchors[input_.device], bias, linear, self.gradients, self.running
         )
         return output
 
