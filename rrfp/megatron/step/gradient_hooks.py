@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.distributed import distributed_data_parallel
 from torch.nn.modules import module as globally
 
 from rrfp.megatron.provenance import described
+
+_DISTRIBUTED = "megatron.core.distributed.distributed_data_parallel"
 
 Path = tuple[torch.nn.Module, ...]
 """Modules from the outermost to the owner of a parameter."""
@@ -34,6 +35,35 @@ def paths_to_parameters(root: torch.nn.Module) -> dict[torch.nn.Parameter, list[
             found.setdefault(parameter, []).append(path)
         todo += [(*path, child) for child in owner.children()]
     return found
+
+
+def weight_hook(weight: torch.nn.Parameter) -> Any | None:
+    """A hook on a weight that is not Megatron's own, if there is one."""
+    return _hook_among(weight, *_hooks_of(torch.autograd.graph.get_gradient_edge(weight).node))
+
+
+def _hook_among(weight: Any, before: dict[int, Any], after: dict[int, Any]) -> Any | None:
+    for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+        if hooks:
+            return next(iter(hooks.values()))
+    for hook in before.values():
+        if not isinstance(hook, _Interception):
+            return hook
+    for hook in after.values():
+        if not _is_megatrons(hook):
+            return hook
+    return None
+
+
+def _hooks_of(node: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks of a node that run before and after it. A handle is the only way to them."""
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        probe = register(_nothing)
+        found.append(probe.hooks_dict_ref())
+        probe.remove()
+    before, after = found
+    return before, after
 
 
 def module_hook(path: Path) -> Any | None:
@@ -65,28 +95,13 @@ class Accumulator:
         self.node: Any = torch.autograd.graph.get_gradient_edge(weight).node
         self._paths = list(paths)
         self._take = weakref.WeakMethod(take)
-        handle = self.node.register_prehook(_Interception(self))
-        self._before = handle.hooks_dict_ref()
-        weakref.finalize(self, handle.remove)
-        # A handle is the only way to the node's other hooks.
-        probe = self.node.register_hook(_nothing)
-        self._after = probe.hooks_dict_ref()
-        probe.remove()
+        self._before, self._after = _hooks_of(self.node)
+        weakref.finalize(self, self.node.register_prehook(_Interception(self)).remove)
         self._set_aside: dict[int, Any] = {}
 
     def hook(self) -> Any | None:
         """A hook on the weight that is not Megatron's own, if there is one."""
-        weight: Any = self.weight
-        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
-            if hooks:
-                return next(iter(hooks.values()))
-        for hook in self._before.values():
-            if not isinstance(hook, _Interception):
-                return hook
-        for hook in self._after.values():
-            if not _is_megatrons(hook):
-                return hook
-        return None
+        return _hook_among(self.weight, self._before, self._after)
 
     def module_hook(self) -> Any | None:
         """A hook on a module around the weight that runs in its backward."""
@@ -147,7 +162,7 @@ def described_hook(hook: Any) -> str:
 
 
 def _is_megatrons(hook: Any) -> bool:
-    return getattr(hook, "__module__", None) == distributed_data_parallel.__name__
+    return bool(getattr(hook, "__module__", None) == _DISTRIBUTED)
 
 
 def _nothing(*_: Any) -> None:

@@ -31,6 +31,7 @@ from rrfp.megatron.step.gradient_hooks import (
     described_hook,
     edges_to,
     paths_to_parameters,
+    weight_hook,
 )
 from rrfp.megatron.step.gradients import Gradient, add_gradient, gradient_sum
 
@@ -94,6 +95,18 @@ def _tagged(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 def _has_store(module: Any) -> bool:
     store = getattr(module, "wgrad_store", None)
     return store is not None and store.delay_wgrad_compute()
+
+
+def lost_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
+    """A weight whose product Transformer Engine keeps, by name, and a hook on it, which would not
+    see its gradient."""
+    names = {weight: name for name, weight in chunk.named_parameters()}
+    for module in chunk.modules():
+        for weight in _tagged(module) if _has_store(module) else ():
+            hook = weight_hook(weight) if weight.requires_grad else None
+            if hook is not None:
+                return names[weight], hook
+    return None
 
 
 class DeferredWeightGradients:
@@ -176,7 +189,9 @@ class DeferredWeightGradients:
         with torch.no_grad():
             for weights, products in by_weights.items():
                 left -= {*weights}
-                if any(product.adds_in_place for product in products) or self._hooked(weights):
+                if any(product.adds_in_place for product in products) or any(
+                    map(self._is_hooked, weights)
+                ):
                     with ExitStack() as adding:
                         for weight in weights:
                             adding.enter_context(self._sums[weight].adding(microbatch))
@@ -246,9 +261,9 @@ class DeferredWeightGradients:
         self._note(weight, described_hook(hook))
         return True
 
-    def _hooked(self, weights: Iterable[torch.nn.Parameter]) -> bool:
-        found = (self._accumulators.get(weight) for weight in weights)
-        return any(each is not None and each.hook() is not None for each in found)
+    def _is_hooked(self, weight: torch.nn.Parameter) -> bool:
+        accumulator = self._accumulators.get(weight)
+        return accumulator is not None and accumulator.hook() is not None
 
     def _add_in_backward(self, running: "_Microbatch", weight: torch.nn.Parameter) -> None:
         """Let autograd add this weight's gradient in the backward that runs."""
@@ -313,14 +328,15 @@ class DeferredWeightGradients:
     def _add(self, products: Iterable["_Product"]) -> None:
         """Add gradients as autograd does, with the weights' hooks."""
         for group in _by_backward(products):
-            for weight, gradient in _gradients(group):
-                if self._hooked([weight]):
-                    torch.autograd.backward([weight], [gradient])
+            for parameter, gradient in _gradients(group):
+                if self._is_hooked(parameter):
+                    torch.autograd.backward([parameter], [gradient])
                 else:
-                    add_gradient(weight, gradient)
-            for weight in {weight for product in group for weight in product.weights}:
-                if any(product.adds_in_place for product in group) and self._hooked([weight]):
-                    # As in Megatron: the hooks get a placeholder.
+                    add_gradient(parameter, gradient)
+            if any(product.adds_in_place for product in group):
+                # As in Megatron: the hooks get a placeholder.
+                weight: Any
+                for weight in filter(self._is_hooked, group[0].weights):
                     weight.grad_added_to_main_grad = True
                     torch.autograd.backward([weight], [torch.zeros_like(weight)])
 
@@ -332,8 +348,8 @@ class DeferredWeightGradients:
     def _report(self) -> None:
         if self._unreported:
             first, *others = self._unreported
-            more = f" (as {len(others)} more do)" if others else ""
-            _log.warning("%s%s: its weight gradient is not split off the backward", first, more)
+            more = f" (and {len(others)} more weights as well)" if others else ""
+            _log.warning("rrfp: %s%s, so its gradient is not split off the backward", first, more)
             self._unreported.clear()
 
 
@@ -513,7 +529,8 @@ class _LinearProduct:
             self.output_gradient, self.linear.whole(self.input_)
         )
         if not self.adds_in_place:
-            return output_gradient.t().matmul(input_)
+            product: torch.Tensor = output_gradient.t().matmul(input_)
+            return product
         if weight.main_grad.dtype == torch.float32:
             layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
                 input_, output_gradient, weight.main_grad
