@@ -71,7 +71,7 @@ def takes_any(*args: Any, **kwargs: Any) -> None:
 
 
 STEP = "pipeline_parallel.schedules.backward_step"
-RELEASES = "a released megatron-core from 0.16.1 to 0.19.2"
+RELEASES = "megatron-core 0.16.1 to 0.20"
 
 
 def in_newest_form(
@@ -168,22 +168,34 @@ def test_a_module_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
         install()
 
 
-def test_a_loop_may_ask_for_more(schedules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def newer(
-        pp_size: Any = None, vp_size: Any = None, schedule_pg_collection: Any = None, x: Any = None
-    ) -> None:
+def test_parameters_with_defaults_may_be_new(
+    schedules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused where a call sets them."""
+
+    def getter(pp_size: Any = None, vp_size: Any = None, x: Any = None) -> None:
         pass
 
-    newer.__name__ = "get_forward_backward_func"
-    own = schedules.get_forward_backward_func
-    later = written_in(schedules, newer)
-    for place in (schedules, sys.modules["megatron.core.pipeline_parallel"]):
-        monkeypatch.setattr(place, "get_forward_backward_func", later)
-    with pytest.raises(UsageError, match=r"has a parameter x; use"):
-        install()
-    # Who calls ours passes what ours takes.
-    check_for_drop_in(DispatchSettings())
-    assert own is not later
+    def step(*, forward_step_func: Any, x: Any = 3, **arguments: Any) -> None:
+        pass
+
+    getter.__name__ = "get_forward_backward_func"
+    step.__name__ = "forward_backward_no_pipelining"
+    for function in (getter, step):
+        later = written_in(schedules, function)
+        later.__kwdefaults__ = function.__kwdefaults__
+        for place in (schedules, sys.modules["megatron.core.pipeline_parallel"]):
+            monkeypatch.setattr(place, function.__name__, later, raising=False)
+    check_for_drop_in(DispatchSettings(), installs=True)
+    given = get_forward_backward_func(x=None)
+    with pytest.raises(UsageError, match=r"^x 1 of Megatron's get_forward_backward_func is"):
+        get_forward_backward_func(x=1)
+    arguments: Any = {"forward_step_func": None, "data_iterator": None, "model": None}
+    arguments |= {"num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
+    with pytest.raises(UsageError, match=r"^x 4 of Megatron's forward_.* to rrfp; leave it out$"):
+        given(**arguments, x=4)
+    with pytest.raises(RuntimeError, match="attribute config"):  # The model is None.
+        given(**arguments, x=3)
 
 
 def test_the_linear_function_counts_where_the_backward_is_split(
@@ -201,7 +213,11 @@ def test_the_linear_function_counts_where_the_backward_is_split(
     check_for_drop_in(DispatchSettings(), installs=True)
     check_for_drop_in(DispatchSettings(hint=str(whole)), installs=True)
     for hint in ("bfw", "bfw-deep", "zb-h1", "zb-v", str(split)):
-        with pytest.raises(UsageError, match=rf"{LINEAR}\.forward has no parameter gradient_"):
+        with pytest.raises(
+            UsageError,
+            match=rf"{LINEAR}\.forward has no parameter gradient_.*; choose a hint that works "
+            rf"\(bf, .*\), or use {RELEASES}$",
+        ):
             install(DispatchSettings(hint=hint))
 
 
@@ -407,6 +423,6 @@ def test_the_tables_have_all_that_is_used(root: str, tables: tuple[Needs, ...]) 
 def test_ours_takes_what_megatrons_takes() -> None:
     from rrfp.megatron.dropin import ForwardBackward
 
-    _, *ours = inspect.signature(ForwardBackward.__call__).parameters
+    _, *ours, _ = inspect.signature(ForwardBackward.__call__).parameters
     for entry in compatibility.STOOD_FOR["pipeline_parallel.schedules"]:
         assert compatibility._Need.of(entry).by_place == tuple(ours)

@@ -36,15 +36,16 @@ class Split:
     """The tasks of one step on a chunk, with its weight gradients split off."""
 
     def __init__(self, model: Any) -> None:
+        from rrfp.megatron.settings import GradOrder
         from rrfp.megatron.step.gradients import CanonicalGradients
         from rrfp.megatron.step.weight_gradients import DeferredWeightGradients, deferrable_weights
 
         self.weights = set(deferrable_weights(model))
         others = [parameter for parameter in model.parameters() if parameter not in self.weights]
         self.with_backwards = CanonicalGradients(others, MICROBATCHES)
-        self.deferred = DeferredWeightGradients(
-            model, CanonicalGradients(self.weights, MICROBATCHES)
-        )
+        self.deferred = DeferredWeightGradients(model, GradOrder.CANONICAL, MICROBATCHES)
+        self.split: set[Any] = set()
+        """The weights whose gradients W has computed."""
 
     def run(self, chunk: Any, order: list[Task]) -> None:
         for kind, microbatch in order:
@@ -55,6 +56,8 @@ class Split:
                 with self.deferred.task(microbatch), self.with_backwards.adding(microbatch):
                     chunk.backward(microbatch)
             else:
+                products = self.deferred._microbatches[microbatch].products
+                self.split |= {weight for product in products for weight in product.weights}
                 self.deferred.run(microbatch)
 
 
@@ -76,7 +79,7 @@ def _names_that_differ(chunk: Chunk) -> list[str]:
         found = digests(chunk.model)
         differing |= {name for name in expected if found[name] != expected[name]}
         names = {id(parameter): name for name, parameter in chunk.model.named_parameters()}
-        linear = {names[id(weight)] for weight in split.weights}
+        linear = {names[id(weight)] for weight in split.split}
         if not {name for name in expected if "linear_" in name and "weight" in name} <= linear:
             differing.add("a linear layer is not deferred")
         if are_left(num_before):

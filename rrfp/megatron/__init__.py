@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
 from rrfp.megatron.compatibility import check_for_drop_in
+from rrfp.megatron.installation import GETTER, refuse_newer
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
 from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import, put_now
 from rrfp.megatron.native.stand_in import RecordedNative
@@ -34,11 +35,13 @@ def get_forward_backward_func(
     *,
     settings: DispatchSettings | None = None,
     record: Callable[[Record], None] | None = None,
+    **newer: object,
 ) -> "ForwardBackward":
     """Replaces `megatron.core.pipeline_parallel.get_forward_backward_func`: returns the function
     that a training loop calls once per step. `rrfp.megatron.dropin` says what that function
     promises. Raises UsageError for a Megatron-Core that rrfp does not know."""
     check_for_drop_in(settings or DispatchSettings())
+    refuse_newer(GETTER, newer)
     # After the check, because it imports names that another Megatron-Core may not have.
     from rrfp.megatron import dropin
 

@@ -25,8 +25,9 @@ from typing import Any
 from rrfp.errors import UsageError
 from rrfp.megatron.provenance import described, foreign_layer, is_ours
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.schedule.hints.table import HINTS, hint_named
 
-_WORKS = "a released megatron-core from 0.16.1 to 0.19.2"
+_WORKS = "megatron-core 0.16.1 to 0.20"
 _CORE = "megatron.core"
 _NUM_TOLD = 3
 
@@ -112,7 +113,8 @@ STOOD_FOR: Needs = {
         f"forward_backward_pipelining_with_interleaving{_STEP}",
     ),
 }
-"""What the drop-in replaces: it must have no other parameters, and must not be patched."""
+"""What the drop-in replaces: it must require no other parameters, and must not be patched. The
+drop-in refuses a call that sets others."""
 
 _LINEAR = (
     "LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, bias, "
@@ -121,7 +123,9 @@ _LINEAR = (
 )
 
 STOOD_FOR_BY_SPLITTING: Needs = {
-    "tensor_parallel.layers": (f"{_LINEAR}, gtp_remat_size) | {_LINEAR})",),
+    "tensor_parallel.layers": (
+        f"{_LINEAR}, gtp_remat_size, output_dtype) | {_LINEAR}, gtp_remat_size) | {_LINEAR})",
+    ),
 }
 """The same, if weight gradients are separate tasks."""
 
@@ -157,12 +161,10 @@ def check_for_drop_in(settings: DispatchSettings, *, installs: bool = False) -> 
     """Raise UsageError for a Megatron-Core that the drop-in does not know, before the drop-in is
     imported. `installs` also checks what `install()` needs. Results are cached, because loops ask
     for a schedule again and again."""
-    stood_for = [STOOD_FOR]
+    _check([DROP_IN], [STOOD_FOR, INSTALLED_FOR] if installs else [STOOD_FOR])
     if settings.policy.hint.splits_backward:
-        stood_for.append(STOOD_FOR_BY_SPLITTING)
-    if installs:
-        stood_for.append(INSTALLED_FOR)
-    _check([DROP_IN], stood_for)
+        whole = [name for name in HINTS if not hint_named(name).splits_backward]
+        _check([], [STOOD_FOR_BY_SPLITTING], f"choose a hint that works ({', '.join(whole)}), or ")
 
 
 def check_for_trace() -> None:
@@ -175,7 +177,7 @@ def schedules() -> Any:
     return _imported("pipeline_parallel.schedules")
 
 
-def _check(called: Iterable[Needs], stood_for: Iterable[Needs]) -> None:
+def _check(called: Iterable[Needs], stood_for: Iterable[Needs], instead: str = "") -> None:
     differences = []
     for is_stood_for, tables in ((False, called), (True, stood_for)):
         for module, entry in _entries(tables):
@@ -186,7 +188,7 @@ def _check(called: Iterable[Needs], stood_for: Iterable[Needs]) -> None:
         told = ", ".join(differences[:_NUM_TOLD])
         if len(differences) > _NUM_TOLD:
             told += f" and {len(differences) - _NUM_TOLD} more"
-        raise UsageError(f"{_version()} is not one that rrfp knows: {told}; use {_WORKS}")
+        raise UsageError(f"{_version()} is not one that rrfp knows: {told}; {instead}use {_WORKS}")
 
 
 def _entries(tables: Iterable[Needs]) -> Iterator[tuple[str, str]]:
@@ -237,9 +239,7 @@ class _Need:
 def _difference(module: str, entry: str, *, is_stood_for: bool) -> str | None:
     """How the installed name differs from all forms that an entry takes, told of the newest; None
     if it has one of them. Raises UsageError if a third party's patch is the reason."""
-    looks = [
-        _Look.at(home, _Need.of(form), is_exact=is_stood_for) for home, form in forms(module, entry)
-    ]
+    looks = [_Look.at(home, _Need.of(form)) for home, form in forms(module, entry)]
     look = next((look for look in looks if look.differs is None), looks[0])
     foreign = foreign_layer(look.called) if look.called is not None else None
     if foreign is not None and not is_ours(foreign) and (is_stood_for or look.differs):
@@ -261,7 +261,7 @@ class _Look:
     """What is called, if the need is a call and the name exists."""
 
     @staticmethod
-    def at(module: str, need: _Need, *, is_exact: bool) -> "_Look":
+    def at(module: str, need: _Need) -> "_Look":
         path = f"{module}.{need.name}"
         try:
             found: Any = _imported(module)
@@ -275,10 +275,10 @@ class _Look:
             return _Look(path, None if isinstance(found, dict) else "is not a dict")
         if not need.is_called:
             return _Look(path, None)
-        return _Look(path, _parameters_differ(found, need, is_exact=is_exact), found)
+        return _Look(path, _parameters_differ(found, need), found)
 
 
-def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None:
+def _parameters_differ(found: Any, need: _Need) -> str | None:
     try:
         parameters = inspect.signature(found).parameters.values()
     except ValueError:  # built in: its parameters are unknown
@@ -297,9 +297,7 @@ def _parameters_differ(found: Any, need: _Need, *, is_exact: bool) -> str | None
         new = [
             p.name
             for p in parameters
-            if p.kind in _NAMED
-            and p.name not in passed
-            and (is_exact or p.default is Parameter.empty)
+            if p.kind in _NAMED and p.name not in passed and p.default is Parameter.empty
         ]
         if new:
             return f"has a parameter {' and '.join(new)}"

@@ -33,6 +33,7 @@ from rrfp.megatron.groups import (
     step_groups,
     timeout_s_of,
 )
+from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
 from rrfp.megatron.layout_links import LayoutLinks, discard
 from rrfp.megatron.look_ahead import LookAhead
 from rrfp.megatron.memory.bound import StepMemory
@@ -154,6 +155,7 @@ class ForwardBackward:
         p2p_communicator: Any = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
+        **newer: Any,
     ) -> list[Any]:
         """Run one step, by Megatron's contract. Returns what the loss function returned for each
         microbatch, in microbatch order, or in admission order with `admit` (empty except on the
@@ -166,6 +168,7 @@ class ForwardBackward:
         PeerLostError and StallError. After any error the links are closed and the neighbours
         notified, and so are ranks that wait for links to open.
         """
+        refuse_newer(NO_PIPELINING, newer)
         self.was_called = True
         at_end.note(None)
         models: list[Any] = [*model] if isinstance(model, list | tuple) else [model]

@@ -13,6 +13,7 @@ themselves other code, which every holder of one then runs; for callers of rrfp 
 function as it was.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, update_wrapper
@@ -61,6 +62,19 @@ def megatrons(name: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = home[name]
     return _originals.get(name, found) if is_ours(found) else found
+
+
+def refuse_newer(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UsageError if these arguments of a call, which rrfp does not know, change what
+    Megatron's function of this name would do."""
+    parameters = inspect.signature(megatrons(name)).parameters
+    for argument, value in arguments.items():
+        if argument not in parameters:
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+        if value is not parameters[argument].default:
+            raise UsageError(
+                f"{argument} {value!r} of Megatron's {name} is unknown to rrfp; leave it out"
+            )
 
 
 def check_free(asker: str) -> None:

@@ -10,8 +10,10 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.utils import get_attr_wrapped_model
 
 from rrfp.errors import UsageError
+from rrfp.megatron.step.gradient_hooks import described_hook
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
 from rrfp.megatron.step.tracked_state import refuse_stateful
+from rrfp.megatron.step.weight_gradients import lost_hook
 from rrfp.megatron.step_policy import StepPolicy, hints_in_order
 from rrfp.runtime.transport.factory import transport_maker
 from rrfp.schedule.tasks import Kind
@@ -66,6 +68,9 @@ def refuse(config: Any, models: Sequence[Any], steering: StepPolicy, pp_rank: in
         _refuse_misplaced(model, chunk, steering, pp_rank)
     if Kind.B in steering.shape.kinds:
         _refuse_other_splits(config, steering)
+    if steering.shape.splits_backward:
+        for model in models:
+            _refuse_lost_hooks(model)
 
 
 def refuse_data(
@@ -110,6 +115,16 @@ def _refuse_other_splits(config: Any, steering: StepPolicy) -> None:
         raise UsageError(
             f"delay_wgrad_compute splits the backward, which {name} does not; switch it off, or "
             "choose a hint that does, such as bfw"
+        )
+
+
+def _refuse_lost_hooks(model: Any) -> None:
+    found = lost_hook(model)
+    if found is not None:
+        name, hook = found
+        raise UsageError(
+            f"{name} has {described_hook(hook)}, which would not see the gradient that Transformer "
+            "Engine keeps for it; switch delay_wgrad_compute off, or remove the hook"
         )
 
 

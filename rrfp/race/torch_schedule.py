@@ -19,7 +19,6 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.megatron.settings import GradOrder
-from rrfp.megatron.step.gradients import gradient_sum
 from rrfp.megatron.step.weight_gradients import DeferredWeightGradients
 from rrfp.race.delayed_sends import DelayedSends
 from rrfp.race.peer_schedule import ChunkModule, PeerSchedule, Tally
@@ -131,8 +130,7 @@ class _Stage(pipelining.PipelineStage):
         """Prepare for a step."""
         self._module.begin(batches)
         if self.dw_builder is not None:
-            sums = gradient_sum(GradOrder.ARRIVAL, (), len(batches))
-            self._deferred = DeferredWeightGradients(self._module, sums)
+            self._deferred = DeferredWeightGradients(self._module, GradOrder.ARRIVAL, len(batches))
         self._tally = tally
         self._delayed_sends = delayed_sends
 

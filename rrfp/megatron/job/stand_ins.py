@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rrfp.errors import UsageError
 from rrfp.megatron import installation
 from rrfp.megatron.compatibility import check_for_drop_in
-from rrfp.megatron.installation import GETTER, NO_PIPELINING, SCHEDULES, megatrons
+from rrfp.megatron.installation import GETTER, NO_PIPELINING, SCHEDULES, megatrons, refuse_newer
 from rrfp.megatron.job.after_import import after_import
 from rrfp.megatron.job.request import RecordingRequest
 from rrfp.megatron.settings import DispatchSettings
@@ -147,8 +147,10 @@ class DropIn:
         pp_size: int | None = None,
         vp_size: int | None = None,
         schedule_pg_collection: object = None,
+        **newer: object,
     ) -> Schedule:
         """Like Megatron's `get_forward_backward_func`."""
+        refuse_newer(GETTER, newer)
         check_for_drop_in(self._settings)
         # After the check, because they import names that another Megatron-Core may not have.
         from rrfp.megatron import dropin

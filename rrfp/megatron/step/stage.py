@@ -203,9 +203,7 @@ class ChunkStep:
         num = shape.num_microbatches
         self._gradients = gradient_sum(grad_order, at_once, num)
         self._deferred = (
-            DeferredWeightGradients(model, gradient_sum(grad_order, deferred, num))
-            if shape.splits_backward
-            else None
+            DeferredWeightGradients(model, grad_order, num) if shape.splits_backward else None
         )
         # What a forward keeps for its backward: input and output tensors.
         self._kept: dict[int, tuple[list[torch.Tensor | None], list[torch.Tensor]]] = {}
@@ -269,7 +267,7 @@ class ChunkStep:
         ones that W computes."""
         self._num_left[Kind.B] -= 1
         input_tensors, outputs = self._kept.pop(microbatch)
-        with self._deferring(microbatch), self._gradients.adding(microbatch):
+        with self._deferring(microbatch, outputs), self._gradients.adding(microbatch):
             if gradients and gradients[0] is None:
                 # The next stage did not use this output. Megatron would take None for the loss's.
                 input_gradients: list[torch.Tensor | None] = [None] * len(input_tensors)
@@ -305,8 +303,12 @@ class ChunkStep:
     def _measuring(self) -> AbstractContextManager[None]:
         return nullcontext() if self._counted is None else self._counted.forward()
 
-    def _deferring(self, microbatch: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._deferred is None else self._deferred.task(microbatch)
+    def _deferring(
+        self, microbatch: int, outputs: Sequence[torch.Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        if self._deferred is None:
+            return nullcontext()
+        return self._deferred.task(microbatch, outputs)
 
 
 def _gather_parameters(models: Sequence[Any], config: Any) -> None:
