@@ -216,9 +216,7 @@ class ForwardBackward:
             )
             streams = RandomStreams(device)
             links.timeout_s = timeout_s_of(groups.pp)
-            pipeline = self._connected(
-                links, opening, place, steering, device, forward_only=forward_only
-            )
+            self._connect(links, opening, place, steering, device, forward_only=forward_only)
         except BaseException as error:
             at_end.note(error)
             if opening is not None:
@@ -255,22 +253,12 @@ class ForwardBackward:
             forward_only,
             collect_non_loss_data,
             first_val_step,
+            force_all_reduce,
         )
         try:
             pace = None if paced_by is None else paced_by.start_step(step, steering.shape)
             return self._run_step(
-                links.record,
-                step,
-                pipeline,
-                steering,
-                memory,
-                models,
-                config,
-                groups,
-                arguments,
-                streams,
-                pace,
-                force_all_reduce,
+                links, step, steering, memory, models, config, groups, arguments, streams, pace
             )
         except BaseException as error:
             at_end.note(error)
@@ -279,9 +267,8 @@ class ForwardBackward:
 
     def _run_step(
         self,
-        record: Callable[[Record], None],
+        links: LayoutLinks,
         step: int,
-        pipeline: Pipeline,
         steering: StepPolicy,
         memory: StepMemory,
         models: list[Any],
@@ -290,9 +277,10 @@ class ForwardBackward:
         arguments: StepArguments,
         streams: RandomStreams,
         pace: StepPace | None,
-        force_all_reduce: bool | None,
     ) -> list[Any]:
         start_ns = monotonic()
+        pipeline, record = links.pipeline, links.record
+        assert pipeline is not None
         forward_only = arguments.forward_only
         shape, pp_rank = steering.shape, pipeline.place.pp_rank
         last_stage_rank = shape.rank_of(shape.num_stages - 1)
@@ -338,8 +326,9 @@ class ForwardBackward:
                 # Megatron takes it from the last rank.
                 source = pipeline.place.pipeline[last_stage_rank]
                 dist.broadcast(num_tokens, source, group=groups.pp)
+            reduces_all = arguments.force_all_reduce
             config.finalize_model_grads_func(
-                models, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+                models, num_tokens, pg_collection=groups, force_all_reduce=reduces_all
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -351,7 +340,7 @@ class ForwardBackward:
         self.last_step = replace(summary, start_ns=start_ns, end_ns=end_ns)
         return compute.forward_data()
 
-    def _connected(
+    def _connect(
         self,
         links: LayoutLinks,
         opening: str | None,
@@ -360,9 +349,9 @@ class ForwardBackward:
         device: torch.device,
         *,
         forward_only: bool,
-    ) -> Pipeline:
-        """The pipeline of these links, with enough credit for this step; `opening` is its name if
-        it must be opened first."""
+    ) -> None:
+        """Have the pipeline of these links, with enough credit for this step; `opening` is its name
+        if it must be opened first."""
         shape = steering.shape
         num_credits = steering.policy.num_in_flight(
             shape.num_microbatches, shape.num_chunks, forward_only=forward_only
@@ -392,7 +381,6 @@ class ForwardBackward:
                 self.planes = links.pipeline.planes
         else:
             links.pipeline.grant(num_credits)
-        return links.pipeline
 
     def _next_opening(self, place: Place, num_chunks: int) -> str:
         """The name under which the ranks of a layout meet. Each meeting has its own, the same on

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from rrfp.errors import is_torchs_loss
+from rrfp.errors import RrfpError, first_line, is_torchs_loss
+from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
 
 PEERS_END_S = 15.0
 """How long a process waits for its launcher to end it after a peer has failed."""
@@ -43,14 +44,32 @@ class AtEnd:
         self._end, self._is_end_known = error, True
 
     @property
-    def is_end_known(self) -> bool:
-        """Whether `end` says all: an exit code that nobody has noted leaves no trace."""
-        return self._is_end_known or self.end is not None
-
-    @property
     def end(self) -> BaseException | None:
         """The error that has ended the program, if one is known to have."""
         return self._end if self._is_end_known else next(_uncaught(), None)
+
+    def ending(self, rank: int) -> Ending | None:
+        """How the program has ended on this rank; None if that is not known, as of one that nobody
+        of ours runs and that an exit code ended."""
+        error = self.end
+        if error is None and not self._is_end_known:
+            return None
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            return Ending(Outcome.FINISHED)
+        if isinstance(error, KeyboardInterrupt):
+            return Ending(Outcome.INTERRUPTED)
+        if isinstance(error, SystemExit):
+            code = error.code
+            how = f"code {code}" if isinstance(code, int) else f"'{first_line(str(code)):.200}'"
+            sentence = f"the script exited with {how}"
+        elif isinstance(error, RrfpError):
+            sentence = str(error)
+        else:
+            sentence = f"{type(error).__name__}: {error}"
+        culprit = Culprit(FoundBy.RANK, rank)
+        if self.has_lost_peer:
+            culprit = getattr(error, "culprit", Culprit(FoundBy.COLLECTIVE))
+        return Ending(Outcome.FAILED, first_line(sentence), culprit)
 
     @property
     def has_lost_peer(self) -> bool:

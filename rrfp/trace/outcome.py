@@ -122,7 +122,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
     """Hold the run's outcome while the block runs the ranks, and write it when the block ends. A
     disk that takes no note of it changes nothing for the run."""
     note = OutcomeNote()
-    file = hold_outcome(run)
+    file = _hold(run)
     try:
         yield note
     except KeyboardInterrupt:
@@ -148,9 +148,7 @@ def noting_outcome(run: RunDir) -> Iterator[OutcomeNote]:
                 file.close()
 
 
-def hold_outcome(run: RunDir) -> IO[bytes] | None:
-    """Hold the run's outcome, as not known yet, until the file is closed; None where that does not
-    work."""
+def _hold(run: RunDir) -> IO[bytes] | None:
     with suppress(OSError):
         file = open_own(run.outcome, anew=True)
         hold(file)
@@ -158,14 +156,31 @@ def hold_outcome(run: RunDir) -> IO[bytes] | None:
     return None
 
 
-def note_ending(run: RunDir, ending: Ending) -> None:
-    """Write how one of a job's processes has ended. The first that has failed counts, and those
-    that have ended well count only if none has. A disk that takes no note changes nothing."""
-    with suppress(OSError):
-        known = read_ending(run)
-        if known is None or known.outcome in (Outcome.KILLED, Outcome.FINISHED):
-            with open_own(run.outcome, anew=True) as file:
-                file.write(ending.described())
+class JobOutcome:
+    """How a job ends, as its own processes write it: no launcher of ours sees them end."""
+
+    def __init__(self, run: RunDir, *, leads: bool) -> None:
+        """`leads` is true of one process, which holds the run's outcome."""
+        self._run = run
+        self._leads = leads
+        self._file = _hold(run) if leads else None
+
+    def close(self, ending: Ending | None, *, has_lost_peer: bool) -> None:
+        """Write how this process has ended; None if that is not known. The first that has failed by
+        itself counts, and the leader's ending only if none has."""
+        has_failed = ending is not None and ending.outcome is not Outcome.FINISHED
+        with suppress(OSError):
+            known = read_ending(self._run)
+            is_open = known is None or known.outcome in (Outcome.KILLED, Outcome.FINISHED)
+            if ending is None:
+                if self._leads and known == Ending(Outcome.KILLED):
+                    self._run.outcome.unlink(missing_ok=True)
+            elif is_open and (self._leads or (has_failed and not has_lost_peer)):
+                with open_own(self._run.outcome, anew=True) as file:
+                    file.write(ending.described())
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
 
 
 def is_going(run: RunDir) -> bool:

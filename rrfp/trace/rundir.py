@@ -201,18 +201,24 @@ def _create_at(out: Path, force: bool) -> RunDir:
         own_run_dir(out)
         if _makes_own_files():
             out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
-        for file in (
-            *(run.run_json, run.metrics, run.admission, run.dealing),
-            *(run.outcome, run.joined_trace),
-        ):
-            file.unlink(missing_ok=True)
-        for directory in (run.logs, *(session.records for session in run.sessions())):
-            if directory.exists():
-                shutil.rmtree(directory)
-        for session in run.sessions():
-            session.trace.unlink(missing_ok=True)
-        update_latest(out.parent)
+        empty(run)
     return run
+
+
+def empty(run: RunDir) -> None:
+    """Remove everything of a run, and nothing else that may be in its directory. May raise
+    OSError."""
+    for file in (
+        *(run.run_json, run.metrics, run.admission, run.dealing),
+        *(run.outcome, run.joined_trace),
+    ):
+        file.unlink(missing_ok=True)
+    for directory in (run.logs, *(session.records for session in run.sessions())):
+        if directory.exists():
+            shutil.rmtree(directory)
+    for session in run.sessions():
+        session.trace.unlink(missing_ok=True)
+    update_latest(run.path.parent)
 
 
 def _create_dated(runs: Path, hint: str) -> RunDir:

@@ -17,6 +17,7 @@ from rrfp.schedule.patience.setting import described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.values import plain_integer
+from rrfp.trace.records import RankInfo
 from rrfp.trace.run_policy import unbound_policy
 
 Described = dict[str, object]
@@ -51,8 +52,11 @@ def dispatched(settings: DispatchSettings) -> Steering:
             asked[name] = getattr(asked[name], "__qualname__", "a function")
 
     def policy(described: dict[str, Any]) -> Described:
-        sizes = (described[name] for name in ("pp", "microbatches", "chunks"))
-        return settings.policy.of_shape(Shape(*sizes, placement=settings.placement)).described()
+        num_ranks, num_microbatches, num_chunks = (
+            described[name] for name in ("pp", "microbatches", "chunks")
+        )
+        shape = Shape(num_ranks, num_microbatches, num_chunks, settings.placement)
+        return settings.policy.of_shape(shape).described()
 
     return Steering(hint, settings.placement, lambda *_: asked, policy, settings.connect_s)
 
@@ -147,3 +151,13 @@ def _innermost(model: Any) -> Any:
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
     return model
+
+
+def by_stage(ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]) -> list[int]:
+    """How many parameters each stage has, on a rank that holds it."""
+    found = {
+        stage: number
+        for info, numbers in zip(ranks, parameters, strict=True)
+        for stage, number in zip(info.stages, numbers, strict=True)
+    }
+    return [found[stage] for stage in sorted(found)]

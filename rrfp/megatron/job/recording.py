@@ -5,24 +5,24 @@ with the process. If anything fails here, the training goes on.
 """
 
 import os
-import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from rrfp import requirements
-from rrfp.errors import RrfpError, UsageError, first_line
+from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.dealing.file import DealingFile
 from rrfp.megatron.groups import Place, device_of, place_in, step_groups, timeout_s_of
 from rrfp.megatron.job.description import (
     Steering,
+    by_stage,
     layout_of,
     model_of,
     num_parameters,
@@ -36,7 +36,7 @@ from rrfp.megatron.transport_log import TransportLog
 from rrfp.runtime.at_end import at_end
 from rrfp.runtime.decoding import integers
 from rrfp.runtime.planes.settling import Taken
-from rrfp.runtime.protocols import PeerLostError, monotonic
+from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
 from rrfp.schedule.dealing import Hands
@@ -44,17 +44,9 @@ from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.trace.description import PolicyLog, describe_run
 from rrfp.trace.locate import encode_apart
-from rrfp.trace.outcome import (
-    Culprit,
-    Ending,
-    FoundBy,
-    Outcome,
-    hold_outcome,
-    note_ending,
-    read_ending,
-)
+from rrfp.trace.outcome import JobOutcome
 from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
-from rrfp.trace.rundir import RunDir, update_latest
+from rrfp.trace.rundir import RunDir, empty
 from rrfp.trace.spills.room import records_bytes
 from rrfp.trace.spills.spill import is_being_written
 from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
@@ -83,8 +75,7 @@ class JobRecording:
         """The run's directory, on the leader."""
         self._directory: RunDir | None = None
         """Likewise, on every rank."""
-        self._outcome: IO[bytes] | None = None
-        """Held by the leader while the job goes."""
+        self._outcome: JobOutcome | None = None
         self._policies: PolicyLog | None = None
         self._orders: OrdersFile | None = None
         self._dealings: DealingFile | None = None
@@ -215,27 +206,15 @@ class JobRecording:
         """Write the remaining records; the leader makes the trace once every rank has done so."""
         self.safely(self._close_records)
         run, self._run = self._run, None
-        self._note_end(is_leader=run is not None)
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None and self.info is not None:
+            outcome.close(at_end.ending(self.info.rank), has_lost_peer=at_end.has_lost_peer)
         if run is None:
             return
         try:
             self._conclude(run)
         except Exception as error:  # the process ends well all the same
             tell(f"the trace is made when 'rrfp analyze' opens the run: {error}")
-
-    def _note_end(self, *, is_leader: bool) -> None:
-        """Write how the job has ended: on the leader, and on a rank that has failed by itself."""
-        directory, self._directory = self._directory, None
-        if directory is None or self.info is None:
-            return
-        ending = _ending(at_end.end, self.info.rank)
-        has_failed = ending.outcome is not Outcome.FINISHED
-        if at_end.is_end_known and (is_leader or (has_failed and not at_end.has_lost_peer)):
-            note_ending(directory, ending)
-        if self._outcome is not None:
-            self._outcome.close()
-            if not at_end.is_end_known and read_ending(directory) == Ending(Outcome.KILLED):
-                directory.outcome.unlink(missing_ok=True)
 
     def _begin(self, arguments: dict[str, Any]) -> int | None:
         now_ns = monotonic()
@@ -361,7 +340,7 @@ class JobRecording:
                 if meeting.is_leader:
                     ranks = meeting.introduced()
                     parameters = meeting.shared("parameters", integers)
-                    settings["parameters"] = _by_stage(ranks, parameters)
+                    settings["parameters"] = by_stage(ranks, parameters)
                     describe_run(run.run_json, settings, policy, len(ranks), ranks)
                 # Records without a description are of no use to anybody.
                 meeting.settle()
@@ -374,7 +353,7 @@ class JobRecording:
             self._transport = TransportLog(default_store(), run.path.name, run, own.rank, numbers)
             if meeting.is_leader:
                 self._run = run
-                self._outcome = hold_outcome(run)
+            self._outcome = JobOutcome(run, leads=meeting.is_leader)
 
     def _close_records(self) -> None:
         recorder, orders, dealings = self._recorder, self._orders, self._dealings
@@ -396,7 +375,8 @@ class JobRecording:
         """Have the trace made, once every rank has closed its records, and say where it is."""
         if not self._recorded:
             if isinstance(at_end.end, UsageError):
-                _remove_refused(run)
+                empty(run)
+                run.path.rmdir()  # fails where its script has put something there
             elif not self._has_given_up:
                 why = self._window.without_steps(self._num_trained)
                 tell(f"{run.path} has no steps: {why}")
@@ -418,41 +398,3 @@ class JobRecording:
         if run.records.is_dir():
             encode_apart(run.path)
         tell(f"{told}; open it with: rrfp trace view {run.path}")
-
-
-def _ending(error: BaseException | None, rank: int) -> Ending:
-    """How a job has ended on this rank."""
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return Ending(Outcome.FINISHED)
-    if isinstance(error, KeyboardInterrupt):
-        return Ending(Outcome.INTERRUPTED)
-    culprit: Culprit | None = Culprit(FoundBy.RANK, rank)
-    if isinstance(error, SystemExit):
-        code = error.code
-        how = f"code {code}" if isinstance(code, int) else f"'{first_line(str(code)):.200}'"
-        return Ending(Outcome.FAILED, f"the script exited with {how}", culprit)
-    if isinstance(error, PeerLostError):
-        culprit = error.culprit
-    sentence = str(error) if isinstance(error, RrfpError) else f"{type(error).__name__}: {error}"
-    return Ending(Outcome.FAILED, first_line(sentence), culprit)
-
-
-def _remove_refused(run: RunDir) -> None:
-    """Remove what has been made for a job that we have refused before its first step, and nothing
-    that its script may have put there."""
-    shutil.rmtree(run.records, ignore_errors=True)
-    with suppress(OSError):
-        for file in (run.run_json, run.outcome):
-            file.unlink(missing_ok=True)
-        run.path.rmdir()
-    update_latest(run.path.parent)
-
-
-def _by_stage(ranks: Sequence[RankInfo], parameters: Sequence[Sequence[int]]) -> list[int]:
-    """How many parameters each stage has, on a rank that holds it."""
-    found = {
-        stage: number
-        for info, numbers in zip(ranks, parameters, strict=True)
-        for stage, number in zip(info.stages, numbers, strict=True)
-    }
-    return [found[stage] for stage in sorted(found)]

@@ -45,6 +45,7 @@ class StepArguments:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+    force_all_reduce: bool | None = False
 
 
 class RankStep:
