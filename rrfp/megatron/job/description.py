@@ -1,7 +1,7 @@
 """What a recorded job says of itself in `run.json`: what steers it, its layout, its model."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -51,11 +51,14 @@ def dispatched(settings: DispatchSettings) -> Steering:
         hint,
         settings.placement,
         lambda *_: asked,
-        lambda asked: settings.policy.of_shape(
-            Shape(asked["pp"], asked["microbatches"], asked["chunks"], settings.placement)
-        ).described(),
+        lambda asked: settings.policy.of_shape(_shape_of(asked, settings.placement)).described(),
         settings.connect_s,
     )
+
+
+def _shape_of(settings: Mapping[str, Any], placement: Placement) -> Shape:
+    """The shape of the first step, of these settings as they are recorded."""
+    return Shape(settings["pp"], settings["microbatches"], settings["chunks"], placement)
 
 
 def undispatched() -> Steering:
