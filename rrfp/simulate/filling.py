@@ -71,8 +71,9 @@ def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
 
     def time_ns(asked: int | None) -> int:
         scaled = None if asked is None else max(1, asked * small.num_ranks // shape.num_ranks)
-        other = replace(policy, **{flag: scaled})  # type: ignore[arg-type]
-        return _time_ns(other, small)
+        if flag == "limit":
+            return _time_ns(replace(policy, limit=scaled), small)
+        return _time_ns(replace(policy, hold=scaled), small)
 
     best_ns, under_it_ns = _time_of_1f1b_ns(small), time_ns(bound)
     if under_it_ns <= _TOLERANCE * best_ns:

@@ -1,7 +1,7 @@
 """What a recorded job says of itself in `run.json`: what steers it, its layout, its model."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -50,15 +50,18 @@ def dispatched(settings: DispatchSettings) -> Steering:
     for name in ("admit_cost", "hold_features"):
         if callable(asked[name]):
             asked[name] = getattr(asked[name], "__qualname__", "a function")
+    return Steering(
+        hint,
+        settings.placement,
+        lambda *_: asked,
+        lambda asked: settings.policy.of_shape(_shape_of(asked, settings.placement)).described(),
+        settings.connect_s,
+    )
 
-    def policy(described: dict[str, Any]) -> Described:
-        num_ranks, num_microbatches, num_chunks = (
-            described[name] for name in ("pp", "microbatches", "chunks")
-        )
-        shape = Shape(num_ranks, num_microbatches, num_chunks, settings.placement)
-        return settings.policy.of_shape(shape).described()
 
-    return Steering(hint, settings.placement, lambda *_: asked, policy, settings.connect_s)
+def _shape_of(settings: Mapping[str, Any], placement: Placement) -> Shape:
+    """The shape of the first step, of these settings as they are recorded."""
+    return Shape(settings["pp"], settings["microbatches"], settings["chunks"], placement)
 
 
 def undispatched() -> Steering:
