@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from rrfp.errors import is_torchs_loss
-from rrfp.runtime.protocols import PeerLostError
 
 PEERS_END_S = 15.0
 """How long a process waits for its launcher to end it after a peer has failed."""
@@ -34,7 +33,12 @@ class AtEnd:
 
     def note(self, error: BaseException | None) -> None:
         """Note how the last step failed; None if another one has begun."""
-        self._has_lost_peer = error is not None and _is_loss(error)
+        # Imported late: scripts are to import torch themselves.
+        from rrfp.runtime.protocols import PeerLostError
+
+        self._has_lost_peer = error is not None and (
+            isinstance(error, PeerLostError) or is_torchs_loss(error)
+        )
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` at the end. It must neither raise nor block without bound, nor start a
@@ -49,7 +53,7 @@ class AtEnd:
     def _wait(self) -> None:
         threading.main_thread().join()
         self.run()
-        if self._has_lost_peer or any(map(_is_loss, _uncaught())):
+        if self._has_lost_peer or any(map(is_torchs_loss, _uncaught())):
             time.sleep(PEERS_END_S)
 
     def run(self) -> None:
@@ -65,11 +69,6 @@ class AtEnd:
 
 at_end = AtEnd()
 """This process' functions."""
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether it says that a peer's process has ended."""
-    return isinstance(error, PeerLostError) or is_torchs_loss(error)
 
 
 def _uncaught() -> Iterator[BaseException]:
