@@ -60,7 +60,7 @@ def test_it_is_done_once() -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        "raise PeerLostError('rank 1 has ended')",
+        "error = PeerLostError('rank 1 has ended'); at_end.note(error); raise error",
         "raise RuntimeError('[pair.cc:547] Connection closed by peer [127.0.0.1]:4711')",
         "at_end.note(PeerLostError('rank 1 has ended')); sys.exit(1)",
     ],

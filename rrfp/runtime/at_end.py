@@ -36,7 +36,12 @@ class AtEnd:
 
     def note(self, error: BaseException | None) -> None:
         """Note how the last step failed; None if another one has begun."""
-        self._has_lost_peer = error is not None and _is_loss(error)
+        # Imported late: scripts are to import torch themselves.
+        from rrfp.runtime.protocols import PeerLostError
+
+        self._has_lost_peer = error is not None and (
+            isinstance(error, PeerLostError) or is_torchs_loss(error)
+        )
 
     def ended(self, error: BaseException | None) -> None:
         """Note how the process' program has ended, for whoever runs it: without an error, or with
@@ -74,7 +79,7 @@ class AtEnd:
     @property
     def has_lost_peer(self) -> bool:
         """Whether this process ends only because a peer's has."""
-        return self._has_lost_peer or any(map(_is_loss, _uncaught()))
+        return self._has_lost_peer or any(map(is_torchs_loss, _uncaught()))
 
     def call(self, function: Callable[[], None]) -> None:
         """Call `function` at the end. It must neither raise nor block without bound, nor start a
@@ -105,14 +110,6 @@ class AtEnd:
 
 at_end = AtEnd()
 """This process' functions."""
-
-
-def _is_loss(error: BaseException) -> bool:
-    """Whether it says that a peer's process has ended."""
-    # Not imported here: its module imports torch, and a script may have things to do before.
-    protocols = sys.modules.get("rrfp.runtime.protocols")
-    is_ours = protocols is not None and isinstance(error, protocols.PeerLostError)
-    return is_ours or is_torchs_loss(error)
 
 
 def _uncaught() -> Iterator[BaseException]:
