@@ -198,6 +198,28 @@ def test_parameters_with_defaults_may_be_new(
         given(**arguments, x=3)
 
 
+def test_a_linear_function_of_any_release_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    own = inspect.signature(getattr(layers, LINEAR).forward).parameters
+    oldest = list(own)[: list(own).index("tp_group") + 1]
+
+    def check_for(*newer: str) -> None:
+        code = f"def forward({', '.join((*oldest, *newer))}): pass"
+        names: dict[str, Any] = {}
+        exec(code, vars(layers), names)
+        with monkeypatch.context() as patched:
+            patched.setattr(getattr(layers, LINEAR), "forward", names["forward"])
+            check_for_drop_in.cache_clear()
+            check_for_drop_in(SPLITS)
+
+    check_for()
+    check_for("gtp_remat_size")
+    check_for("gtp_remat_size", "output_dtype")
+    check_for("gtp_remat_size", "output_dtype", "x=None")
+    with pytest.raises(UsageError, match=r"has a parameter x; choose a hint that works \(bf, "):
+        check_for("gtp_remat_size", "output_dtype", "x")
+
+
 def test_the_linear_function_counts_where_the_backward_is_split(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

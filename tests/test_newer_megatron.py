@@ -1,5 +1,8 @@
 """What newer releases of Megatron-Core brought: kept, or refused with the reason."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +22,31 @@ from tests.training import SMALL
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 10)
 
+ROOT = Path(__file__).parent.parent
+
 PP2 = {**SMALL, "pp": 2}
+
+
+VARIABLE = "RRFP_MEGATRON_MAIN"
+"""The environment variable with a checkout of Megatron-LM's branch `main`."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no checkout")
+def test_on_the_branch_main() -> None:
+    """Megatron-Core without a release. The Python that runs this must fit the checkout."""
+    tests = ("test_compatibility.py", "test_gradient_hooks.py", "test_weight_gradients.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        + [str(Path(__file__).with_name(name)) for name in tests],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ[VARIABLE]}"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def outcomes(rig: Rig, reverse: str) -> list[Any]:

@@ -1,9 +1,11 @@
 """Weight gradients that come later, in any order, are those of a fused backward to the bit."""
 
 import gc
+import inspect
 import queue
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -220,6 +222,7 @@ def layers_by_themselves(_layout: Any) -> None:
     native = layers.LinearWithGradAccumulationAndAsyncCommunication
     an_input_that_needs_no_gradient()
     a_weight_used_twice()
+    a_setting_that_only_megatron_follows()
     weights_that_stay_with_the_backward()
     a_graph_that_leads_back_to_its_products()
     assert layers.LinearWithGradAccumulationAndAsyncCommunication is native
@@ -276,6 +279,47 @@ def a_weight_used_twice() -> None:
         return torch.stack([layer(part)[0].square().sum() for part in data]).sum()
 
     assert fused_and_split(column, run)[0] == [True, True]
+
+
+def a_setting_that_only_megatron_follows() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    own = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+    class Newer(torch.autograd.Function):
+        """As from 0.20 on, where a layer may ask for an output in another dtype."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any, output_dtype: Any = None) -> Any:
+            raise NotImplementedError
+
+        @staticmethod
+        def apply(*arguments: Any) -> Any:
+            *oldest, output_dtype = arguments
+            found = own.apply(*oldest)
+            return found if output_dtype is None else found.to(output_dtype)
+
+    oldest = [*inspect.signature(own.forward).parameters.values()][:10]
+    newest = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    Newer.forward.__signature__ = inspect.Signature([*oldest, newest])  # type: ignore[attr-defined]
+    data = torch.randn(5, 2, 8)
+    with patch.object(layers, own.__name__, Newer):
+        for output_dtype, is_split in ((None, True), (torch.float32, True), (torch.float64, False)):
+            layer = column()
+            split = Split(layer)
+            for kind in "FB":
+                with split.deferred.task(0):
+                    if kind == "F":
+                        function = getattr(layers, own.__name__)
+                        arguments = (data, layer.weight, layer.bias, False, False, False)
+                        output = function.apply(*arguments, None, None, None, output_dtype)
+                        assert output.dtype is (output_dtype or torch.float32)
+                    else:
+                        output.sum().backward()
+            assert (layer.weight.grad is None) is is_split
+            split.deferred.run(0)
+            product = torch.ones(10, 8).t() @ data.reshape(10, 8)
+            torch.testing.assert_close(layer.weight.grad, product)
 
 
 def a_graph_that_leads_back_to_its_products() -> None:
@@ -399,6 +443,8 @@ def test_transformer_engine_layers(fuses: bool) -> None:
 def transformer_engine(_layout: Any, fuses: bool) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+    from rrfp.megatron.step.weight_gradients import lost_hook
+
     torch.manual_seed(0)
     data = torch.randn(MICROBATCHES, 5, 8)
     model: Any = torch.nn.Sequential(
@@ -433,3 +479,6 @@ def transformer_engine(_layout: Any, fuses: bool) -> None:
         assert digests(model) == expected
         assert all(layer.wgrad_accumulation_and_reduce_hooks for layer in model)
         assert not any(group.per_param_grad_ready_counts for group in wrapped.bucket_groups)
+    assert lost_hook(wrapped) is None
+    model[1].weight.register_hook(print)
+    assert lost_hook(wrapped) == ("module.1.weight", print)

@@ -5,6 +5,7 @@ hooks. Megatron's DistributedDataParallel has a hook on every weight. The code t
 gradients does that hook's work, so it does not count.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -135,6 +136,18 @@ class _Interception:
     def __call__(self, gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
         accumulator = self._accumulator()
         return None if accumulator is None else accumulator.before_adding(gradients)
+
+
+def outputs_of_backward(outermost: Iterable[Any]) -> Iterable[Any]:
+    """The tensors that the innermost backward on this thread began with: those of a recomputed part
+    of the model, or else `outermost`."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.autograd.backward.__code__:
+            tensors = frame.f_locals["tensors"]
+            return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        frame = frame.f_back
+    return outermost
 
 
 def edges_to(node: Any, outputs: Iterable[torch.Tensor | None]) -> Iterator[tuple[Any, list[int]]]:

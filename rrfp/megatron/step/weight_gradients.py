@@ -10,41 +10,44 @@ Parameters other than the weights of such layers (embeddings, norms, biases, rou
 backward.
 """
 
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rrfp.megatron.memory.saved import tensors_in
 from rrfp.megatron.settings import GradOrder
 from rrfp.megatron.step.gradient_hooks import (
     Accumulator,
     described_hook,
     edges_to,
+    outputs_of_backward,
     paths_to_parameters,
     weight_hook,
 )
-from rrfp.megatron.step.gradients import Gradient, add_gradient, gradient_sum
+from rrfp.megatron.step.gradients import add_gradient, gradient_sum
+from rrfp.megatron.step.linear_function import DeferringLinear
+from rrfp.megatron.step.weight_products import (
+    NO_BACKWARD,
+    Arrived,
+    LinearProduct,
+    Product,
+    QueuedProducts,
+    by_backward,
+    gradients_of,
+    is_tagged,
+    tagged,
+)
 
 _log = logging.getLogger(__name__)
 
 _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 """The name in `layers` under which Megatron's linear layers look up their function."""
-
-_NO_BACKWARD = -1
-"""torch's number of the backward that runs, outside of one."""
-
-_anchors = {torch.device("cpu"): torch.empty(0, requires_grad=True)}
-"""By device, a leaf that stands for all deferred weights in a graph (`_InputGradient`)."""
 
 _OTHERS: Any = WeakTensorKeyDictionary()
 """Weights that autograd has given another gradient than their layer's."""
@@ -74,22 +77,13 @@ def deferrable_weights(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def _defers(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
     if _has_store(module):
-        return _is_tagged(parameter)
+        return is_tagged(parameter)
     # An output layer that shares the embedding's weight on the same stage has no weight itself.
     return (
         isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear))
         and parameter is module.weight
         and getattr(module, "grad_output_buffer", None) is None
     )
-
-
-def _is_tagged(parameter: torch.nn.Parameter) -> bool:
-    """Whether Transformer Engine's `backward_dw` computes its gradient."""
-    return getattr(parameter, "skip_backward_post_hook", False)
-
-
-def _tagged(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [each for each in module.parameters(recurse=False) if _is_tagged(each)]
 
 
 def _has_store(module: Any) -> bool:
@@ -102,7 +96,7 @@ def lost_hook(chunk: torch.nn.Module) -> tuple[str, Any] | None:
     see its gradient."""
     names = {weight: name for name, weight in chunk.named_parameters()}
     for module in chunk.modules():
-        for weight in _tagged(module) if _has_store(module) else ():
+        for weight in tagged(module) if _has_store(module) else ():
             hook = weight_hook(weight) if weight.requires_grad else None
             if hook is not None:
                 return names[weight], hook
@@ -124,7 +118,7 @@ class DeferredWeightGradients:
         self._queued: list[Any] = [
             module for module in reversed([*chunk.modules()]) if _has_store(module)
         ]
-        in_queues = {weight for module in self._queued for weight in _tagged(module)}
+        in_queues = {weight for module in self._queued for weight in tagged(module)}
         paths = paths_to_parameters(chunk)
         self._accumulators = {
             weight: Accumulator(weight, paths[weight], self._take)
@@ -151,7 +145,11 @@ class DeferredWeightGradients:
         running = self._microbatches.setdefault(microbatch, _Microbatch(microbatch))
         running.outputs = outputs
         native = getattr(layers, _FUNCTION)
-        setattr(layers, _FUNCTION, _Deferring(native, self, running))
+        setattr(
+            layers,
+            _FUNCTION,
+            DeferringLinear(native, partial(self._defers, running), partial(self._keep, running)),
+        )
         self._running = running
         try:
             with running.adding:
@@ -167,7 +165,7 @@ class DeferredWeightGradients:
             queue = module.wgrad_store.context
             if not queue.empty():
                 items = [queue.get() for _ in range(queue.qsize())]
-                running.products.append(_QueuedProducts(module, items))
+                running.products.append(QueuedProducts(module, items))
 
     def operands(self, microbatch: int) -> Iterator[torch.Tensor]:
         """The tensors that this microbatch's products keep until W."""
@@ -182,7 +180,7 @@ class DeferredWeightGradients:
         reduction.
         """
         running = self._microbatches.pop(microbatch)
-        by_weights: dict[tuple[torch.nn.Parameter, ...], list[_Product]] = {}
+        by_weights: dict[tuple[torch.nn.Parameter, ...], list[Product]] = {}
         for product in running.products:
             by_weights.setdefault(tuple(product.weights), []).append(product)
         left = self._sums.keys() - running.undeferred
@@ -197,9 +195,9 @@ class DeferredWeightGradients:
                             adding.enter_context(self._sums[weight].adding(microbatch))
                         self._add(products)
                 elif len(weights) == 1:
-                    self._sums[weights[0]].add(microbatch, _gradients(products))
+                    self._sums[weights[0]].add(microbatch, gradients_of(products))
                 else:
-                    found = list(_gradients(products))
+                    found = list(gradients_of(products))
                     for weight in weights:
                         own = [each for each in found if each[0] is weight]
                         self._sums[weight].add(microbatch, own)
@@ -209,9 +207,7 @@ class DeferredWeightGradients:
         # input with its graph, that is a cycle, which Python's collector cannot see.
         running.products.clear()
 
-    # Called in the tasks.
-
-    def defers(
+    def _defers(
         self, running: "_Microbatch", weight: Any, *, sequence_parallel: bool, sets: str | None
     ) -> bool:
         """Whether a use of a weight leaves its gradient to W. `sets` is a setting of the layer that
@@ -221,21 +217,26 @@ class DeferredWeightGradients:
             return False
         if sets is not None:
             self._note(weight, sets)
-        elif sequence_parallel or not self._has_reason(accumulator):
+            if weight in running.num_uses:
+                return False  # What autograd adds is kept for W.
+        elif weight not in running.undeferred and (
+            # In one microbatch all uses are alike.
+            weight in running.num_uses or sequence_parallel or not self._has_reason(accumulator)
+        ):
             running.num_uses[weight] += torch.is_grad_enabled()
             return True
-        if torch._C._current_graph_task_id() == _NO_BACKWARD:
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
             running.undeferred.add(weight)
         else:
             self._add_in_backward(running, weight)
         return False
 
-    def keep(self, running: "_Microbatch", product: "_LinearProduct") -> None:
+    def _keep(self, running: "_Microbatch", product: LinearProduct) -> None:
         """Keep a product of this backward for W."""
         (weight,) = product.weights
         accumulator = self._accumulators[weight]
         has_others = torch._C._will_engine_execute_node(accumulator.node)
-        if weight in running.undeferred or (
+        if (
             # The weight was given a hook after the forward.
             self._running is running
             and not has_others
@@ -254,6 +255,7 @@ class DeferredWeightGradients:
         """Whether this weight's gradient must be computed in the backward."""
         weight = accumulator.weight
         if weight in _OTHERS:
+            self._note(weight, "another gradient than its layer's")
             return True
         hook = accumulator.hook() or accumulator.module_hook()
         if hook is None:
@@ -293,10 +295,8 @@ class DeferredWeightGradients:
         *,
         is_first: bool = False,
     ) -> None:
-        if weight not in _OTHERS:
-            _OTHERS[weight] = True
-            self._note(weight, "another gradient than its layer's")
-        arrived = _Arrived(weight, gradient)
+        _OTHERS[weight] = True
+        arrived = Arrived(weight, gradient)
         running.products.insert(0 if is_first else len(running.products), arrived)
 
     def _separate(self, running: "_Microbatch", accumulator: Accumulator) -> None:
@@ -304,7 +304,7 @@ class DeferredWeightGradients:
         autograd would add each to what came before it."""
         weight, number = accumulator.weight, torch._C._current_graph_task_id()
         came_before = any(
-            isinstance(product, _Arrived)
+            isinstance(product, Arrived)
             and product.weights[0] is weight
             and product.backward == number
             for product in running.products
@@ -321,14 +321,14 @@ class DeferredWeightGradients:
                 None if place in places else gradient for place, gradient in enumerate(gradients)
             )
 
-        for node, places in edges_to(accumulator.node, running.outputs):
+        for node, places in edges_to(accumulator.node, outputs_of_backward(running.outputs)):
             handle = node.register_hook(partial(take, places))
             running.adding.callback(handle.remove)
 
-    def _add(self, products: Iterable["_Product"]) -> None:
+    def _add(self, products: Iterable[Product]) -> None:
         """Add gradients as autograd does, with the weights' hooks."""
-        for group in _by_backward(products):
-            for parameter, gradient in _gradients(group):
+        for group in by_backward(products):
+            for parameter, gradient in gradients_of(group):
                 if self._is_hooked(parameter):
                     torch.autograd.backward([parameter], [gradient])
                 else:
@@ -358,7 +358,7 @@ class _Microbatch:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.products: list[_Product] = []
+        self.products: list[Product] = []
         """In the order in which they, or the gradients of autograd among them, arrive."""
         self.undeferred: set[torch.nn.Parameter] = set()
         """The weights whose gradients its backward adds."""
@@ -371,372 +371,3 @@ class _Microbatch:
         self.added: set[torch.nn.Parameter] = set()
         self.separated: set[tuple[torch.nn.Parameter, int]] = set()
         """Weights whose other gradients are taken one by one, in the backwards of these numbers."""
-
-
-class _Product(Protocol):
-    """Weight gradients that have yet to be computed."""
-
-    @property
-    def weights(self) -> Sequence[torch.nn.Parameter]: ...
-
-    @property
-    def backward(self) -> int:
-        """The number of the backward that it belongs to: a reentrant one has its own."""
-
-    @property
-    def adds_in_place(self) -> bool:
-        """Whether a fused kernel adds them to `main_grad`."""
-
-    @property
-    def operands(self) -> Iterable[torch.Tensor]:
-        """The tensors that they are computed from."""
-
-    def gradients(self) -> Iterator[Gradient]:
-        """Compute them; yields those that are not added in place."""
-
-
-def _by_backward(products: Iterable[_Product]) -> Iterable[list[_Product]]:
-    """The products of each backward, in the order in which autograd adds them: as the last of a
-    backward arrives."""
-    found: dict[tuple[int, tuple[torch.nn.Parameter, ...]], list[_Product]] = {}
-    for product in products:
-        key = product.backward, tuple(product.weights)
-        found[key] = [*found.pop(key, ()), product]
-    return found.values()
-
-
-def _gradients(products: Iterable[_Product]) -> Iterator[Gradient]:
-    """One gradient per backward and parameter, computed on demand. Gradients of a parameter that is
-    used several times in one are summed first, as in autograd."""
-    for same in _by_backward(products):
-        total: dict[torch.nn.Parameter, torch.Tensor] = {}
-        in_place = any(product.adds_in_place for product in same)
-        for product in same:
-            for parameter, gradient in product.gradients():
-                if in_place and isinstance(product, _Arrived) and _drops_others(parameter):
-                    continue
-                known = total.get(parameter)
-                total[parameter] = gradient if known is None else known + gradient
-        yield from total.items()
-
-
-def _drops_others(weight: Any) -> bool:
-    """Whether Megatron's DistributedDataParallel takes only what a fused kernel has added."""
-    return hasattr(weight, "grad_added_to_main_grad") and not getattr(
-        weight, "zero_out_wgrad", False
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _ThreadState:
-    """The state of a thread that operations depend on."""
-
-    device: torch.device
-    autocasts: bool
-    autocast_dtype: torch.dtype | None
-    default_dtype: torch.dtype
-    stream: Any
-
-    @classmethod
-    def now(cls, device: torch.device) -> "_ThreadState":
-        autocasts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(
-            device.type
-        )
-        return cls(
-            device,
-            autocasts,
-            torch.get_autocast_dtype(device.type) if autocasts else None,
-            torch.get_default_dtype(),
-            torch.cuda.current_stream(device) if device.type == "cuda" else None,
-        )
-
-    @contextmanager
-    def restored(self, operands: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Run what uses these tensors in this state."""
-        now = self.now(self.device)
-        if now == self:
-            yield
-            return
-        if now.stream != self.stream:
-            now.stream.wait_stream(self.stream)
-            for operand in operands:
-                operand.record_stream(now.stream)
-        torch.set_default_dtype(self.default_dtype)
-        try:
-            with torch.autocast(
-                self.device.type, dtype=self.autocast_dtype, enabled=self.autocasts
-            ):
-                yield
-        finally:
-            torch.set_default_dtype(now.default_dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """One use of a linear layer: the arguments of Megatron's function."""
-
-    weight: torch.nn.Parameter
-    fuses_accumulation: bool
-    reduces_input_gradient: bool
-    sequence_parallel: bool
-    tp_group: Any
-    casts_gradient: bool
-    """Whether the backward takes the output's gradient in the input's dtype (from 0.20 on)."""
-
-    def whole(self, input_: torch.Tensor) -> torch.Tensor:
-        """The input of all ranks that share the sequence, valid until the next call."""
-        if not self.sequence_parallel:
-            return input_
-        shape = [input_.size(0) * self.tp_group.size(), *input_.shape[1:]]
-        gathered = layers.get_global_memory_buffer().get_tensor(shape, input_.dtype, "mpu")
-        layers.dist_all_gather_func(gathered, input_, group=self.tp_group)
-        return gathered  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class _LinearProduct:
-    """The weight gradient of one use of a linear layer."""
-
-    linear: _Linear
-    input_: torch.Tensor
-    output_gradient: torch.Tensor
-    state: _ThreadState
-    backward: int
-
-    @property
-    def weights(self) -> tuple[torch.nn.Parameter]:
-        return (self.linear.weight,)
-
-    @property
-    def adds_in_place(self) -> bool:
-        return self.linear.fuses_accumulation
-
-    @property
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.input_, self.output_gradient
-
-    def gradients(self) -> Iterator[Gradient]:
-        weight: Any = self.linear.weight
-        with self.state.restored(self.operands):
-            product = self._compute()
-        if product is not None:
-            # As autograd does: under autocast the product has another dtype.
-            yield weight, product.to(weight.dtype)
-
-    def _compute(self) -> torch.Tensor | None:
-        weight: Any = self.linear.weight
-        output_gradient, input_ = prepare_input_tensors_for_wgrad_compute(
-            self.output_gradient, self.linear.whole(self.input_)
-        )
-        if not self.adds_in_place:
-            product: torch.Tensor = output_gradient.t().matmul(input_)
-            return product
-        if weight.main_grad.dtype == torch.float32:
-            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
-                input_, output_gradient, weight.main_grad
-            )
-        else:
-            layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16(
-                input_, output_gradient, weight.main_grad
-            )
-        return None
-
-
-class _Arrived:
-    """A gradient that autograd has computed for a deferred weight."""
-
-    adds_in_place = False
-
-    def __init__(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        self.weights = (weight,)
-        # Others may hold the same tensor, or one of which several elements share memory.
-        self._gradient = gradient.detach().clone(memory_format=torch.contiguous_format)
-        self.backward: int = torch._C._current_graph_task_id()
-
-    @property
-    def operands(self) -> tuple[torch.Tensor]:
-        return (self._gradient,)
-
-    def gradients(self) -> Iterator[Gradient]:
-        yield self.weights[0], self._gradient
-
-
-@dataclass(frozen=True, slots=True)
-class _QueuedProducts:
-    """The products that one layer of Transformer Engine stored in one backward."""
-
-    module: Any
-    items: list[Any]
-    backward = _NO_BACKWARD
-
-    @property
-    def weights(self) -> list[torch.nn.Parameter]:
-        return _tagged(self.module)
-
-    @property
-    def adds_in_place(self) -> bool:
-        return getattr(self.module, "fuse_wgrad_accumulation", False)
-
-    @property
-    def operands(self) -> Iterator[torch.Tensor]:
-        return tensors_in(self.items)
-
-    def gradients(self) -> Iterator[Gradient]:
-        # The layer leaves a gradient in `.grad` and calls the hooks of DistributedDataParallel; we
-        # sum gradients and report their completion ourselves.
-        module, queue = self.module, self.module.wgrad_store.context
-        hooks, module.wgrad_accumulation_and_reduce_hooks = (
-            module.wgrad_accumulation_and_reduce_hooks,
-            [],
-        )
-        # With `main_grad`, a fused backward leaves only a placeholder in `.grad`.
-        kept = [None if hasattr(weight, "main_grad") else weight.grad for weight in self.weights]
-        for weight in self.weights:
-            weight.grad = None
-        for item in self.items:
-            queue.put(item)
-        try:
-            while not queue.empty():
-                module.backward_dw()
-                for weight in self.weights:
-                    if weight.grad is not None:
-                        yield weight, weight.grad
-                        weight.grad = None
-        finally:
-            module.wgrad_accumulation_and_reduce_hooks = hooks
-            for weight, gradient in zip(self.weights, kept, strict=True):
-                weight.grad = gradient
-
-
-@dataclass(frozen=True, slots=True)
-class _Deferring:
-    """Replaces Megatron's function in one task."""
-
-    native: Any
-    gradients: DeferredWeightGradients
-    running: _Microbatch
-
-    def apply(
-        self,
-        input_: torch.Tensor,
-        weight: torch.nn.Parameter,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        grad_output_buffer: list[torch.Tensor] | None,
-        wgrad_deferral_limit: int | None,
-        tp_group: Any,
-        *newer: Any,
-    ) -> torch.Tensor:
-        newer_parameters = _newer_parameters(self.native)
-        sets = (
-            f"{name} {value}"
-            for (name, plain), value in zip(newer_parameters.items(), newer, strict=True)
-            if value is not plain and value not in (plain, input_.dtype)
-        )
-        if not self.gradients.defers(
-            self.running, weight, sequence_parallel=sequence_parallel, sets=next(sets, None)
-        ):
-            return self.native.apply(  # type: ignore[no-any-return]
-                input_,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-                tp_group,
-                *newer,
-            )
-        linear = _Linear(
-            weight,
-            gradient_accumulation_fusion,
-            allreduce_dgrad,
-            sequence_parallel,
-            tp_group,
-            "output_dtype" in newer_parameters,
-        )
-        if input_.device not in _anchors:
-            _anchors[input_.device] = input_.new_empty(0).requires_grad_()
-        output: torch.Tensor = _InputGradient.apply(  # type: ignore[no-untyped-call]
-            input_, _anchors[input_.device], bias, linear, self.gradients, self.running
-        )
-        return output
-
-
-@cache
-def _newer_parameters(function: Any) -> dict[str, Any]:
-    """The parameters of Megatron's function that came after 0.16, and their values in plain use."""
-    known = inspect.signature(function.forward).parameters.values()
-    return {
-        parameter.name: _PLAIN.get(parameter.name, parameter.default)
-        for parameter in [*known][_NUM_OLDEST:]
-    }
-
-
-_NUM_OLDEST = 10
-"""The parameters that `_Deferring.apply` names, and the context."""
-
-_PLAIN = {"gtp_remat_size": 1, "output_dtype": None}
-
-
-class _InputGradient(torch.autograd.Function):
-    """Megatron's linear function without the weight's gradient, operation by operation.
-
-    The anchor stands for the weight. It keeps the backward even if no input requires a gradient,
-    and autograd visits it in those backwards that add gradients to weights, but not in a
-    `torch.autograd.grad` of something else.
-    """
-
-    @staticmethod
-    @layers.custom_fwd  # type: ignore[untyped-decorator]
-    def forward(
-        ctx: Any,
-        input_: torch.Tensor,
-        _anchor: torch.Tensor,
-        bias: torch.Tensor | None,
-        linear: _Linear,
-        gradients: DeferredWeightGradients,
-        running: _Microbatch,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input_)
-        ctx.linear = linear
-        ctx.gradients = gradients
-        ctx.running = running
-        ctx.has_bias = bias is not None
-        output = torch.matmul(linear.whole(input_), linear.weight.t())
-        return output if bias is None else output + bias
-
-    @staticmethod
-    @layers.custom_bwd  # type: ignore[untyped-decorator]
-    def backward(
-        ctx: Any, output_gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, None, torch.Tensor | None, None, None, None]:
-        (input_,) = ctx.saved_tensors
-        linear: _Linear = ctx.linear
-        if linear.casts_gradient:
-            output_gradient = output_gradient.to(input_.dtype)
-        # The product needs only their values. The input has a graph, and so has the gradient from
-        # Megatron's cross entropy, which saves it; both graphs would stay alive until W.
-        _, (anchor, _), *_ = ctx.next_functions
-        if torch._C._will_engine_execute_node(anchor):
-            product = _LinearProduct(
-                linear,
-                input_.detach(),
-                output_gradient.detach(),
-                _ThreadState.now(input_.device),
-                torch._C._current_graph_task_id(),
-            )
-            ctx.gradients.keep(ctx.running, product)
-        gradient = output_gradient.matmul(linear.weight)
-        if linear.reduces_input_gradient:
-            torch.distributed.all_reduce(gradient, group=linear.tp_group)
-        if linear.sequence_parallel:
-            total, gradient = gradient, torch.empty_like(input_)
-            layers.dist_reduce_scatter_func(gradient, total, group=linear.tp_group)
-        bias_gradient = None
-        if ctx.has_bias:
-            bias_gradient = output_gradient.contiguous().flatten(0, -2).sum(dim=0)
-        return gradient, None, bias_gradient, None, None, None
