@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rrfp.inputs.hint_files import resolve_hint
+from rrfp.megatron.job.description import dispatched
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step_policy import StepPolicies
 from rrfp.schedule.hints.hint import kinds_of
 from rrfp.schedule.hints.table import HINTS, hint_named
 from rrfp.schedule.policy import Dispatch, Policy
@@ -15,6 +18,8 @@ from rrfp.simulate.choice.candidates import candidates_of
 from rrfp.simulate.costs.model import Links
 from rrfp.simulate.play import play
 from rrfp.simulate.world import TaskTimes, World
+from rrfp.trace.run_policy import stated_policy
+from rrfp.train.settings import TrainSettings
 from tests.called import Run, run
 
 __all__ = ["run"]
@@ -147,3 +152,22 @@ def test_the_price_is_what_a_step_takes(run: Run) -> None:
 def test_a_bound_that_fills_the_pipeline_needs_no_warning(run: Run, given: str) -> None:
     code, _, err = run("simulate", "--microbatches", "96", *given.split())
     assert (code, err) == (0, "")
+
+
+def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
+    policies = StepPolicies(DispatchSettings(limit=4).policy)
+    for _ in range(2):
+        policies.warn_once(Shape(8, 32))
+    StepPolicies(DispatchSettings().policy).warn_once(Shape(64, 512))
+    (told,) = caplog.messages
+    assert "limit 4 cannot fill a pipeline of 8 stages" in told
+    assert "use 16 or more, or leave --limit out" in told
+
+
+def test_runs_state_the_limit_that_they_had() -> None:
+    asked: dict[str, object] = {"pp": 40, "microbatches": 8, "chunks": 1}
+    assert dispatched(DispatchSettings()).policy(asked)["limit"] == 80
+    assert TrainSettings(pp=40, layers=40).effective_policy.limit == 80
+    assert TrainSettings(pp=16, layers=16).effective_policy.limit == 32
+    # Earlier versions did not state it.
+    assert stated_policy({"settings": {"dispatch": "ready", "pp": 40}})["limit"] == 32
