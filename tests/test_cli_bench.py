@@ -125,7 +125,7 @@ def test_what_is_there_is_printed_again_without_a_race(run: Run, made_up: MadeUp
         (("rq1", "--profile=nothing"), "is not costs"),
         (("rq1", "--profile=language+wind:3"), "wind"),
         (("rq1", "--hold=none"), "; write 12 (microbatches)"),
-        (("rq1", "--task-ms=nan"), "'--task-ms'"),
+        (("rq1", "--task-ms=nan"), "--task-ms is 'nan'"),
         (("rq1", "--hold=banana", "--system=torch-zbv"), "; write 12 (microbatches)"),
         (("rq1", "--out=/proc/race"), "directory /proc/race cannot be made"),
         (("rq1", "--nnodes=2", "--out=o"), "--rdzv-endpoint"),

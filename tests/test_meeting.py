@@ -108,8 +108,10 @@ def test_a_host_that_does_not_come_is_named(node_rank: int) -> None:
 
 @pytest.mark.parametrize("named", [{"admit": "order.txt"}, {"tokenizer": "tokenizer.json"}])
 def test_hosts_with_other_files_are_refused_on_both(
-    monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").touch()
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
     monkeypatch.setattr("rrfp.train.ranks.hosts.common.sha256_of", lambda path: next(digests))
     ((flag, path),) = named.items()

@@ -243,7 +243,7 @@ def test_a_hold_found_by_the_run_itself_is_needed_to_replay_it() -> None:
         replay(run, unknown)
 
 
-@pytest.mark.parametrize("hold", ["1.0x", "12 GiB", "much", 0.3, -1, [8]])
+@pytest.mark.parametrize("hold", ["1.0x", "12 Gi", "much", 0.3, -1, [8]])
 def test_a_hold_that_no_run_has_is_refused(hold: object) -> None:
     recording = a_run()
     recording.settings["settings"] |= {"hold": hold}  # type: ignore[operator]

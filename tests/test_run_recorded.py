@@ -177,7 +177,7 @@ def test_a_job_whose_environment_has_no_trace_writer_leaves_its_records(
     arguments = [str(seen_at), '{"pp": 2}']
     options = ["--out", str(run)]
     run_ranks(2, run_script_beside, "4.25.9", options, arguments, timeout_s=200)
-    assert sorted(path.name for path in run.iterdir()) == ["records", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == [*("outcome.json", "records", "run.json")]
     told = [line for line in capfd.readouterr().err.splitlines() if "rrfp:" in line]
     assert told == [
         f"rrfp: 3 steps recorded in {run}; this environment lacks protobuf>=6.33,<7 (4.25.9 is "

@@ -40,8 +40,8 @@ def misalignment(
     if messages.is_empty():
         if frames.run["pp_rank"].n_unique() < 2:
             raise RrfpError(
-                "the run has one pipeline rank, and so no messages that could be late; open a run "
-                "with two or more"
+                "the run has one pipeline rank, and so no messages between stages; open a run with "
+                "two or more"
             )
         raise RrfpError(
             "the trace has no messages between stages; record one with 'rrfp train' or 'rrfp run' "
