@@ -296,10 +296,12 @@ def a_setting_that_only_megatron_follows() -> None:
         @staticmethod
         def apply(*arguments: Any) -> Any:
             *oldest, output_dtype = arguments
-            found = own.apply(*oldest)
+            found = own.apply(*oldest, *plain)
             return found if output_dtype is None else found.to(output_dtype)
 
-    oldest = [*inspect.signature(own.forward).parameters.values()][:10]
+    parameters = inspect.signature(own.forward).parameters.values()
+    oldest, newer = [*parameters][:10], [*parameters][10:]
+    plain = [{"gtp_remat_size": 1}.get(parameter.name) for parameter in newer]
     newest = inspect.Parameter("output_dtype", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     Newer.forward.__signature__ = inspect.Signature([*oldest, newest])  # type: ignore[attr-defined]
     data = torch.randn(5, 2, 8)
