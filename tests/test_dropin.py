@@ -193,7 +193,7 @@ def refuse_before_the_first_task(rig: Rig, reverse: str) -> None:
         ({}, {"data_iterator": [iter(())] * 2}, "2 data iterators came with 1 model chunks"),
         ({}, {"p2p_communicator": object()}, "come together or not at all"),
         ({}, {"model": FullyShardedDataParallel(chunk)}, "frees gradients in its own order"),
-        ({"hint": "zb-v"}, {}, "zb-v needs --placement v --chunks 2"),
+        ({"hint": "zb-v"}, {}, "zb-v needs 2 chunks per rank in placement v"),
         ({"placement": "v"}, {}, "placement v takes 2 chunks per rank, not 1"),
         ({"placement": "v"}, in_a_v, "two copies of an embedding"),
         ({}, {"model": [chunk] * 2, "data_iterator": [object()] * 2}, "several chunks share one"),

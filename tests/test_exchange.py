@@ -35,13 +35,18 @@ ALLOWED = {
     ("rrfp/interchange/flight/dumps.py", "UnpicklingError"),
     ("rrfp/megatron/memory/storages.py", "torch.multiprocessing.reductions.StorageWeakRef"),
     ("rrfp/simulate/plan/process.py", "pickle"),
+    ("rrfp/train/checkpoints/reading.py", "pickle"),
+    ("rrfp/train/checkpoints/reading.py", "own_pickle"),
+    ("rrfp/train/checkpoints/reading.py", "Unpickler"),
+    ("rrfp/train/checkpoints/reading.py", "_MetadataUnpickler"),
 }
 """Where torch's own are shut, where dumps of torch's are read that may ask for no class, a weak
-reference that stands beside torch's pickling, and the pipe from a process to the planner that it
-started, which nobody else can write to."""
+reference that stands beside torch's pickling, the pipe from a process to the planner that it
+started, which nobody else can write to, and where the metadata of a checkpoint are read, which may
+ask for torch's own classes alone."""
 
-OURS = {"append_object"}
-"""It writes a line of JSON to a file."""
+OURS = {"append_object", "py_object"}
+"""What writes a line of JSON to a file, and a type of ctypes'."""
 
 
 def forbidden(path: str, source: str) -> Iterator[str]:

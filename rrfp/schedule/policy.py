@@ -79,9 +79,8 @@ class Policy:
                 f"a limit of {self.limit} and a hold of {self.hold} exclude each other; keep the "
                 "hold, which is exact, or the limit"
             )
-        limit: object = self.limit  # compiled, an int would make 1 of True
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise UsageError(f"the limit is {limit!r}; it must be a whole number, at least 1")
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 1):
+            raise UsageError(f"the limit is {self.limit!r}; it must be a whole number, at least 1")
         check_hold(self.hold)
         if self.dispatch is not Dispatch.READY and not counts_microbatches(self.hold):
             raise UsageError(

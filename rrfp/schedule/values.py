@@ -30,8 +30,10 @@ def whole_number(value: SupportsIndex, name: str) -> int:
 
 def plain_integer(value: Any) -> object:
     """A whole number of any library as Python's own; anything else as it is."""
+    if isinstance(value, bool):  # in a conditional expression, compiled, it would be a number
+        return value
     try:
-        return value if isinstance(value, bool) else index(value)
+        return index(value)
     except TypeError:
         return value
 
