@@ -30,7 +30,7 @@ _WANTED = (
     ("less than or equal to", "it takes at most {}"),
     ("less than", "it takes less than {}"),
 )
-"""What a value of an option must be, by a phrase of the message that pydantic has for it."""
+"""Phrases of pydantic's messages about a wrong value, and how ours say what an option takes."""
 
 DEBUG_VARIABLE = "RRFP_DEBUG"
 """Set to anything, it shows the traceback of whatever ends a command."""

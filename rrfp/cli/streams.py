@@ -17,9 +17,14 @@ from typing import Any, TextIO
 
 from rrfp.cli.terminal.guard import guarded
 
-_IN_ASCII = {"\N{RIGHTWARDS ARROW}": "->", "\N{HORIZONTAL ELLIPSIS}": "...", "\N{MICRO SIGN}": "u"}
-_IN_ASCII |= {"\N{BLACK UP-POINTING TRIANGLE}": "^", "\N{BLACK SQUARE}": "#"}
-"""How the signs that commands print are written where the locale's encoding lacks them."""
+_IN_ASCII = {
+    "\N{RIGHTWARDS ARROW}": "->",
+    "\N{HORIZONTAL ELLIPSIS}": "...",
+    "\N{MICRO SIGN}": "u",
+    "\N{BLACK UP-POINTING TRIANGLE}": "^",
+    "\N{BLACK SQUARE}": "#",
+}
+"""Replacements of the signs that commands print, for locales whose encoding lacks them."""
 
 _ENCODABLE = "rrfp.encodable"
 
