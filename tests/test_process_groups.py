@@ -1,16 +1,19 @@
 """Which ranks run in step: those that share a collective, and whole pipelines that they couple."""
 
+import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import distributed as dist
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.adapters.group_collections import replicas_of
-from rrfp.megatron.groups import Place, coupled_pipelines, step_groups
+from rrfp.megatron.groups import Place, coupled_pipelines, ranks_of, step_groups
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from tests.ranks import run_ranks
@@ -101,6 +104,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     for error in agreed(by_rank, timeout_s=0.5).values():
         assert isinstance(error, PeerLostError)
         assert "for rank 3" in str(error)
+
+
+def test_ranks_that_numpy_computed_can_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`initialize_model_parallel(np.int64(1), np.int64(2))` leaves such ranks in its groups."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [np.int64(0), np.int64(2)])
+    assert json.dumps(ranks_of(object())) == "[0, 2]"
 
 
 @pytest.mark.slow

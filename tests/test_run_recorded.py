@@ -360,6 +360,42 @@ def test_runs_lists_how_a_job_ended(
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("sys.exit(3)", ("failed", "the script exited with code 3")),
+        pytest.param(
+            "try:\n    sys.exit(3)\nexcept SystemExit:\n    main(sys.argv[1:])",
+            ("recorded", None),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("sys.exit()", ("recorded", None), marks=pytest.mark.slow),
+    ],
+)
+def test_runs_lists_how_a_job_that_installs_ended(
+    tmp_path: Path, end: str, expected: tuple[str, str | None]
+) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(
+        "import sys\n"
+        "from rrfp.megatron import install\n"
+        "install(out='runs/run')\n"
+        "from tests.megatron_job import main\n"
+        "main(sys.argv[1:])\n"
+        f"{end}\n"
+    )
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+    subprocess.run(
+        [sys.executable, job, tmp_path, '{"pp": 1, "steps": 1}'],
+        env={**os.environ, **one, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=200,
+    )
+    (run,) = json.loads(rrfp_here(tmp_path, "runs", "--format", "json").stdout)["runs"]
+    assert (run["outcome"], run["error"]) == expected
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_after_its_last_step_fails_the_job(tmp_path: Path) -> None:
     job = tmp_path / "job.py"

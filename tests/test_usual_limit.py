@@ -164,6 +164,26 @@ def test_a_job_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "use 16 or more, or leave --limit out" in told
 
 
+def test_a_job_is_told_once_that_it_may_keep_nearly_all_microbatches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policies = StepPolicies(DispatchSettings().policy)
+    for _ in range(2):
+        policies.warn_once(Shape(8, 64, 2))
+    for quiet, shape in [
+        (DispatchSettings(), Shape(8, 24, 2)),
+        (DispatchSettings(), Shape(8, 64)),
+        (DispatchSettings(hint="interleaved"), Shape(8, 64, 2)),
+        (DispatchSettings(hint="bfw-deep"), Shape(8, 64, 2)),
+        (DispatchSettings(hint="auto"), Shape(8, 64, 2)),
+        (DispatchSettings(hold=64), Shape(8, 64, 2)),
+    ]:
+        StepPolicies(quiet.policy).warn_once(shape)
+    (told,) = caplog.messages
+    assert "bf over 2 chunks fills the pipeline only without a limit" in told
+    assert "nearly all 64 microbatches, where interleaved 1F1B keeps those of about 12" in told
+
+
 def test_runs_state_the_limit_that_they_had() -> None:
     asked: dict[str, object] = {"pp": 40, "microbatches": 8, "chunks": 1}
     assert dispatched(DispatchSettings()).policy(asked)["limit"] == 80

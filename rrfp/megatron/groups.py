@@ -83,8 +83,8 @@ def place_in(groups: Any, *, has_experts: bool) -> Place:
     """
     rank = dist.get_rank()
     shared = sharing_groups(groups, has_experts=has_experts)
-    sharers = {rank}.union(*map(_ranks_of, shared))
-    return Place(rank, _ranks_of(groups.pp), tuple(sorted(sharers)))
+    sharers = {rank}.union(*map(ranks_of, shared))
+    return Place(rank, ranks_of(groups.pp), tuple(sorted(sharers)))
 
 
 def sharing_groups(groups: Any, *, has_experts: bool) -> list[Any]:
@@ -132,8 +132,10 @@ def timeout_s_of(group: Any) -> float:
     return max(found, default=default_pg_timeout).total_seconds()
 
 
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(group))
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The ranks of a process group in the world."""
+    # Whoever made it may have computed them by numpy.
+    return tuple(map(int, dist.get_process_group_ranks(group)))
 
 
 def coupled_pipelines(place: Place, rendezvous: Rendezvous) -> list[tuple[int, ...]]:

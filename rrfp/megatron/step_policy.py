@@ -12,7 +12,7 @@ from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.simulate.filling import unfilled
+from rrfp.simulate.filling import unbounded, unfilled
 
 _log = logging.getLogger(__name__)
 
@@ -66,12 +66,14 @@ class StepPolicies:
         self._has_priced = False
 
     def warn_once(self, shape: Shape) -> None:
-        """Say what a bound costs that cannot fill a pipeline of the first shape that trains."""
+        """Say of the first shape that trains what a bound costs that cannot fill its pipeline, or
+        what is kept without one."""
         if not self._has_priced:
             self._has_priced = True
             found = unfilled(self._policy, shape)
-            if found is not None:
-                _log.warning("%s", found.told())
+            told = unbounded(self._policy, shape) if found is None else found.told()
+            if told is not None:
+                _log.warning("%s", told)
 
     def of(self, shape: Shape, *, forward_only: bool) -> StepPolicy:
         """Raises as `step_policy` does."""

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 from rrfp.errors import RrfpError, first_line, is_torchs_loss
 from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome
@@ -33,6 +34,8 @@ class AtEnd:
         self._has_lost_peer = False
         self._end: BaseException | None = None
         self._is_end_known = False
+        self._exit: SystemExit | None = None
+        """Of the main thread's last call of `sys.exit` since the last step, unless of success."""
 
     def note(self, error: BaseException | None) -> None:
         """Note how the last step failed; None if another one has begun."""
@@ -42,6 +45,7 @@ class AtEnd:
         self._has_lost_peer = error is not None and (
             isinstance(error, PeerLostError) or is_torchs_loss(error)
         )
+        self._exit = None  # If it was called, it was caught.
 
     def ended(self, error: BaseException | None) -> None:
         """Note how the process' program has ended, for whoever runs it: without an error, or with
@@ -51,11 +55,11 @@ class AtEnd:
     @property
     def end(self) -> BaseException | None:
         """The error that has ended the program, if one is known to have."""
-        return self._end if self._is_end_known else next(_uncaught(), None)
+        return self._end if self._is_end_known else next(_uncaught(), self._exit)
 
     def ending(self, rank: int) -> Ending | None:
         """How the program has ended on this rank; None if that is not known, as of one that nobody
-        of ours runs and that an exit code ended."""
+        of ours runs and that ended well, or by a SystemExit of its own."""
         error = self.end
         if error is None and not self._is_end_known:
             return None
@@ -87,9 +91,22 @@ class AtEnd:
         with self._lock:
             self._calls.append(function)
             if self._thread is None:
+                self._note_exits()
                 # Not a daemon, so that the interpreter joins it before it shuts down.
                 self._thread = threading.Thread(target=self._wait, name="rrfp-at-end")
                 self._thread.start()
+
+    def _note_exits(self) -> None:
+        """Python keeps no trace of the SystemExit that ends a program."""
+        leave = sys.exit
+
+        def noted_exit(status: Any = None, /) -> NoReturn:
+            succeeds = status is None or (isinstance(status, int) and status == 0)
+            if not succeeds and threading.current_thread() is threading.main_thread():
+                self._exit = SystemExit(status)
+            leave(status)
+
+        sys.exit = noted_exit
 
     def _wait(self) -> None:
         threading.main_thread().join()

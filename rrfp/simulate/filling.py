@@ -85,6 +85,23 @@ def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
     return Unfilled(flag, bound, shape.num_stages, price, _enough(policy, flag, bound, shape))
 
 
+def unbounded(policy: Policy, shape: Shape) -> str | None:
+    """A sentence on a usual limit that withholds nothing, where a rank may so keep more than twice
+    as much as under 1F1B. Raises UsageError for a hint that does not fit the shape."""
+    if not policy.limits_by_shape or policy.of_shape(shape).limit is not None:
+        return None
+    # 1F1B runs N (C + 1) - 1 forwards ahead (docs/decisions/0036-usual-limit.md).
+    usual = -(-(shape.num_ranks * (shape.num_chunks + 1) - 1) // shape.num_chunks)
+    if shape.num_microbatches <= 2 * usual:
+        return None
+    return (
+        f"{policy.hint.name} over {shape.num_chunks} chunks fills the pipeline only without a "
+        f"limit, so a rank may keep the activations of nearly all {shape.num_microbatches} "
+        f"microbatches, where interleaved 1F1B keeps those of about {usual}; if memory is short, "
+        "use --hint interleaved or --hint bfw-deep, which have limits, or set --hold"
+    )
+
+
 def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
     """What fills the pipeline, if it is more than this bound."""
     limit = filling_limit(policy.hint.on(shape), shape)

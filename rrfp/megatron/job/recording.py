@@ -19,7 +19,7 @@ from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.dealing.file import DealingFile
-from rrfp.megatron.groups import Place, device_of, place_in, step_groups, timeout_s_of
+from rrfp.megatron.groups import Place, device_of, place_in, ranks_of, step_groups, timeout_s_of
 from rrfp.megatron.job.description import (
     Steering,
     by_stage,
@@ -328,7 +328,7 @@ class JobRecording:
             except UsageError:
                 self._has_given_up = True  # without a word: the schedule refuses the step itself
                 raise
-            replicas = dist.get_process_group_ranks(replicas_of(groups))
+            replicas = ranks_of(replicas_of(groups))
             meeting.gather({*place.pipeline, *place.sharers, *replicas})
             run = meeting.run(self._request, self._steering.label)
             own = meeting.introduce(own, device)

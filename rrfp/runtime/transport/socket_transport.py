@@ -75,7 +75,7 @@ class SocketTransport:
         heartbeat_s: float = 1.0,
         silence_s: float = 20.0,
         close_s: float = 5.0,
-        max_message_bytes: int = 4 * 2**30,
+        max_message_bytes: int = 2**40,
         allow_unix: bool = True,
         address: str | None = None,
         delays: Delays | None = None,
