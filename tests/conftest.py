@@ -1,6 +1,7 @@
 """What every test may use: golden texts, and how hard hypothesis tries."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 # Two threads a process lose time as soon as a test runs more processes than the machine has cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has its background jobs ignore it, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A quick run tries the same examples every time, so that it fails for the change at hand only.
 settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)

@@ -23,6 +23,8 @@ def as_other_user(function: Callable[[], Any]) -> Any:
                 os.setgroups([])
                 os.setgid(USER)
                 os.setuid(USER)
+                # This user's own may not be open to that one.
+                os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
                 pickle.dump(function(), answer)
                 answer.flush()
             except BaseException:

@@ -171,7 +171,7 @@ class Siege:
 
 def _memory_kb(pid: int) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1])
     return 0
 

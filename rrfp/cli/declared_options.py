@@ -53,6 +53,7 @@ def option_of(declared: Declared) -> inspect.Parameter:
         help=escaped(told),
         show_default=False,
         metavar=declared.metavar,
+        readable=False,  # Whoever reads a file says why it cannot.
         rich_help_panel=panel_of(declared),
         autocompletion=completer_of(declared),
     )
