@@ -412,8 +412,9 @@ def run(
     *ways: str,
     silence_s: float = SILENCE_S,
     warn: Callable[[int, int, Standstill, str], None] = lambda *_: None,
+    wait_s: int = WAIT_S,
 ) -> dict[int, Failure]:
-    program = f"WAIT_S = {WAIT_S}\n{RANK}"
+    program = f"WAIT_S = {wait_s}\n{RANK}"
     command = (sys.executable, "-c", program, ",".join(ways), str(directory))
     environments = {rank: {"RANK": str(rank)} for rank in range(len(ways))}
     return run_to_end(command, environments, directory, silence_s=silence_s, warn=warn)
@@ -442,6 +443,7 @@ def test_ranks_that_work_or_stop_shortly_end_by_themselves(tmp_path: Path) -> No
     assert run(tmp_path, *ways) == {}
 
 
+@pytest.mark.timeout(400)
 def test_waits_that_can_end_are_warned_of_and_not_disturbed(tmp_path: Path) -> None:
     """A debugger, a slow server, a child, a sleep; and C code that holds the interpreter."""
     warned: dict[int, tuple[Standstill, str]] = {}
@@ -456,7 +458,11 @@ def test_waits_that_can_end_are_warned_of_and_not_disturbed(tmp_path: Path) -> N
         "sleep",
         "sleep-and-hold-the-gil",
     )
-    assert run(tmp_path, *ways, silence_s=1.5, warn=warn) == {}
+    # Whose threads wait long for a processor may be at work: on a busy machine one warns later.
+    for wait_s in (WAIT_S, 60, 120):
+        assert run(tmp_path, *ways, silence_s=1.5, warn=warn, wait_s=wait_s) == {}
+        if len(warned) == len(ways):
+            break
     assert set(warned) == set(range(len(ways)))
     functions = [frames_in_dump(stacks) for _, stacks in warned.values()]
     assert any(frame.function == "wait_in_accept" for frames in functions for frame in frames)

@@ -22,6 +22,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _LOOK_S = 0.05
 _SHUTDOWN_S = 5.0
 """How long a rank may take to end after a signal before it is killed."""
+_KILL_S = 5.0
+"""How long it may then take to end."""
 _REQUEST_S = 600.0
 """How long ranks may take to finish their step and save after a request to end: as long as a rank
 waits for a message before it takes that for a stall."""
@@ -165,11 +167,11 @@ def _ending_signal(*, end_on_request: bool) -> signal.Signals:
 
 def _end(children: Mapping[int, Child], number: signal.Signals) -> None:
     """Send every process a signal, and kill those that do not end in time."""
-    for each in (number, signal.SIGKILL):
+    for each, most_s in ((number, _SHUTDOWN_S), (signal.SIGKILL, _KILL_S)):
         for child in children.values():
             child.end(each)
         # A process that waits for a device inside the kernel survives SIGKILL; do not wait for it.
-        deadline_s = time.monotonic() + _SHUTDOWN_S
+        deadline_s = time.monotonic() + most_s
         while time.monotonic() < deadline_s:
             if all(child.has_ended for child in children.values()):
                 return
