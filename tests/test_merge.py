@@ -142,8 +142,8 @@ def test_a_merge_takes_no_more_memory_for_more_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merge, "_PART_BYTES", 1 << 16)
-    peaks = []
-    for number, num_steps in enumerate((40, 40, 320)):
+    peaks: dict[int, list[int]] = {40: [], 320: []}
+    for number, num_steps in enumerate((40, 320) * 3):
         run = RunDir(tmp_path / str(number))
         _spill_many(run, num_steps)
         # A table of half a megabyte replaces that of a cache which earlier tests have filled.
@@ -152,10 +152,10 @@ def test_a_merge_takes_no_more_memory_for_more_steps(
                 each.cache_clear()
         tracemalloc.start()
         encode_session(run)
-        peaks.append(tracemalloc.get_traced_memory()[1])
+        peaks[num_steps].append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    # Whatever else is made once counts for the first one.
-    _, short, long = peaks
+    # What is made once, or by another thread of this process, counts for one of three at most.
+    short, long = map(min, peaks.values())
     assert long < 1.5 * short + (1 << 20)
 
 
