@@ -314,6 +314,22 @@ def test_torchrun_reports_the_rank_that_failed_and_not_its_peer(
     assert "(SIGTERM)" in done.stderr
 
 
+def listed_after(directory: Path, *command: str | Path) -> list[dict[str, Any]]:
+    """What `rrfp runs` lists after a job of one rank and one step."""
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
+    subprocess.run(
+        [sys.executable, *command, directory, '{"pp": 1, "steps": 1}'],
+        env={**os.environ, **one, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
+        cwd=directory,
+        capture_output=True,
+        timeout=200,
+    )
+    runs: list[dict[str, Any]] = json.loads(
+        rrfp_here(directory, "runs", "--format", "json").stdout
+    )["runs"]
+    return runs
+
+
 ENDS = {
     "ends": ("finished", None),
     "raise ValueError('no good')": ("failed", "ValueError: no good"),
@@ -346,15 +362,7 @@ def test_runs_lists_how_a_job_ended(
         "main(sys.argv[1:])\n"
         f"{'' if end == 'ends' else end}\n"
     )
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
-    subprocess.run(
-        [sys.executable, "-m", "rrfp", "run", *flags, job, tmp_path, '{"pp": 1, "steps": 1}'],
-        env={**os.environ, **one, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=200,
-    )
-    listed = json.loads(rrfp_here(tmp_path, "runs", "--format", "json").stdout)["runs"]
+    listed = listed_after(tmp_path, "-m", "rrfp", "run", *flags, job)
     assert [(each["outcome"], each["error"]) for each in listed] == [expected] * (
         expected is not None
     )
@@ -384,15 +392,7 @@ def test_runs_lists_how_a_job_that_installs_ended(
         "main(sys.argv[1:])\n"
         f"{end}\n"
     )
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST}
-    subprocess.run(
-        [sys.executable, job, tmp_path, '{"pp": 1, "steps": 1}'],
-        env={**os.environ, **one, "MASTER_PORT": "0", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=200,
-    )
-    (run,) = json.loads(rrfp_here(tmp_path, "runs", "--format", "json").stdout)["runs"]
+    (run,) = listed_after(tmp_path, job)
     assert (run["outcome"], run["error"]) == expected
 
 

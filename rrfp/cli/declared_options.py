@@ -53,7 +53,7 @@ def option_of(declared: Declared) -> inspect.Parameter:
         help=escaped(told),
         show_default=False,
         metavar=declared.metavar,
-        readable=False,  # Whoever reads a file says why it cannot.
+        readable=False,  # Our readers report why a file cannot be read.
         rich_help_panel=panel_of(declared),
         autocompletion=completer_of(declared),
     )

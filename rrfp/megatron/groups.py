@@ -134,7 +134,7 @@ def timeout_s_of(group: Any) -> float:
 
 def ranks_of(group: Any) -> tuple[int, ...]:
     """The ranks of a process group in the world."""
-    # Whoever made it may have computed them by numpy.
+    # The caller may have computed them with NumPy.
     return tuple(map(int, dist.get_process_group_ranks(group)))
 
 

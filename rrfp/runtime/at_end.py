@@ -35,7 +35,7 @@ class AtEnd:
         self._end: BaseException | None = None
         self._is_end_known = False
         self._exit: SystemExit | None = None
-        """Of the main thread's last call of `sys.exit` since the last step, unless of success."""
+        """The main thread's last unsuccessful `sys.exit` since the last step, if any."""
 
     def note(self, error: BaseException | None) -> None:
         """Note how the last step failed; None if another one has begun."""
@@ -45,7 +45,7 @@ class AtEnd:
         self._has_lost_peer = error is not None and (
             isinstance(error, PeerLostError) or is_torchs_loss(error)
         )
-        self._exit = None  # If it was called, it was caught.
+        self._exit = None  # The program caught it and trains on.
 
     def ended(self, error: BaseException | None) -> None:
         """Note how the process' program has ended, for whoever runs it: without an error, or with
@@ -69,7 +69,7 @@ class AtEnd:
             return Ending(Outcome.INTERRUPTED)
         if isinstance(error, SystemExit):
             code = error.code
-            how = f"code {code}" if isinstance(code, int) else f"'{first_line(str(code)):.200}'"
+            how = f"code {code:d}" if isinstance(code, int) else f"'{first_line(str(code)):.200}'"
             sentence = f"the script exited with {how}"
         elif isinstance(error, RrfpError):
             sentence = str(error)
@@ -97,7 +97,7 @@ class AtEnd:
                 self._thread.start()
 
     def _note_exits(self) -> None:
-        """Python keeps no trace of the SystemExit that ends a program."""
+        """Wrap `sys.exit`, because Python does not keep the SystemExit that ends a program."""
         leave = sys.exit
 
         def noted_exit(status: Any = None, /) -> NoReturn:

@@ -86,8 +86,8 @@ def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
 
 
 def unbounded(policy: Policy, shape: Shape) -> str | None:
-    """A sentence on a usual limit that withholds nothing, where a rank may so keep more than twice
-    as much as under 1F1B. Raises UsageError for a hint that does not fit the shape."""
+    """Describe what a rank may keep if the usual limit withholds nothing; None if that is at most
+    twice what it keeps under 1F1B. Raises UsageError for a hint that does not fit the shape."""
     if not policy.limits_by_shape or policy.of_shape(shape).limit is not None:
         return None
     # 1F1B runs N (C + 1) - 1 forwards ahead (docs/decisions/0036-usual-limit.md).

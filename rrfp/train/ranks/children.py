@@ -23,7 +23,7 @@ _LOOK_S = 0.05
 _SHUTDOWN_S = 5.0
 """How long a rank may take to end after a signal before it is killed."""
 _KILL_S = 5.0
-"""How long it may then take to end."""
+"""How long a killed rank may take to end."""
 _REQUEST_S = 600.0
 """How long ranks may take to finish their step and save after a request to end: as long as a rank
 waits for a message before it takes that for a stall."""
