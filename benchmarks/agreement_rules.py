@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rrfp.schedule.dispatcher import Group
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import AgreementRule, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task

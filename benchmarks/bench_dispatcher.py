@@ -11,14 +11,12 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import HINTS, ORDERS, hint_named
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import ComputeIdle, InputArrived
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import ComputeIdle, InputArrived, Kind, Task
 
 NUM_READY = 256
 NUM_TASKS = 4000

@@ -23,7 +23,7 @@ from benchmarks.bench_runtime import PLAYBACK, report
 from rrfp.analyze.compare import estimate, resampled_medians
 from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.shape import Shape
-from rrfp.trace.cost import recording_fraction
+from rrfp.trace.check import recording_fraction
 from rrfp.trace.records import (
     Phase,
     PhaseRecord,
@@ -35,7 +35,7 @@ from rrfp.trace.records import (
     StimulusRecord,
     TaskRecord,
 )
-from rrfp.trace.spills.spill import read_spill
+from rrfp.trace.spill import read_spill
 from tests.rank_rig import Work, open_rig
 from tests.ranks import run_ranks
 

@@ -23,9 +23,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from rrfp.runtime.protocols import Links, Message
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import Cause, Task
 from rrfp.trace.records import ReceiveRecord, TaskRecord, WaitRecord
 from tests.rank_rig import Work, open_rig
 from tests.ranks import run_ranks

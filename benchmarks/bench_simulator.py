@@ -12,13 +12,13 @@ from random import Random
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.engine import PipelineRun
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
 
 MS = 1_000_000

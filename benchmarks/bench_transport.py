@@ -14,10 +14,9 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed import Store, TCPStore
 
-from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, TransportName
+from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, TransportName
 from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
-from rrfp.runtime.transport.factory import data_planes
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 from tests.link_pairs import needs_nixl, needs_tls
 

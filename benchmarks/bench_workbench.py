@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rrfp.replay.cost_files import resolve_costs
-from rrfp.schedule.hints.table import hint_named
+from rrfp.replay.cost_sources import resolve_costs
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import PAPER_LIMIT, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.jitter import parse_jitter

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from rrfp.planning.trials import Row, Setting, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Hold
+from rrfp.schedule.knobs import Hold
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.table import preset
-from rrfp.simulate.trial import Row, Setting, run_settings
+from rrfp.simulate.costs.toml_files import preset
 
 COSTS = preset("multimodal")
 V = Shape(8, 32, 2, Placement.V)

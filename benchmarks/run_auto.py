@@ -22,17 +22,16 @@ from math import sqrt
 from statistics import fmean, geometric_mean, stdev
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.auto import AUTO
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import ShareOf1F1B
+from rrfp.planning.candidates import in_words
+from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
+from rrfp.schedule.knobs import ShareOf1F1B
+from rrfp.schedule.named_hints import AUTO, HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.choice.candidates import in_words
 from rrfp.simulate.costs.model import Costs, Links, StepCosts
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.trial import Row, Setting, run_settings, with_budget, with_choice
 
 RANKS = (2, 4, 8, 12, 16)
 MICROBATCHES = (4, 8, 16, 32, 64)

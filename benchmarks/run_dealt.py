@@ -9,14 +9,14 @@ import sys
 from fractions import Fraction
 
 from benchmarks.bytes_rows import COSTS, V
+from rrfp.planning.balanced_costs import DealtCosts
+from rrfp.planning.trials import Row, Setting, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
-from rrfp.simulate.dealing import DealtCosts
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.trial import Row, Setting, run_settings
 
 _SEEDS = range(20_000, 20_040)
 _REPLICAS = (2, 4, 8)

@@ -21,18 +21,17 @@ from statistics import fmean, median
 import torch
 from torch.distributed import Store, TCPStore
 
-from rrfp.runtime.device.simulated import SimulatedDevice
 from rrfp.runtime.pace import sharpen_sleep, sleep_until
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.patience.just_in_time import RISK, JustInTime
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
+from rrfp.schedule.patience import RISK, JustInTime
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import ReceiveRecord, StimulusRecord
-from rrfp.trace.stimuli import task_of
+from rrfp.trace.records import ReceiveRecord, StimulusRecord, task_of
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.rank_rig import RankRig, open_rig
 from tests.ranks import run_ranks
 

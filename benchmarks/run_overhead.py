@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from rrfp.runtime.variables import LOOPBACK
+from rrfp.runtime.launchers import LOOPBACK
 
 ROOT = Path(__file__).parent.parent
 NUM_SITTINGS = 20
@@ -103,10 +103,10 @@ def work() -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from rrfp.train.data.open import open_data
+    from rrfp.train.launch.process_groups import parallel_groups
+    from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import parallel_groups
     from rrfp.train.settings import TrainSettings
-    from rrfp.train.training import Trainer
 
     torch.set_num_threads(1)
     settings = TrainSettings(pp=NUM_RANKS, layers=4, hidden=128, seq_length=128, microbatches=8)

@@ -10,10 +10,9 @@ from heapq import nsmallest
 
 from benchmarks.bytes_rows import BUDGETS, SEEDS, V, time_over_load
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.books import ReadySet
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hold import Bytes
-from rrfp.schedule.lanes import NOTHING
+from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.ready_tracker import NOTHING, ReadySet
 
 _HINTS = ("zb-v", "bfw-deep")
 _NUM_AHEAD = (1, 2, 8, 32)

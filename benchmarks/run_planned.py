@@ -12,20 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from rrfp.planning.order_search import Known, NoisySteps, Plan, known_of, plan_entry
+from rrfp.planning.process_pool import plan_all
+from rrfp.planning.trials import Setting, run_settings
 from rrfp.schedule.admission import Admission, Admit, ListedOrders
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes, Hold
+from rrfp.schedule.knobs import Bytes, Hold
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.budgets import peak_of_1f1b
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.plan.known import Known, NoisySteps
-from rrfp.simulate.plan.many import plan_all
-from rrfp.simulate.plan.modelled import known_of
-from rrfp.simulate.plan.search import Plan, plan_entry
-from rrfp.simulate.trial import Setting, run_settings
+from rrfp.simulate.memory_budgets import peak_of_1f1b
 from rrfp.trace.records import NS_PER_S
 
 COSTS = preset("multimodal")

@@ -20,23 +20,21 @@ from statistics import fmean
 
 from benchmarks.tune_cases import Case, cases
 from rrfp.errors import RrfpError
-from rrfp.inputs.layer_layout import parse_layout
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.inputs import parse_layout
+from rrfp.planning.trials import Setting, run_settings
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes, Hold, parse_hold
-from rrfp.schedule.patience.setting import parse_patience
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import Bytes, Hold, parse_hold, parse_patience
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.cut_files import layered_of
-from rrfp.simulate.costs.flops import FlopCosts
-from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.costs.uneven import Uneven
-from rrfp.simulate.costs.units import CutCosts, Layered, even_cut
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.layer_costs import CutCosts, Layered, even_cut
+from rrfp.simulate.costs.model import Costs, Uneven
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.trial import Setting, run_settings
 
 WIDE, AGAIN, AGAIN_SEEDS = 7000, 150, 20
 """Candidates on one step, and the best of them on more: 10,000 simulations in all."""

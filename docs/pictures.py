@@ -15,11 +15,11 @@ from typing import Any
 import altair as alt
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.cache import load_frames
-from rrfp.analyze.charts.colours import KIND_COLOURS
-from rrfp.analyze.charts.files import save
+from rrfp.analyze.charts.export import save
 from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.style import INK
+from rrfp.analyze.colors import KIND_COLOURS
+from rrfp.analyze.frame_files import load_frames
 from rrfp.analyze.frames import Frames
 from rrfp.cli import main as cli
 

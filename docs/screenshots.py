@@ -8,12 +8,11 @@ import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rrfp.analyze.cache import load_frames
-from rrfp.analyze.initial_view import find_initial_view
-from rrfp.analyze.path_slices import path_track
+from rrfp.analyze.frame_files import load_frames
+from rrfp.analyze.perfetto_overlay import find_initial_view, path_track
 from rrfp.cli import main as cli
 from rrfp.trace.initial_view import Preset
-from rrfp.trace.view import TraceServer, find_local_ui
+from rrfp.trace.perfetto_server import TraceServer, find_local_ui
 from tests.browser import MISSING, Browser, Page, browser
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ VARIABLE = "RRFP_COMPILED"
 DIGEST_FILE = f"compiled.{sys.implementation.cache_tag}.sha256"
 """Beside this file: of which sources the extensions are."""
 
-_SIMULATOR = ("announcing", "blocking", "engine", "travelling", "world")
+_SIMULATOR = ("engine", "transfers", "world")
 
 
 class Core(StrEnum):

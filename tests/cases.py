@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints.alternation import ALTERNATIONS
-from rrfp.schedule.hints.hint import Hint, WeightGradients, kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import Hint, WeightGradients, kinds_of
+from rrfp.schedule.named_hints import ALTERNATIONS, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from tests.naive_dispatcher import Checked, NaiveDispatcher
 from tests.virtual_time import Decider, History, Node, Said, Sets, World, play

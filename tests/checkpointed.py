@@ -12,14 +12,19 @@ import numpy as np
 import torch
 
 from rrfp.megatron.cpu.patches import prepare_cpu
-from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints.beginning import beginning_of
-from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
-from rrfp.train.checkpoints.manifest import FILE, METRICS, Manifest
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.checkpoints.directory import (
+    FILE,
+    METRICS,
+    Checkpoint,
+    CheckpointDir,
+    Manifest,
+    digest_of,
+)
 from rrfp.train.checkpoints.reading import read_tensors
-from rrfp.train.checkpoints.wholeness import digest_of
+from rrfp.train.checkpoints.resuming import beginning_of
 from rrfp.train.checks import check_settings
-from rrfp.train.data.contents import data_contents
+from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.trained import TINY
@@ -66,11 +71,11 @@ def settings_in(directory: Path, **flags: Any) -> TrainSettings:
 
 
 def work(run: RunDir, settings: str, prepare: Callable[[], None] | None) -> None:
-    """The process of a rank, as `rrfp.train.ranks.process` has it."""
+    """The process of a rank, as `rrfp.train.launch.rank_process` has it."""
     prepare_cpu()
-    from rrfp.train.rank import work as train
-    from rrfp.train.ranks.exchange import no_objects
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.collectives import no_objects
+    from rrfp.train.launch.process_groups import parallel_groups
+    from rrfp.train.loop import work as train
 
     # Nothing may depend on what these were before.
     random.seed(os.getpid())

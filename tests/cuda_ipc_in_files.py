@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.planes import rank_planes
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.planes import selection as rank_planes
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from tests import cuda_in_files
 from tests.cuda_in_files import cudaError_t
 from tests.test_planes import OUTBOX_BYTES

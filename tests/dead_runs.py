@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.trace.check import check_contents
-from rrfp.trace.ending.promise import Promise
+from rrfp.trace.completeness import Promise
+from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_contents
-from rrfp.trace.rundir import RunDir, create_run_dir
-from rrfp.trace.spills.merge import encode_run
+from rrfp.trace.run_dir import RunDir, create_run_dir
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import SMALL, work
 from tests.ranks import RankFailedError, run_ranks

@@ -3,17 +3,25 @@
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from rrfp.replay.redispatch import decisions
-from rrfp.schedule.causes import Cause
+from rrfp.replay.measured import decisions
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived
-from rrfp.schedule.tasks import Task, parse_task
+from rrfp.schedule.tasks import (
+    Cause,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Instruction,
+    RunTask,
+    StepDone,
+    Task,
+    Wait,
+    parse_task,
+)
 from rrfp.trace.records import StimulusRecord
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Recording
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.spill import SpillWriter, row_of
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, row_of
 from rrfp.watch.alarms import Kind
 from rrfp.watch.follow import Follower
 from tests.watched import Setting, step_of

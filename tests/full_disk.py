@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from rrfp.chaos.disk import LimitedFiles, PrivateDisk
-from rrfp.chaos.processes import Marked
+from rrfp.chaos.session import Marked
 
 MARK = "RRFP_TEST_OF_DISKS"
 WRITER = """

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.order import Order
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import History, Node, NodeHistory
 

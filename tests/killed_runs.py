@@ -232,7 +232,7 @@ def ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def end(process: subprocess.Popen[bytes], directory: Path, way: str) -> bool:
     """End a run in some way. Returns whether it was asked to, and so must end well."""
-    ranks = processes_of(directory / "run", "rrfp.train.ranks.process")
+    ranks = processes_of(directory / "run", "rrfp.train.launch.rank_process")
     if way == "SIGTERM":
         process.send_signal(signal.SIGTERM)
     elif way == "launcher" or not ranks:

@@ -1,9 +1,8 @@
 """One end of a link without a socket, which calls the protocol as a driver does, and the bytes that
 are under way between two of them."""
 
-from rrfp.runtime.links.link import Link
-from rrfp.runtime.links.states import LinkOptions, Output, State
-from rrfp.runtime.links.wire import FrameReader, Purpose
+from rrfp.runtime.link.channel import Link, LinkOptions, Output, State
+from rrfp.runtime.link.wire import FrameReader, Purpose
 from rrfp.schedule.tasks import Task
 
 HEARTBEAT_NS, SILENCE_NS, CLOSE_NS = 10, 100, 200

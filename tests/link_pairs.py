@@ -16,19 +16,17 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.device.host_copies import HELPER
-from rrfp.runtime.links.wire import Header, Purpose, encode_header
-from rrfp.runtime.planes.nixl_package import HOW_TO_INSTALL, is_installed
+from rrfp.runtime.device.host_memory import HELPER
+from rrfp.runtime.link.wire import Header, Purpose, encode_header
+from rrfp.runtime.net import tls
+from rrfp.runtime.net.connecting import Door, Listener, Port, Where
+from rrfp.runtime.net.tls import Tunnels
+from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.planes.registry import HOW_TO_INSTALL, is_installed
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Event, Failed, Inbox
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
-from rrfp.runtime.transport import tls
-from rrfp.runtime.transport.connecting import Listener
-from rrfp.runtime.transport.door import Door
-from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.transport.tls import Tunnels
-from rrfp.runtime.transport.whereabouts import Port, Where
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import Record
 

@@ -11,12 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from rrfp.runtime.links.destination_link import DestinationLink
-from rrfp.runtime.links.ends import Far
-from rrfp.runtime.links.link import MOST_USELESS
-from rrfp.runtime.links.source_link import SourceLink
-from rrfp.runtime.links.states import Output, State
-from rrfp.runtime.links.wire import Purpose
+from rrfp.runtime.link.channel import MOST_USELESS, Far, Output, State
+from rrfp.runtime.link.receiver import DestinationLink
+from rrfp.runtime.link.sender import SourceLink
+from rrfp.runtime.link.wire import Purpose
 from rrfp.runtime.protocols import Arrived, Decided, Failed, Forecast, Left, Message, Reported
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord

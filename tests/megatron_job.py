@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
     from tests.training import SMALL
 
@@ -51,8 +51,8 @@ def train(settings: Any, layout: Any, schedule: Any, *, evaluates: bool) -> dict
     import torch
 
     from rrfp.train.data.open import open_data
+    from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model
-    from rrfp.train.training import Trainer, run_schedule
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)
@@ -99,7 +99,7 @@ def run_example(run: str, *, installs: bool) -> list[str]:
 
         sys.argv = ["rrfp", "run", "--hint", "bfw", "--out", run, "--steps", "1:", *arguments]
         assert main() == 0
-    from rrfp.runtime.at_end import at_end
+    from rrfp.runtime.exit_hooks import at_end
 
     # The processes of a test end in another way than those of a job.
     at_end.run()

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from rrfp.runtime.protocols import Event, Inbox
-from rrfp.runtime.transport.memory import MemoryNetwork
 from rrfp.trace.records import NS_PER_S
+from tests.doubles.memory_transport import MemoryNetwork
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rrfp.train.checks import check_settings
-from rrfp.train.data.image_batches import ImageBatch
+from rrfp.train.data.open import ImageBatch
 from rrfp.train.settings import TrainSettings
 
 PATCH_SIZE = 4

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rrfp.analyze.bubbles import CAUSES, OVERHEAD
-from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import TaskRecord, WaitRecord
 
 Interval = tuple[int, int]

@@ -9,24 +9,29 @@ from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rrfp.schedule.causes import Cause
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.dispatcher import Group
-from rrfp.schedule.hints.alternation import Alternation
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hold import Bytes
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.named_hints import Alternation
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.schedule.stimuli import (
+from rrfp.schedule.tasks import (
     Announced,
+    Cause,
     ComputeIdle,
     DecideAhead,
     InputArrived,
+    Instruction,
+    Kind,
+    RunTask,
+    StepDone,
     Stimulus,
+    Task,
     TaskAgreed,
+    Wait,
+    Waited,
 )
-from rrfp.schedule.tasks import Kind, Task
 from tests.virtual_time import Decider
 
 F, B, W = Kind.F, Kind.B, Kind.W

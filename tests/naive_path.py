@@ -8,8 +8,8 @@ its receiver is free.
 
 from collections import defaultdict
 
+from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.path.critical_path import critical_path
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Recording
 

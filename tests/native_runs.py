@@ -35,7 +35,7 @@ def train(
 
     prepare_cpu()
     from rrfp.megatron import trace_native
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
 
     chosen = TrainSettings(**{**SMALL, **settings})
@@ -56,9 +56,9 @@ def run_steps(
     from megatron.core.pipeline_parallel import schedules
 
     from rrfp.train.data.open import open_data
+    from rrfp.train.launch.process_groups import seed_random_states
+    from rrfp.train.loop import Trainer, run_schedule
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import seed_random_states
-    from rrfp.train.training import Trainer, run_schedule
 
     seed_random_states(settings, layout)
     data = open_data(settings)

@@ -36,7 +36,7 @@ def in_groups(layout: dict[str, Any], work: Callable[..., Any], *args: object) -
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     with parallel_groups(TrainSettings(**{**SMALL, **layout}), timeout_s=100.0) as joined:
         return work(joined, *args)

@@ -98,10 +98,10 @@ def profile_megatron(settings: dict[str, Any], with_stack: bool) -> PlainRun:
     from megatron.core.pipeline_parallel import schedules
 
     from rrfp.train.data.open import open_data
+    from rrfp.train.launch.process_groups import parallel_groups, seed_random_states
+    from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import parallel_groups, seed_random_states
     from rrfp.train.settings import TrainSettings
-    from rrfp.train.training import Trainer
     from tests.training import SMALL
 
     torch.set_num_threads(1)

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from rrfp.replay.culprits import BACKGROUND, Culprit, CulpritKind, culprits
+from rrfp.replay.bottlenecks import BACKGROUND, Culprit, CulpritKind, culprits
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import Recording, step_windows
 from tests.step_times import policy_of, simulated
 
 F_NS, B_NS, W_NS = 10_000, 9_000, 6_000

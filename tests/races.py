@@ -8,11 +8,11 @@ from typing import Any
 from rrfp.errors import RrfpError
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Asked, Lineup, line_up
-from rrfp.race.modelled import Modelled
 from rrfp.race.presets import SCALES, preset_named
 from rrfp.race.results import ResultRow, results
+from rrfp.race.runner import Modelled
 from rrfp.race.systems import system_named
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
 
 

@@ -12,25 +12,25 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.delays import Delays
-from rrfp.runtime.device.device import Device
+from rrfp.runtime.device.interface import Device
 from rrfp.runtime.device_worker import DeviceWorker
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.pace import Delays
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Clock, Compute, Inbox, Links, StepSummary, Transport, monotonic
 from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.transport.memory import MemoryNetwork, MemoryTransport
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.order import Order
-from rrfp.schedule.patience.just_in_time import JustInTime
+from rrfp.schedule.patience import JustInTime
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import NS_PER_S, Record
+from tests.doubles.memory_transport import MemoryNetwork, MemoryTransport
 from tests.memory_ranks import MemoryRanks
 
 T = TypeVar("T")

@@ -13,11 +13,11 @@ for _name in (
     "megatron.core.transformer.multi_token_prediction",
     "rrfp.megatron.dropin",
     "rrfp.race.rank",
-    "rrfp.race.torch_schedule",
-    "rrfp.train.checkpoints.run_checkpoints",
+    "rrfp.race.peer_schedules",
+    "rrfp.train.checkpoints.saving",
     "rrfp.train.data.open",
     "rrfp.train.models.vlm",
-    "rrfp.train.rank",
+    "rrfp.train.loop",
     "rrfp.verify.rank",
 ):
     importlib.import_module(_name)

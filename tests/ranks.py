@@ -26,14 +26,14 @@ from unittest.mock import patch
 
 from torch.distributed import TCPStore
 
-from rrfp.runtime.device.host_copies import HELPER
+from rrfp.runtime.device.host_memory import HELPER
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
 
 AT_END = "rrfp-at-end"
-"""The thread of `rrfp.runtime.at_end`, which outlives all others."""
+"""The thread of `rrfp.runtime.exit_hooks`, which outlives all others."""
 
 LASTING = (AT_END, HELPER, "tqdm_monitor", "ThreadPoolExecutor-")
 """How the names of threads begin that go on. The last two are of torch's compiler, which compiles

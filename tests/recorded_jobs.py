@@ -17,7 +17,7 @@ JOB = ROOT / "tests" / "megatron_job.py"
 def run_script(options: list[str], arguments: list[str]) -> None:
     """Run the job by `rrfp run` on this rank; in a process of its own."""
     from rrfp.cli.main import main
-    from rrfp.runtime.at_end import at_end
+    from rrfp.runtime.exit_hooks import at_end
 
     sys.argv = ["rrfp", "run", *options, str(JOB), *arguments]
     assert main() == 0

@@ -114,7 +114,7 @@ def on_rigs(work: Callable[..., Any], settings: dict[str, Any], *args: object) -
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:
         return work(layout, settings, *args)

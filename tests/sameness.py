@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from rrfp.megatron.pipeline import Pipeline
-from rrfp.runtime.device.simulated import SimulatedDevice
-from rrfp.runtime.planes import rank_planes
+from rrfp.runtime.net import transport as factory
+from rrfp.runtime.planes import selection as rank_planes
+from rrfp.runtime.planes.codec import flat
 from rrfp.runtime.planes.outbox import Outbox, PostingLink
-from rrfp.runtime.planes.packing import flat
 from rrfp.runtime.protocols import Compute, Message
-from rrfp.runtime.transport import factory
 from rrfp.schedule.admission import pyramid
-from rrfp.schedule.dealing import deal, even_times, format_dealing
+from rrfp.schedule.balance import deal, even_times, format_dealing
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
@@ -31,6 +30,7 @@ from rrfp.train.data.open import open_data
 from rrfp.train.settings import TrainSettings
 from tests import loops, multimodal
 from tests.balance_losses import balance_losses, forget_balance_losses
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.loops import FirstRankKnows, megatron_lm_step, run_on_items
 from tests.rigs import Outcome, Rig, backwards_in_reverse, masked, native, ours, three_value_step
 from tests.training import train_variant
@@ -70,7 +70,7 @@ def learn(settings: Settings, rows: Sequence[Row]) -> dict[str, list[Any]]:
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     found = {}
     with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:

@@ -6,16 +6,15 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from rrfp.schedule.hints.hint import Hint, kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import Hint, kinds_of
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import RankRecords, Recording
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import RankRecords, Recording, evaluation_step
 from tests.cases import Case
 from tests.step_times import equal_times
 

@@ -20,20 +20,20 @@ from unittest.mock import patch
 import torch
 from torch.distributed import HashStore
 
-from rrfp.runtime.device.simulated import POISON, SimulatedDevice
-from rrfp.runtime.links.destination_link import DestinationLink
-from rrfp.runtime.planes import rank_planes, shared_memory_plane
-from rrfp.runtime.planes.mapped import MappedPuller
-from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.link.receiver import DestinationLink
+from rrfp.runtime.net import transport as socket_transport
+from rrfp.runtime.net.driver import DestinationDriver
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.planes import host_memory as shared_memory_plane
+from rrfp.runtime.planes import selection as rank_planes
+from rrfp.runtime.planes.host_memory import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
-from rrfp.runtime.planes.plane import Offer, Plane, Puller
-from rrfp.runtime.planes.rank_planes import RankPlanes
-from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
+from rrfp.runtime.planes.plane import MappedPuller, Offer, Plane, Puller
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Inbox, Message
-from rrfp.runtime.transport import socket_transport
-from rrfp.runtime.transport.destination_driver import DestinationDriver
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
+from tests.doubles.simulated_device import POISON, SimulatedDevice
 
 MOST_BYTES = 8 * 2**10
 SMALL_OUTBOX_BYTES = 4 * MOST_BYTES

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.hold import described_hold
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape

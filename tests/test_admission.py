@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.planning.trials import Setting, run_settings
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit, ListedOrders
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.admission import admitted, order_by_costs, weights_ns
+from rrfp.simulate.conditions import admitted, order_by_costs, weights_ns
 from rrfp.simulate.costs.model import StepCosts
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.trial import Setting, run_settings
 from rrfp.simulate.world import TaskTimes
 
 ROOT = Path(__file__).parent.parent

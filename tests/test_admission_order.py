@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp import inputs as text_files
 from rrfp.errors import UsageError
-from rrfp.inputs import text_files
-from rrfp.inputs.admission_files import resolve_admission
-from rrfp.schedule.admission import (
-    Admit,
-    ListedOrders,
-    admission_order,
-    parse_admission,
-    pyramid,
-)
+from rrfp.inputs import resolve_admission
+from rrfp.schedule.admission import Admit, ListedOrders, admission_order, parse_admission, pyramid
 from tests.effort import examples
 
 

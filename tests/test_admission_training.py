@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit, pyramid
-from rrfp.simulate.admission import weights_ns
+from rrfp.simulate.conditions import weights_ns
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.train.admission import run_order
 from rrfp.train.checks import check_settings
 from rrfp.train.pacing import make_pace
+from rrfp.train.planning import run_order
 from rrfp.train.settings import TrainSettings
 
 SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"pp": 2, "layers": 4, "microbatches": 4}
 def test_what_is_known_without_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
-    monkeypatch.setattr("rrfp.train.admission.step_groups", lambda *_: groups)
+    monkeypatch.setattr("rrfp.train.planning.step_groups", lambda *_: groups)
     order = run_order(TrainSettings(**SIZES))
     assert list(order(7, "abcd")) == [0, 1, 2, 3]
     path = tmp_path / "order.csv"

@@ -12,12 +12,10 @@ from rrfp.errors import RrfpError
 from rrfp.runtime.agreement import StarAgreement
 from rrfp.runtime.protocols import Decided, Message, Reported
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.instructions import RunTask, StepDone
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import ComputeIdle, InputArrived, TaskAgreed
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import ComputeIdle, InputArrived, Kind, RunTask, StepDone, Task, TaskAgreed
 from rrfp.trace.records import AgreementRecord, Record, StimulusRecord, TaskRecord
 from tests.decisions import replayed
 from tests.rank_rig import Place, RankRig, Work, open_rig, run_in_memory

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rrfp.runtime.ahead import AheadThread
+from rrfp.runtime.agreement import AheadThread
 from rrfp.runtime.protocols import monotonic
 from rrfp.schedule.tasks import Kind
 

@@ -13,7 +13,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ANYWHERE = {
-    *("rrfp", "rrfp.compiled", "rrfp.cores", "rrfp.errors", "rrfp.json_text", "rrfp.requirements")
+    *(
+        "rrfp",
+        "rrfp.compiled",
+        "rrfp.system",
+        "rrfp.errors",
+        "rrfp.strict_json",
+        "rrfp.requirements",
+    )
 }
 """What every room may use: the version, how the core runs, the machine's cores, the errors, how
 JSON is parsed, and what is installed."""
@@ -36,9 +43,9 @@ def room(below: str = "", third_parties: str = "") -> Room:
 ROOMS = {
     "rrfp": room(),
     "rrfp.compiled": room(),
-    "rrfp.cores": room(),
+    "rrfp.system": room(),
     "rrfp.errors": room(),
-    "rrfp.json_text": room(),
+    "rrfp.strict_json": room(),
     "rrfp.requirements": room(),
     "rrfp.__main__": room("cli"),
     "rrfp.schedule": room(),
@@ -48,12 +55,13 @@ ROOMS = {
     "rrfp.runtime": room("schedule trace", "cryptography torch cuda"),
     "rrfp.simulate": room("schedule trace", "numpy"),
     "rrfp.replay": room("schedule trace simulate"),
-    "rrfp.tune": room("schedule inputs trace simulate replay", "numpy"),
+    "rrfp.tune": room("schedule inputs trace simulate replay planning", "numpy"),
+    "rrfp.planning": room("schedule inputs trace simulate replay runtime", "numpy"),
     "rrfp.megatron": room(
-        "schedule inputs trace interchange runtime simulate", "torch numpy megatron"
+        "schedule inputs trace interchange runtime simulate planning", "torch numpy megatron"
     ),
     "rrfp.train": room(
-        "schedule inputs trace runtime simulate replay megatron",
+        "schedule inputs trace runtime simulate replay planning megatron",
         "torch numpy megatron PIL polars tokenizers",
     ),
     "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
@@ -62,11 +70,12 @@ ROOMS = {
     "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
     "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
     "rrfp.race": room(
-        "schedule inputs trace runtime simulate replay megatron train analyze",
+        "schedule inputs trace runtime simulate replay planning megatron train analyze",
         "torch numpy megatron polars altair deepspeed",
     ),
     "rrfp.cli": room(
-        "schedule inputs trace interchange runtime simulate replay megatron train verify analyze "
+        "schedule inputs trace interchange runtime simulate replay planning megatron train verify "
+        "analyze "
         "race tune watch doctor chaos",
         "typer rich polars torch",
     ),
@@ -81,7 +90,7 @@ OF_A_JOB = {"torch", "megatron", "numpy"}
 MOST_FILES = 20
 """Of a package, so that its directory can be taken in at a glance."""
 
-MOST_LINES = 400
+MOST_LINES = 1000
 """Of a file."""
 
 

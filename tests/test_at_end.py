@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import queue, sys, threading
-from rrfp.runtime.at_end import at_end
+from rrfp.runtime.exit_hooks import at_end
 
 told, done = queue.Queue(), queue.Queue()
 
@@ -68,7 +68,7 @@ def test_it_is_done_once() -> None:
 def test_one_that_has_lost_a_peer_waits_for_its_launcher(end: str) -> None:
     script = (
         "import sys\n"
-        "from rrfp.runtime.at_end import at_end\n"
+        "from rrfp.runtime.exit_hooks import at_end\n"
         "from rrfp.runtime.protocols import PeerLostError\n"
         "at_end.call(lambda: print('the rest is done', flush=True))\n"
         f"{end}"

@@ -16,7 +16,7 @@ import pytest
 from rrfp.cli import main as cli
 from rrfp.cli import train as train_file
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_presence import cuda_problem
+from rrfp.runtime.device.cuda_runtime import cuda_problem
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.train.data.text_files import text_files
 from tests.recordings import make_recording

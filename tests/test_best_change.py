@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.interchange.files import import_run
-from rrfp.replay.change import Change
-from rrfp.replay.culprits import culprits
+from rrfp.interchange.formats import import_run
+from rrfp.replay.bottlenecks import culprits
+from rrfp.replay.change import Change, replay
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.replay.replayed import replay
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS, ORDERS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.simulate.world import World

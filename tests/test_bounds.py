@@ -6,11 +6,10 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.table import HINTS, hint_named
-from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
-from rrfp.schedule.stimuli import ComputeIdle
+from rrfp.schedule.tasks import ComputeIdle, RunTask
 from tests.decisions import arrive, ask, run_on, task, turns
 
 LOOP = Shape(2, 4, num_chunks=2)  # rank 0 holds stages 0 and 2, rank 1 stages 1 and 3

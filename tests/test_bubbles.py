@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rrfp.analyze import bubbles as module
 from rrfp.analyze.bubbles import CAUSES, Bubbles, divide
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.report.tables import bubble_table
-from rrfp.cli.tables.reports import bubble_sheet
+from rrfp.analyze.report import bubble_table
+from rrfp.cli.analyze.sheets import bubble_sheet
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import (
     Phase,
     PhaseRecord,

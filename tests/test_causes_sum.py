@@ -18,14 +18,13 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.bubbles import CAUSES, bubbles, divide
+from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.path.critical_path import critical_path
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
-from rrfp.schedule.causes import Cause
+from rrfp.interchange.formats import import_run
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.perfetto.reader import read_trace
-from rrfp.trace.records import Recording, TaskRecord, WaitRecord
-from rrfp.trace.steps import Window, step_windows
+from rrfp.trace.records import Recording, TaskRecord, WaitRecord, Window, step_windows
 from tests.cases import SEEDS, Case, cases
 from tests.effort import examples
 from tests.simulated import simulated_case

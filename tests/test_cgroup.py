@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks.cgroup import CgroupLimits
-from rrfp.train.ranks.failure import FailureReport
-from rrfp.train.ranks.launch import _first_failure
-from rrfp.train.ranks.liveness.child import Failure
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.launch.failure import FailureReport
+from rrfp.train.launch.launcher import _first_failure
+from rrfp.train.launch.processes import CgroupLimits, Failure
 from tests.test_standing_still import STOPS
 from tests.trained import Training
 

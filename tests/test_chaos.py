@@ -20,8 +20,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.chaos.injecting import Injected, Pace, await_moment
-from rrfp.chaos.judging import Seen, Verdict, judge, judge_late_end
+from rrfp.chaos.injection import Injected, Pace, await_moment
 from rrfp.chaos.plan import (
     OF_LINKS,
     PASSING,
@@ -32,8 +31,8 @@ from rrfp.chaos.plan import (
     Stage,
     plan_faults,
 )
-from rrfp.chaos.processes import Marked, Process
-from rrfp.chaos.session import flags_of
+from rrfp.chaos.session import Marked, Process, flags_of
+from rrfp.chaos.verdict import Seen, Verdict, judge, judge_late_end
 from rrfp.cli import app
 from rrfp.errors import UsageError
 from rrfp.trace.outcome import Culprit, Ending, FoundBy, Outcome

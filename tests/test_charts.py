@@ -11,18 +11,14 @@ import pytest
 import vl_convert
 
 from rrfp.analyze.bubbles import CAUSES, bubbles
-from rrfp.analyze.charts.causes import bubble_causes
-from rrfp.analyze.charts.colours import CAUSE_COLOURS, KIND_COLOURS
-from rrfp.analyze.charts.durations import message_times, task_times
-from rrfp.analyze.charts.files import VEGA_LITE, draw, save, spec_of
+from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
+from rrfp.analyze.charts.export import VEGA_LITE, draw, save, spec_of
 from rrfp.analyze.charts.gantt import gantt
-from rrfp.analyze.charts.hint_order import hint_order
-from rrfp.analyze.charts.kinds import ChartKind
-from rrfp.analyze.charts.links import misalignment_map
-from rrfp.analyze.charts.progress import progress
-from rrfp.analyze.frames import Frames, frames_of
+from rrfp.analyze.charts.names import ChartKind
+from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, progress
+from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
+from rrfp.analyze.frames import Frames, frames_of, run_limit
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.settings import run_limit
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.policy import PAPER_LIMIT
 from rrfp.schedule.shape import Placement, Shape

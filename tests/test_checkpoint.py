@@ -15,14 +15,12 @@ import pytest
 from PIL import Image
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints import session
-from rrfp.train.checkpoints.beginning import beginning_of
-from rrfp.train.checkpoints.directory import Checkpoint, CheckpointDir
-from rrfp.train.checkpoints.manifest import METRICS, Manifest
-from rrfp.train.checkpoints.matching import check_continues
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.checkpoints import saving as session
+from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.data.contents import data_contents
+from rrfp.train.checkpoints.resuming import beginning_of, check_continues
+from rrfp.train.data.sources import data_contents
 from rrfp.train.settings import TrainSettings
 from tests.checkpointed import (
     CUT_SHORT,

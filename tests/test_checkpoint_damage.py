@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.checkpoints.beginning import beginning_of
-from rrfp.train.checkpoints.directory import CheckpointDir
-from rrfp.train.checkpoints.manifest import Manifest
+from rrfp.train.checkpoints.directory import CheckpointDir, Manifest, digest_of
 from rrfp.train.checkpoints.reading import differences, read_tensors
-from rrfp.train.checkpoints.wholeness import digest_of
+from rrfp.train.checkpoints.resuming import beginning_of
 from tests.checkpointed import (
     FLAGS,
     describe,
@@ -289,7 +287,7 @@ def test_nothing_in_a_checkpoint_is_executed(
 
 def commanded_states(made: Path) -> None:
     """A rank's random states hold a command, as in a checkpoint that was made to harm."""
-    from rrfp.train.checkpoints import random_states
+    from rrfp.train.checkpoints import tensors as random_states
 
     patched, own = random_states, random_states.captured
     setattr(patched, "captured", lambda layout: _with_command(own(layout), made))  # noqa: B010

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from rrfp.megatron.cpu.checkpoints import _staged, _write
-from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints import loading, session
-from rrfp.train.checkpoints.beginning import beginning_of
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.checkpoints import saving as session
+from rrfp.train.checkpoints import tensors as loading
 from rrfp.train.checkpoints.directory import CheckpointDir
+from rrfp.train.checkpoints.resuming import beginning_of
 from tests.checkpointed import describe, made_up, newest, settings_in, train, train_prepared, work
 from tests.ranks import RankFailedError, run_ranks
 
@@ -162,7 +163,7 @@ def slow_rank_1(seconds: float) -> None:
     """Rank 1 writes for longer than collectives wait."""
     from rrfp.megatron.cpu import checkpoints
     from rrfp.train.checkpoints import saving
-    from rrfp.train.ranks import parallel
+    from rrfp.train.launch import process_groups as parallel
 
     join, write = parallel._join_the_world, checkpoints._write
 

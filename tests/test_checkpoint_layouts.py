@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rrfp.megatron.cpu.patches import prepare_cpu
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.checkpoints.reading import differences
 from rrfp.train.settings import TrainSettings
@@ -24,14 +24,12 @@ STEPS = 2
 def save_again(settings: str, source: str, target: str) -> None:
     """On a rank: load a checkpoint into this layout, and save it as it came."""
     prepare_cpu()
-    from rrfp.train.checkpoints.loading import load
-    from rrfp.train.checkpoints.saving import Saver
-    from rrfp.train.checkpoints.session import Session
-    from rrfp.train.checkpoints.tensors import TrainedTensors
+    from rrfp.train.checkpoints.saving import Saver, Session
+    from rrfp.train.checkpoints.tensors import TrainedTensors, load
     from rrfp.train.data.open import open_data
+    from rrfp.train.launch.collectives import no_objects
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.exchange import no_objects
-    from rrfp.train.ranks.parallel import parallel_groups
 
     told = TrainSettings.from_json(settings)
     with parallel_groups(told) as layout, no_objects():
@@ -201,8 +199,8 @@ def states_after(settings: str, steps: tuple[int, ...]) -> list[list[bytes]]:
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    from rrfp.train.checkpoints.random_states import start_again
-    from rrfp.train.ranks.parallel import parallel_groups, seed_random_states
+    from rrfp.train.checkpoints.tensors import start_again
+    from rrfp.train.launch.process_groups import parallel_groups, seed_random_states
 
     def states() -> list[bytes]:
         named = get_cuda_rng_tracker().get_states().values()

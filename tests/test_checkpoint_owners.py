@@ -13,8 +13,8 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.train.checkpoints import directory as directory_module
-from rrfp.train.checkpoints.beginning import beginning_of
 from rrfp.train.checkpoints.directory import LOCK, CheckpointDir
+from rrfp.train.checkpoints.resuming import beginning_of
 from tests.checkpointed import FLAGS, made_up, newest, settings_in, train_prepared
 from tests.trained import rrfp_here
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.runtime import variables
-from rrfp.train.ranks import children
-from rrfp.train.ranks.children import SignalledError, run_to_end
-from rrfp.train.ranks.launch import TRAINING
-from rrfp.train.ranks.liveness.child import Failure
-from rrfp.train.ranks.stopping import StopRequestedError
+from rrfp.runtime import launchers as variables
+from rrfp.train.launch import processes as children
+from rrfp.train.launch.launcher import TRAINING
+from rrfp.train.launch.processes import Failure, SignalledError, run_to_end
+from rrfp.train.launch.stopping import StopRequestedError
 from rrfp.train.settings import TrainSettings
 
 PROGRAM = """
@@ -44,7 +43,7 @@ if how == "die":
 if how in ("wait", "stubborn", "abort-when-asked"):
     time.sleep(60)
 if how == "end":
-    from rrfp.train.ranks.liveness.page import StatusPage
+    from rrfp.train.launch.heartbeat import StatusPage
     StatusPage(int(os.environ["RRFP_LIVENESS"].partition(",")[0])).finish()
 sys.exit(0 if how in ("end", "end-too-early") else 3)
 """
@@ -100,7 +99,7 @@ def test_one_failure_ends_them_all_and_its_report_is_read(
 def test_a_rank_whose_launcher_died_first_ends(tmp_path: Path) -> None:
     """It waits for a peer that never comes, and its parent is not its launcher."""
     settings = TrainSettings(pp=2)
-    command = (sys.executable, "-m", "rrfp.train.ranks.process", TRAINING, str(tmp_path))
+    command = (sys.executable, "-m", "rrfp.train.launch.rank_process", TRAINING, str(tmp_path))
     launcher = subprocess.Popen(["true"])
     launcher.wait()
     told = {"RANK": "0", "WORLD_SIZE": "2", "RRFP_LAUNCHER": str(launcher.pid)}
@@ -154,7 +153,7 @@ def test_a_signal_ends_them_all(tmp_path: Path, number: signal.Signals) -> None:
 
 REQUESTED = """
 import os, pathlib, signal, sys, time
-from rrfp.train.ranks.liveness.page import StatusPage
+from rrfp.train.launch.heartbeat import StatusPage
 rank, here, how = os.environ["RANK"], pathlib.Path(sys.argv[1]), sys.argv[2]
 asked = []
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # as every rank does, whatever it inherits

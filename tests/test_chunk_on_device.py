@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.planes.host_memory import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox, _Copying
 from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Message
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.settings import TrainSettings
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.one_chunk import SMALL
 from tests.ranks import run_ranks
 
@@ -160,8 +160,8 @@ def count_waits(flags: dict[str, Any]) -> dict[str, int]:
 
     prepare_cpu()
     from rrfp.megatron.step.stage import RankStep
-    from rrfp.runtime.delays import Delays
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.runtime.pace import Delays
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.verify.rank import _learn
 
     settings = TrainSettings(**{**SMALL, **flags}, chunks=2, placement="v", microbatches=4, steps=2)

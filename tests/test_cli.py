@@ -10,10 +10,11 @@ import pytest
 import typer
 
 from rrfp import __version__
-from rrfp.cli import errors, main, streams
+from rrfp.cli import errors, main
+from rrfp.cli import terminal as streams
 from rrfp.compiled import core
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.hints.table import HINTS, IN_WORDS
+from rrfp.schedule.named_hints import HINTS, IN_WORDS
 
 TRACE = str(Path(__file__).parent.parent / "traces" / "gpt-pp4-bf.pftrace")
 HEAVY = ("torch", "polars", "perfetto", "megatron", "altair", "numpy")

@@ -28,13 +28,13 @@ def run(called: Run) -> Run:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     launch = MadeUp(turned=partial(turn, over=3))
-    monkeypatch.setattr("rrfp.cli.bench.command._launch", launch)
+    monkeypatch.setattr("rrfp.cli.bench._launch", launch)
     return launch
 
 
 @pytest.fixture
 def no_chart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.cli.bench.command.draw_charts", lambda *_: None)
+    monkeypatch.setattr("rrfp.cli.bench.draw_charts", lambda *_: None)
 
 
 NARROW = ("--scale=tiny", "--steps=2", "--out=o", "--system=bfw")

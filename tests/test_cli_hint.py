@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from rrfp.cli import main as cli
-from rrfp.schedule.grid import format_grid
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.order import parse_order
-from rrfp.schedule.rehearsal import order_of, rehearse
+from rrfp.schedule.rehearsal import format_grid, order_of, rehearse
 from rrfp.schedule.shape import Placement, Shape
 
 Run = Callable[..., tuple[int, str, str]]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.admission import order_by_costs
+from rrfp.simulate.conditions import order_by_costs
 from tests.called import Run, run
 
 __all__ = ["run"]

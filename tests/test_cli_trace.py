@@ -15,7 +15,7 @@ import pytest
 
 from rrfp.analyze.bubbles import CAUSES
 from rrfp.cli import main as cli
-from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import WaitRecord
 from tests.recordings import make_recording

@@ -7,11 +7,11 @@ rank's forward, input gradient and weight gradient; where the backward is whole,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.bounds import floor
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
+from rrfp.simulate.time_bounds import floor
 from rrfp.simulate.world import World
 from tests.effort import examples
 from tests.step_times import equal_times

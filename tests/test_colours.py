@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from rrfp.analyze.bubbles import CAUSES
-from rrfp.analyze.charts.colours import CAUSE_COLOURS, KIND_COLOURS, LINK_COLOUR
+from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS, LINK_COLOUR
 from rrfp.schedule.tasks import Kind
 
 Triple = tuple[float, float, float]

@@ -14,10 +14,10 @@ from rrfp.analyze.compare import compare as compare_frames
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.simulate.draws import uniforms
+from rrfp.simulate.jitter import uniforms
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import World

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.analyze.comparison.differences import differences, warning
+from rrfp.analyze.compare import differences, warning
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
 from rrfp.schedule.shape import Shape

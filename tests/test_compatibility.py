@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.megatron import DispatchSettings, compatibility, get_forward_backward_func, install
-from rrfp.megatron.compatibility import Needs, check_for_drop_in, check_for_trace
+from rrfp.megatron import DispatchSettings, get_forward_backward_func, install
+from rrfp.megatron.adapters import compatibility
+from rrfp.megatron.adapters.compatibility import Needs, check_for_drop_in, check_for_trace
 
 ROOT = Path(__file__).parent.parent
 MEGATRON = ROOT / "rrfp" / "megatron"

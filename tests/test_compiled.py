@@ -15,13 +15,12 @@ import pytest
 from rrfp import compiled
 from rrfp.compiled import Core
 from rrfp.schedule.admission import ListedOrders
-from rrfp.schedule.hints.auto import AutoHint
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes, ShareOf1F1B
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Bytes, ShareOf1F1B
+from rrfp.schedule.named_hints import HINTS, AutoHint
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.world import TaskTimes
 
 PACKAGE = Path(compiled.__file__).parent
@@ -36,15 +35,15 @@ needs_compiled = pytest.mark.skipif(
 STEPS = """
 from random import Random
 
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes
-from rrfp.schedule.patience.setting import AutoPatience
+from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.knobs import AutoPatience
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
+from rrfp.schedule.bounds import Sizes
 from rrfp.errors import RrfpError
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import TaskTimes, World
@@ -153,7 +152,7 @@ def test_values_travel_between_processes(value: object) -> None:
 
 def test_sources_run_where_they_are_asked_for() -> None:
     assert printed(CORE, interpreted=True).strip() == Core.INTERPRETED
-    code = "import rrfp.schedule.books as books; print(books.__file__)"
+    code = "import rrfp.schedule.ready_tracker as books; print(books.__file__)"
     assert printed(code, interpreted=True).strip().endswith("books.py")
 
 

@@ -22,8 +22,8 @@ def learn(hints: list[dict[str, Any]], compiled: str) -> list[dict[str, Any]]:
     prepare_cpu()
     from torch._dynamo.utils import counters
 
-    from rrfp.runtime.delays import Delays
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.runtime.pace import Delays
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.verify import rank
 
     module: Any = rank  # it declares no such name

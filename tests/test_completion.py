@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rrfp.cli import main
-from rrfp.cli.completion import VARIABLE
-from rrfp.schedule.hints.table import IN_WORDS
-from rrfp.trace.rundir import create_run_dir
+from rrfp.cli.declared_options import VARIABLE
+from rrfp.schedule.named_hints import IN_WORDS
+from rrfp.trace.run_dir import create_run_dir
 
 
 @pytest.fixture(autouse=True)

@@ -16,19 +16,18 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.links.wire import MAGIC, VERSION
-from rrfp.runtime.protocols import (
-    Arrived,
-    Inbox,
-    Message,
-    PeerLostError,
+from rrfp.runtime.link.wire import MAGIC, VERSION
+from rrfp.runtime.net.connecting import Listener, Where
+from rrfp.runtime.net.handshake import (
+    HandshakeError,
+    accept_handshake,
+    connect_opened,
+    dial_handshake,
+    open_private,
 )
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.protocols import Arrived, Inbox, Message, PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous, files_identity
-from rrfp.runtime.transport.connecting import Listener
-from rrfp.runtime.transport.handshake import HandshakeError, accept_handshake, dial_handshake
-from rrfp.runtime.transport.private_socket import connect_opened, open_private
-from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.transport.whereabouts import Where
 from tests.link_pairs import (
     PATIENCE_S,
     PREFIX,

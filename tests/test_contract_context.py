@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import Delays
 from rrfp.schedule.policy import AgreementRule
 from rrfp.schedule.shape import Shape
 from rrfp.train.data.batches import Batch

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.order import Order
 from rrfp.schedule.rehearsal import rehearse
 from rrfp.schedule.shape import Placement, Shape

@@ -18,6 +18,7 @@ from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.format import VERSION
 from rrfp.trace.perfetto.writer import write_trace
+from rrfp.trace.perfetto_server import TraceServer
 from rrfp.trace.records import (
     LossRecord,
     PhaseRecord,
@@ -28,7 +29,6 @@ from rrfp.trace.records import (
     SendRecord,
     TaskRecord,
 )
-from rrfp.trace.view import TraceServer
 from tests.step_times import equal_times, policy_of, simulated
 
 TRACE = Path("trace.pftrace")

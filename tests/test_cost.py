@@ -1,6 +1,6 @@
 """What recording cost: the last statement of the rank that it cost most."""
 
-from rrfp.trace.cost import recording_fraction
+from rrfp.trace.check import recording_fraction
 from rrfp.trace.records import CostRecord, PhaseRecord, RankInfo, RankRecords, Recording
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.cost_files import resolve_costs, settled
+from rrfp.replay.cost_sources import resolve_costs, settled
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Links, StepCosts, part_of
-from rrfp.simulate.costs.table import PRESETS
+from rrfp.simulate.costs.toml_files import PRESETS
 from rrfp.simulate.world import TaskTimes
 from tests.effort import examples
 

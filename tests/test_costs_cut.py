@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
-from rrfp.replay.recorded_costs import costs_of
+from rrfp.replay.cost_sources import costs_of, resolve_costs
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.costs.cut_files import layered_of
-from rrfp.simulate.costs.flops import FlopCosts
-from rrfp.simulate.costs.model import StepCosts
-from rrfp.simulate.costs.uneven import Uneven
-from rrfp.simulate.costs.units import CutCosts
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.layer_costs import CutCosts
+from rrfp.simulate.costs.model import StepCosts, Uneven
 from rrfp.trace.perfetto.reader import read_trace
 from tests.called import Run, run
 from tests.tuned import MODEL, TRACE, UNEVEN, written

@@ -8,14 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.cost_sources import resolve_costs
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.simulate.costs.flops import parse_flops
-from rrfp.simulate.costs.model import StepCosts
+from rrfp.simulate.costs.language_models import parse_flops
+from rrfp.simulate.costs.model import ScaledCosts, StepCosts
 from rrfp.simulate.costs.rows import parse_rows
-from rrfp.simulate.costs.scaled import ScaledCosts
-from rrfp.simulate.costs.table import PRESETS, parse_table
+from rrfp.simulate.costs.toml_files import PRESETS, parse_table
 from rrfp.simulate.world import TaskTimes
 from tests.effort import examples
 

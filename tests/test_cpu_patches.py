@@ -159,7 +159,7 @@ def recompute() -> bool:
     prepare_cpu()
     from megatron.core.tensor_parallel.random import checkpoint, get_cuda_rng_tracker
 
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     def layer(value: torch.Tensor) -> torch.Tensor:
         with get_cuda_rng_tracker().fork():

@@ -9,19 +9,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment, timed_messages
-from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.path.segments import LINK
-from rrfp.cli.tables.reports import path_sheet, stages_by_rank
+from rrfp.cli.analyze.sheets import path_sheet, stages_by_rank
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.perfetto.reader import read_trace
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import Recording, step_windows
 from tests.cases import SEEDS, Case, cases
 from tests.effort import examples
 from tests.naive_path import naive_work, work_on_path

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
-from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.planes.cuda_ipc import CudaIpcPlane
 from rrfp.runtime.planes.plane import PlaneRefusal
 from tests import cuda_in_files
 from tests.cuda_in_files import cudaError_t

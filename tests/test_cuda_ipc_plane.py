@@ -11,18 +11,18 @@ from typing import cast
 import pytest
 import torch
 
-from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES
-from rrfp.runtime.device.simulated import SimulatedDevice
-from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane, CudaIpcPuller
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.packing import Form
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.planes.codec import Form
+from rrfp.runtime.planes.cuda_ipc import CudaIpcPlane, CudaIpcPuller
+from rrfp.runtime.planes.negotiation import Settled
 from rrfp.runtime.planes.plane import Pull
-from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.planes.registry import TransportName
 from rrfp.runtime.protocols import Arrived, Failed, Inbox
 from rrfp.schedule.tasks import Kind, Task
 from tests import cuda_in_files
 from tests.cuda_ipc_in_files import CUDA_IPC, cuda, memory_left, planes, put_files_in_place_of_cuda
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.link_pairs import pair, take
 from tests.ranks import run_ranks
 from tests.simulated_ranks import Mistake, exchange

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cpu import CPU
 from rrfp.runtime.device.cuda_runtime import CudaRuntime
-from rrfp.runtime.device.simulated import SimulatedDevice
-from rrfp.runtime.planes import cuda_ipc_plane as file
-from rrfp.runtime.planes.cuda_ipc_plane import CudaIpcPlane
-from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.planes import cuda_ipc as file
+from rrfp.runtime.planes.cuda_ipc import CudaIpcPlane
+from rrfp.runtime.planes.negotiation import Settled
 from rrfp.runtime.planes.plane import Offer, PlaneRefusal
-from rrfp.runtime.planes.rank_planes import RankPlanes
-from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived
 from tests import cuda_in_files
 from tests.cuda_in_files import cudaError_t
 from tests.cuda_ipc_in_files import CUDA_IPC, cuda, memory_left, planes, refuse
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.link_pairs import pair, take
 from tests.test_planes import OUTBOX_BYTES, filled, message
 

@@ -10,9 +10,9 @@ import torch
 
 from rrfp.errors import UsageError
 from rrfp.runtime.device import cuda
-from rrfp.runtime.device import cuda_presence as file
+from rrfp.runtime.device import cuda_runtime as file
 from rrfp.runtime.device.cuda import CudaDevice
-from rrfp.runtime.device.cuda_presence import (
+from rrfp.runtime.device.cuda_runtime import (
     CudaPresence,
     Gpu,
     InstalledTorch,
@@ -21,8 +21,8 @@ from rrfp.runtime.device.cuda_presence import (
     cuda_problem,
     installed_torch,
 )
-from rrfp.runtime.device.device import Event, Stream
-from rrfp.runtime.probe import NoAnswerError
+from rrfp.runtime.device.interface import Event, Stream
+from rrfp.runtime.isolated_call import NoAnswerError
 
 WITH_CUDA = InstalledTorch("2.13.0+cu130", "13.0")
 

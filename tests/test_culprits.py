@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.findings.blame import blame
-from rrfp.analyze.findings.findings import Finding, findings
-from rrfp.analyze.findings.replays import replays
+from rrfp.analyze.findings import Finding, blame, findings, replays
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
+from rrfp.replay.bottlenecks import LEAST_SAVING, CulpritKind, culprits
 from rrfp.replay.change import Change
-from rrfp.replay.culprits import LEAST_SAVING, CulpritKind, culprits
-from rrfp.replay.layers import even_split, work_after
+from rrfp.replay.layer_split import even_split, work_after
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
@@ -273,7 +271,7 @@ def test_what_was_found_is_noted(rrfp: Run, monkeypatch: pytest.MonkeyPatch) -> 
     first = rrfp("analyze", "slow.pftrace")
     later = rrfp("analyze", "slow.pftrace", "--steps", "1:")
     with monkeypatch.context() as patch:
-        patch.setattr("rrfp.analyze.findings.diagnosis.diagnose", lambda _: pytest.fail("again"))
+        patch.setattr("rrfp.analyze.findings.diagnose", lambda _: pytest.fail("again"))
         assert rrfp("analyze", "slow.pftrace") == first
         assert rrfp("analyze", "slow.pftrace", "--steps", "1:") == later
     notes = [*Path("slow.pftrace.frames").glob("*/findings-*.json")]

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.train.data.corpus import DOCUMENT_END, ByteCorpus, Corpus
+from rrfp.train.data.open import TextBatches
 from rrfp.train.data.sources import document_lengths, open_corpus
-from rrfp.train.data.text_batches import TextBatches
-from rrfp.train.setting_groups import DataSettings
-from rrfp.train.settings import TrainSettings
+from rrfp.train.data.tokens import DOCUMENT_END, ByteCorpus, Corpus
+from rrfp.train.settings import DataSettings, TrainSettings
 
 
 def documents(corpus: Corpus) -> list[list[int]]:

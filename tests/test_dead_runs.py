@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rrfp.trace.check import check_contents
-from rrfp.trace.ending.flight import FlightRing, ring_of
-from rrfp.trace.ending.promise import Promise
+from rrfp.trace.completeness import Promise
+from rrfp.trace.flight_record import FlightRing, ring_of
+from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import Outcome
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.records import (
@@ -24,9 +25,8 @@ from rrfp.trace.records import (
     StimulusRecord,
     WaitRecord,
 )
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.merge import encode_run
-from rrfp.trace.spills.spill import SpillWriter, row_of
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, row_of
 from tests.dead_runs import end_runs, problems_of
 from tests.recordings import make_recording
 from tests.trained import ENDLESS, Training, rrfp_here
@@ -237,7 +237,7 @@ def test_of_a_step_whose_beginning_is_lost_nothing_passes_for_whole(
     dead: DeadRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a ring went round since its rank last wrote, only the step that ran is of use."""
-    monkeypatch.setattr("rrfp.trace.ending.flight.MOST_RECORDS", 12)
+    monkeypatch.setattr("rrfp.trace.flight_record.MOST_RECORDS", 12)
     end_ns = max(phase.end_ns for rank in dead.whole.ranks for phase in rank.phases)
     dead.record(0, begun(end_ns, Phase.OPTIMIZER), until_ns=end_ns)
     for rank in range(1, 4):

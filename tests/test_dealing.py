@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.cli.sweep import asked_rows, settings_of
+from rrfp.cli.simulate.rows import asked_rows, settings_of
 from rrfp.errors import UsageError
-from rrfp.inputs.dealing_files import resolve_dealing
+from rrfp.inputs import resolve_dealing
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.planning.balanced_costs import DealtCosts, times_by_rank
+from rrfp.planning.trials import Setting, run_settings, with_budget
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.dealing import (
+from rrfp.schedule.balance import (
     AdmitAcross,
     Times,
     deal,
@@ -21,15 +23,13 @@ from rrfp.schedule.dealing import (
     format_dealing,
     parse_dealings,
 )
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.costs.table import preset
-from rrfp.simulate.dealing import DealtCosts, times_by_rank
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.simulate.trial import Setting, run_settings, with_budget
 from rrfp.train.checks import check_settings
 from rrfp.train.pacing import make_pace
 from rrfp.train.settings import TrainSettings

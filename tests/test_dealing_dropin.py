@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.megatron.dealing.dealer import Dealer
-from rrfp.megatron.dealing.file import DealingFile
-from rrfp.megatron.dealing.parcels import packed, unpacked
+from rrfp.megatron.batch_balancer import Dealer
+from rrfp.megatron.collectives import packed, unpacked
+from rrfp.megatron.job.step_files import DealingFile
 from rrfp.megatron.step.microbatch_data import DataHabits, StepData
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.dealing import AdmitAcross, parse_dealings
+from rrfp.schedule.balance import AdmitAcross, parse_dealings
 from rrfp.train.checkpoints.reading import differences
 from rrfp.train.data.batches import Batch
 from tests import checkpointed

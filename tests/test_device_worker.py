@@ -16,12 +16,11 @@ import torch
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
-from rrfp.runtime.device import device as seam
-from rrfp.runtime.device.simulated import SimulatedDevice
+from rrfp.runtime.device import interface as seam
 from rrfp.runtime.device_worker import DeviceWorker
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.patience.just_in_time import JustInTime
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
+from rrfp.schedule.patience import JustInTime
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import (
@@ -34,6 +33,7 @@ from rrfp.trace.records import (
     TaskRecord,
     WaitRecord,
 )
+from tests.doubles.simulated_device import SimulatedDevice
 from tests.rank_rig import RankRig, open_rig
 from tests.ranks import RankFailedError, run_ranks
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu
-from rrfp.train import device_checks
+from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu
+from rrfp.train import checks as device_checks
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -69,7 +69,7 @@ def test_what_a_run_on_gpus_asks_of_a_host(
 def take_gpu() -> tuple[str, list[str], bool, str, str | None, bool]:
     """What the fourth rank of a host takes where torch sees two GPUs."""
     from rrfp.megatron.cpu import patches
-    from rrfp.train.ranks import devices
+    from rrfp.train.launch import process_groups as devices
 
     taken: list[str] = []
     os.environ.update(LOCAL_RANK="3", CUBLAS_WORKSPACE_CONFIG=":16:8")
@@ -101,10 +101,10 @@ def learn(is_on_gpu: bool) -> list[Any]:
     prepare_cpu()
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - its import makes it
 
-    from rrfp.megatron.groups import device_for
-    from rrfp.megatron.over_gloo import reduce_one_by_one
-    from rrfp.runtime.delays import Delays
-    from rrfp.train.ranks import parallel
+    from rrfp.megatron.adapters.fallbacks import reduce_one_by_one
+    from rrfp.megatron.step_groups import device_for
+    from rrfp.runtime.pace import Delays
+    from rrfp.train.launch import process_groups as parallel
     from rrfp.verify.rank import _learn
 
     settings = TrainSettings(**SMALL, pp=2, dp=2, device="cuda" if is_on_gpu else "cpu")
@@ -135,7 +135,7 @@ def test_what_the_settings_of_a_gpu_change_does_not_change_what_is_learnt() -> N
 
 
 def test_the_backend_of_groups() -> None:
-    from rrfp.train.ranks.devices import backend_of
+    from rrfp.train.launch.process_groups import backend_of
 
     assert backend_of(TrainSettings().run) == "gloo"
     assert backend_of(TrainSettings(device="cuda").run) == "cpu:gloo,cuda:nccl"
@@ -143,7 +143,7 @@ def test_the_backend_of_groups() -> None:
 
 
 def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rrfp.train.metrics import _bytes_on_gpu
+    from rrfp.train.loop import _bytes_on_gpu
 
     gpu = torch.device("cuda", 1)
     reset: list[torch.device] = []
@@ -161,9 +161,8 @@ def test_what_tensors_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def room_on(gpus: str, sees_own: bool) -> int:
     """What activations of this rank may take. The ranks' GPUs are named by rank, and each sees its
     own alone, or all."""
-    from rrfp.megatron.memory.bound import MemoryBound
-    from rrfp.megatron.memory.room import room_of
-    from rrfp.schedule.hold import Auto
+    from rrfp.megatron.memory.bound import MemoryBound, room_of
+    from rrfp.schedule.knobs import Auto
 
     own = gpus[int(os.environ["RANK"])]
     seen = own if sees_own else "".join(sorted({*gpus}))

@@ -5,14 +5,21 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
-from rrfp.schedule.hints.table import HINTS, hint_named
-from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import ComputeIdle, InputArrived, Stimulus
+from rrfp.schedule.tasks import (
+    Cause,
+    ComputeIdle,
+    InputArrived,
+    RunTask,
+    StepDone,
+    Stimulus,
+    Wait,
+    Waited,
+)
 from tests.decisions import an_order, arrive, ask, run_on, task, turns
 
 # Rounds and strict priorities. Rank 1 of 3; four forwards are here, and three gradients once

@@ -12,14 +12,11 @@ from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings, GradOrder
 from rrfp.megatron.step_policy import step_policy
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.alternation import ALTERNATIONS
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.named_hints import ALTERNATIONS, HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.stimuli import ComputeIdle, InputArrived
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import ComputeIdle, InputArrived, RunTask, Task
 
 
 def test_names_are_taken_as_text() -> None:

@@ -15,30 +15,46 @@ import torch
 
 from benchmarks.gpu.bare_calls import one_way_us
 from rrfp.compiled import Core
+from rrfp.doctor import checks as gloo_file
+from rrfp.doctor import checks as imports_file
+from rrfp.doctor import checks as nixl_file
 from rrfp.doctor import cuda_ipc as ipc_file
 from rrfp.doctor import diagnosis
-from rrfp.doctor import gloo as gloo_file
 from rrfp.doctor import gpus as gpus_file
-from rrfp.doctor import imports as imports_file
-from rrfp.doctor import nixl as nixl_file
-from rrfp.doctor.check import CUDA_RUNS, EVERY_RUN, Check, State, absent, fails
-from rrfp.doctor.clock import clock
-from rrfp.doctor.core import compiled_core
-from rrfp.doctor.cores import cores, quota_cores
+from rrfp.doctor.checks import (
+    CUDA_RUNS,
+    EVERY_RUN,
+    Check,
+    State,
+    absent,
+    clock,
+    compiled_core,
+    cores,
+    fabric,
+    fails,
+    gloo,
+    imports,
+    nixl,
+    open_files,
+    quota_cores,
+    read_gb_s,
+    seconds_to_import,
+    shared_memory,
+    sum_us,
+)
 from rrfp.doctor.cuda_ipc import cuda_ipc, pull_s
-from rrfp.doctor.gloo import gloo, sum_us
-from rrfp.doctor.gpus import copy_gb_s, gpu_figures, gpus
-from rrfp.doctor.imports import imports, seconds_to_import
-from rrfp.doctor.nixl import fabric, nixl, read_gb_s
-from rrfp.doctor.open_files import open_files
-from rrfp.doctor.pid_namespace import pid_namespace
-from rrfp.doctor.shared_memory import shared_memory
-from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
-from rrfp.runtime.device.cuda_runtime import CudaRuntimeError, has_bindings
-from rrfp.runtime.planes.nixl_package import is_installed
-from rrfp.runtime.probe import NoAnswerError, probe
-from rrfp.runtime.variables import NETWORK
-from rrfp.train.setting_groups import DeviceKind, Network
+from rrfp.doctor.gpus import copy_gb_s, gpu_figures, gpus, pid_namespace
+from rrfp.runtime.device.cuda_runtime import (
+    CudaPresence,
+    CudaRuntimeError,
+    Gpu,
+    cuda_problem,
+    has_bindings,
+)
+from rrfp.runtime.isolated_call import NoAnswerError, probe
+from rrfp.runtime.launchers import NETWORK
+from rrfp.runtime.planes.registry import is_installed
+from rrfp.train.settings import DeviceKind, Network
 from tests import cuda_in_files
 from tests.sandbox import refusing
 from tests.trained import rrfp, rrfp_here
@@ -103,7 +119,7 @@ def test_a_run_is_refused_with_what_the_doctor_says(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("rrfp.train.device_checks.cuda_presence", lambda: NO_GPU)
+    monkeypatch.setattr("rrfp.train.checks.cuda_presence", lambda: NO_GPU)
     code, _, stderr = found([*gpus(NO_GPU)], "--device", "cuda")
     train = rrfp_here(tmp_path, "train", "--device", "cuda")
     assert (code, train.returncode) == (1, 2)
@@ -233,16 +249,16 @@ def test_a_pid_namespace_is_told_from_the_hosts(tmp_path: Path) -> None:
 def test_what_cannot_be_imported_ends_every_run(answers: Answers) -> None:
     told = seconds_to_import(["json", "rrfp.no_such_module"])
     assert isinstance(told["json"], float)
-    answers(imports_file, {"torch": 25.0, "rrfp.train.rank": told["rrfp.no_such_module"]})
+    answers(imports_file, {"torch": 25.0, "rrfp.train.loop": told["rrfp.no_such_module"]})
     torch_check, megatron = imports()
     assert (torch_check.state, torch_check.figure) == (State.SLOW, 25.0)
     assert megatron.advice == (
-        "rrfp.train.rank cannot be imported (ModuleNotFoundError: No module named "
+        "rrfp.train.loop cannot be imported (ModuleNotFoundError: No module named "
         "'rrfp.no_such_module'); install rrfp anew, or raise the limit (ulimit -a) that keeps it "
         "from loading"
     )
     denied = "cannot be imported (PermissionError: [Errno 13] Permission denied: 'core.py')"
-    answers(imports_file, {"torch": 1.0, "rrfp.train.rank": denied})
+    answers(imports_file, {"torch": 1.0, "rrfp.train.loop": denied})
     _, megatron = imports()
     assert megatron.advice.endswith("; let this user read that file and the directories above it")
     answers(imports_file, NoAnswerError("it was killed: Illegal instruction"))
@@ -260,7 +276,7 @@ def test_torch_is_not_blamed_for_what_crashes_after_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(imports_file, "probe", crash_after_torch)
     torch_check, megatron = imports()
     assert torch_check.state is State.OK
-    assert "rrfp.train.rank cannot be imported (it was killed: Aborted)" in megatron.advice
+    assert "rrfp.train.loop cannot be imported (it was killed: Aborted)" in megatron.advice
 
 
 def test_gloo_that_hangs_ends_every_run(answers: Answers) -> None:

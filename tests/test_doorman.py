@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from rrfp.runtime.transport.doorman import filter_refusal, let_in, let_in_nobody
+from rrfp.runtime.net.source_filter import filter_refusal, let_in, let_in_nobody
 from tests.sandbox import refusing
 
 _DROPPED_S = 0.2
@@ -114,8 +114,8 @@ def test_sources(address: str, sources: Collection[str], let: set[str]) -> None:
 def test_where_no_filter_is_permitted_a_link_listens_all_the_same() -> None:
     """Those who connect still have to prove themselves."""
     code = (
-        "from rrfp.runtime.transport.doorman import filter_refusal, let_in_nobody\n"
-        "from rrfp.runtime.transport.sockets import listen_tcp\n"
+        "from rrfp.runtime.net.source_filter import filter_refusal, let_in_nobody\n"
+        "from rrfp.runtime.net.sockets import listen_tcp\n"
         "from tests.test_doorman import is_let_in\n"
         "with listen_tcp('127.0.0.1') as listening:\n"
         "    let_in_nobody(listening)\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rrfp.simulate
-from rrfp.simulate.draws import exp, log, lognormals, normals, uniforms, uniforms_in_parts
+from rrfp.simulate.jitter import exp, log, lognormals, normals, uniforms, uniforms_in_parts
 from tests.effort import examples
 
 NUM = 100_000
@@ -153,7 +153,7 @@ def test_nothing_in_the_simulator_depends_on_the_machine(path: Path) -> None:
         ),
         ("from math import factorial, exp as e", ["math.exp"]),
         ("from random import gauss", ["random.gauss"]),
-        ("from rrfp.simulate.draws import exp, log\ny = exp(x)", []),
+        ("from rrfp.simulate.jitter import exp, log\ny = exp(x)", []),
         ("y = 2.0**-53 + 10**12", []),
         ("y = x**2", ["x ** 2"]),
         ("y = 2**x", ["2 ** x"]),

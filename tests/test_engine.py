@@ -9,19 +9,17 @@ from hypothesis import given
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError, UsageError
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.order import Order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.simulate.engine import PipelineRun
-from rrfp.simulate.play import play
 from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
+from rrfp.simulate.step import play, simulate_step
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import RankRecords
 from tests.cases import Case, cases

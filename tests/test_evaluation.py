@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.evaluation import Evaluation
+from rrfp.train.loop import Evaluation
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import RankRun, train_variants

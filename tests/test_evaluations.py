@@ -11,26 +11,25 @@ import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 from polars.testing import assert_frame_equal
 
-from rrfp.analyze.cache import CachedTrace, load_frames
-from rrfp.analyze.chosen import choose, evaluations_of
+from rrfp.analyze.chosen_steps import choose, evaluations_of
+from rrfp.analyze.frame_files import CachedTrace, load_frames
 from rrfp.analyze.frames import SCHEMAS, frames_of, recording_of
-from rrfp.analyze.initial_view import find_initial_view
-from rrfp.analyze.report.page import report
+from rrfp.analyze.perfetto_overlay import find_initial_view
+from rrfp.analyze.report import report
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
+from rrfp.replay.cost_sources import costs_of
 from rrfp.replay.recorded import read_run
-from rrfp.replay.recorded_costs import costs_of
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.shape import Shape
 from rrfp.trace.check import check_contents
 from rrfp.trace.initial_view import Preset
+from rrfp.trace.merge import encode_run
 from rrfp.trace.perfetto.reader import read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import LossRecord, Recording
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.merge import encode_run
-from rrfp.trace.spills.spill import SpillWriter, row_of
-from rrfp.trace.steps import (
+from rrfp.trace.records import (
+    LossRecord,
+    Recording,
     count_of,
     evaluation_step,
     in_order,
@@ -39,6 +38,8 @@ from rrfp.trace.steps import (
     step_names,
     step_windows,
 )
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, row_of
 from tests.simulated import simulated_loop, without
 
 SHAPE = Shape(2, 4)

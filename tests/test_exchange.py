@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.decoding import integers
-from rrfp.train.ranks.exchange import broadcast_json, gather_tensors, no_objects
+from rrfp.strict_json import integers
+from rrfp.train.launch.collectives import broadcast_json, gather_tensors, no_objects
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -28,13 +28,13 @@ FORBIDDEN_NAMES = re.compile(
     r"pickle|_object(_list)?$|^(gather|scatter|all_gather|broadcast)_objects?\b|elastic_launch"
 )
 ALLOWED = {
-    ("rrfp/train/ranks/exchange.py", "all_gather_object"),
-    ("rrfp/train/ranks/exchange.py", "_unpickler"),
-    ("rrfp/interchange/flight/dumps.py", "pickle"),
-    ("rrfp/interchange/flight/dumps.py", "_Unpickler"),
-    ("rrfp/interchange/flight/dumps.py", "UnpicklingError"),
-    ("rrfp/megatron/memory/storages.py", "torch.multiprocessing.reductions.StorageWeakRef"),
-    ("rrfp/simulate/plan/process.py", "pickle"),
+    ("rrfp/train/launch/collectives.py", "all_gather_object"),
+    ("rrfp/train/launch/collectives.py", "_unpickler"),
+    ("rrfp/interchange/torch_flight_recorder.py", "pickle"),
+    ("rrfp/interchange/torch_flight_recorder.py", "_Unpickler"),
+    ("rrfp/interchange/torch_flight_recorder.py", "UnpicklingError"),
+    ("rrfp/megatron/memory/saved_tensors.py", "torch.multiprocessing.reductions.StorageWeakRef"),
+    ("rrfp/planning/process_pool.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "pickle"),
     ("rrfp/train/checkpoints/reading.py", "own_pickle"),
     ("rrfp/train/checkpoints/reading.py", "Unpickler"),
@@ -96,7 +96,7 @@ def test_nothing_in_the_package_pickles_or_meets_by_elastic(path: Path) -> None:
     ],
 )
 def test_the_walk_finds_what_is_forbidden(source: str) -> None:
-    assert list(forbidden("rrfp/train/rank.py", source))
+    assert list(forbidden("rrfp/train/loop.py", source))
 
 
 def in_groups() -> dict[str, Any]:
@@ -160,7 +160,7 @@ def address_of_gloo() -> list[str]:
     from tests.watch import doors_of
 
     os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
-    from rrfp.train.ranks.gloo import one_device_at
+    from rrfp.train.launch.process_groups import one_device_at
 
     with one_device_at("127.0.0.1"):
         dist.init_process_group("gloo")

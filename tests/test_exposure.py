@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.trace.rundir import own_files
+from rrfp.trace.run_dir import own_files
 from tests.link_pairs import needs_nixl
 from tests.ranks import run_ranks
 from tests.trained import TINY, Training, free_port

@@ -11,7 +11,7 @@ import torch
 from rrfp.cli import main as cli
 from rrfp.interchange.assemble import assemble
 from rrfp.runtime.protocols import Arrived, Inbox, Left, Message, Transport
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.tasks import Kind, Task
 from tests.test_readme import ROOT
 

@@ -12,12 +12,12 @@ import pytest
 
 from rrfp.errors import RrfpError, UsageError, first_line
 from rrfp.trace.outcome import Culprit, FoundBy, RunFailedError
-from rrfp.trace.rundir import RunDir
-from rrfp.train.ranks import process
-from rrfp.train.ranks.failure import ERROR_FILE, FailureReport
-from rrfp.train.ranks.launch import _first_failure
-from rrfp.train.ranks.liveness.child import Failure
-from rrfp.train.ranks.liveness.vigil import Standstill, Why
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.launch import rank_process as process
+from rrfp.train.launch.failure import ERROR_FILE, FailureReport
+from rrfp.train.launch.launcher import _first_failure
+from rrfp.train.launch.processes import Failure
+from rrfp.train.launch.watchdog import Standstill, Why
 
 REPORT = FailureReport("rank 1 was lost", 1, is_consequence=True, is_silence=False)
 

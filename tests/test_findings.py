@@ -8,13 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.findings.blame import Fault, Owner, blame
-from rrfp.analyze.findings.shares import headline, shares
+from rrfp.analyze.findings import Fault, Owner, blame, headline, shares
 from rrfp.analyze.frames import Frames, frames_of
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import Cause, Task
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.records import PhaseRecord, ReceiveRecord, SendRecord, TaskRecord

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.runtime.recorder import Recorder
-from rrfp.schedule.causes import Cause
-from rrfp.trace.ending import flight
-from rrfp.trace.ending.flight import Flight, FlightRing, read_flight, ring_of
+from rrfp.schedule.tasks import Cause
+from rrfp.trace import flight_record as flight
+from rrfp.trace.flight_record import Flight, FlightRing, read_flight, ring_of
 from rrfp.trace.perfetto.format import bounds_of
 from rrfp.trace.records import (
     RECORD_TYPES,
@@ -280,7 +280,7 @@ def test_why_recording_was_switched_off_is_noted_on_a_full_disk(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rrfp.trace.spills.spill.SpillWriter.append", refuse)
+    monkeypatch.setattr("rrfp.trace.spill.SpillWriter.append", refuse)
     recorder.flush(9)
     recorder.record(task(1))
     told = 9, f"{path}: No space left on device"

@@ -14,8 +14,7 @@ import pytest
 
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
-from rrfp.interchange.flight.dumps import read_dumps
-from rrfp.interchange.flight.hang import hang_of
+from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 from tests.flight_dumps import DONE, PIPELINE, STARTED, WORLD, Entry, dump
 from tests.ranks import run_ranks
 

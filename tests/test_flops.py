@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.costs.flops import FlopCosts, _even_cut, parse_flops
+from rrfp.simulate.costs.language_models import FlopCosts, _even_cut, parse_flops
 from rrfp.simulate.costs.model import StepCosts
 from tests.effort import examples
 

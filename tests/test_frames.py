@@ -9,30 +9,21 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from rrfp.analyze import cache
+from rrfp.analyze import bubbles as structural
+from rrfp.analyze import frame_files as cache
+from rrfp.analyze import frame_files as parquet
 from rrfp.analyze import frames as module
-from rrfp.analyze import structural_steps as structural
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.cache import CachedTrace, load_frames
 from rrfp.analyze.deviations import deviations
-from rrfp.analyze.files import parquet
-from rrfp.analyze.frames import (
-    COUNTERS,
-    MESSAGES,
-    RUN,
-    SCHEMAS,
-    Frames,
-    frames_of,
-    recording_of,
-)
+from rrfp.analyze.frame_files import CachedTrace, load_frames
+from rrfp.analyze.frames import COUNTERS, MESSAGES, RUN, SCHEMAS, Frames, frames_of, recording_of
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.step_sample import StepSample
+from rrfp.replay.measured import StepSample
 from rrfp.schedule.shape import Shape
 from rrfp.trace.perfetto import reader as perfetto_reader
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import Recording, step_windows
 from tests.recordings import make_recording
 from tests.simulated import simulated
 
@@ -111,7 +102,7 @@ def test_a_second_look_reads_no_trace(trace: Path, monkeypatch: pytest.MonkeyPat
     first = load_frames(trace)
     shares = CachedTrace(trace).structural()
     monkeypatch.setattr(perfetto_reader, "TraceReader", None)
-    monkeypatch.setattr("rrfp.analyze.structural_steps.structural_of", None)
+    monkeypatch.setattr("rrfp.analyze.bubbles.structural_of", None)
     _assert_same(load_frames(trace), first)
     assert CachedTrace(trace).structural() == shares
 

@@ -12,7 +12,7 @@ import pytest
 from rrfp.cli.train import _encode_what_is_there
 from rrfp.trace import locate
 from rrfp.trace.perfetto.reader import read_trace
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from tests.small_disks import fill, small_disk
 from tests.trained import Training, read_metrics, rrfp_here

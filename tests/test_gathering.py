@@ -12,12 +12,12 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.spill import is_being_written
-from rrfp.train.ranks.hosts import gathering
-from rrfp.train.ranks.hosts.answers import AnsweringStore
-from rrfp.train.ranks.hosts.meeting import Met
-from rrfp.train.ranks.hosts.pulse import Pulse
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import is_being_written
+from rrfp.train.launch.hosts import gathering
+from rrfp.train.launch.hosts.host_status import Pulse
+from rrfp.train.launch.hosts.joining import Met
+from rrfp.train.launch.hosts.timeouts import AnsweringStore
 from rrfp.train.settings import TrainSettings
 
 PREFIX = "rrfp/gathered"

@@ -23,7 +23,7 @@ def meet() -> tuple[int, float, float]:
     prepare_cpu()
     from megatron.core import parallel_state
 
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
 
     with parallel_groups(TrainSettings(pp=2, dp=2)) as layout:

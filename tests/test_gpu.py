@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu.lines import LINES, Line
-from rrfp.runtime.device.cuda_presence import cuda_problem
+from rrfp.runtime.device.cuda_runtime import cuda_problem
 from tests.trained import rrfp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -15,10 +15,10 @@ from benchmarks.gpu.__main__ import HEAD, NOT_RUN, table
 from benchmarks.gpu.lines import LINES, Line, Measured
 from benchmarks.gpu.messages import one_way_us
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_presence import CudaPresence, Gpu, cuda_problem
-from rrfp.runtime.probe import NoAnswerError, probe
+from rrfp.runtime.device.cuda_runtime import CudaPresence, Gpu, cuda_problem
+from rrfp.runtime.isolated_call import NoAnswerError, probe
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.learned import Learned
+from rrfp.verify.sameness import Learned
 
 ROOT = Path(__file__).parent.parent
 GPU = CudaPresence((Gpu("NVIDIA H200", 150_000_000_000, "0"),), None)

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cuda_presence import Gpu
-from rrfp.train.ranks.hosts import gpus
-from rrfp.train.ranks.hosts.gpus import Taken, check_apart
-from rrfp.train.ranks.hosts.meeting import meeting
-from rrfp.train.ranks.place import local_ranks
+from rrfp.runtime.device.cuda_runtime import Gpu
+from rrfp.train.launch.hosts import joining as gpus
+from rrfp.train.launch.hosts.endpoint import local_ranks
+from rrfp.train.launch.hosts.joining import Taken, check_apart, meeting
 from rrfp.train.settings import TrainSettings
 from tests.slurm import task
 from tests.trained import free_port

@@ -3,13 +3,11 @@ also ahead of the running task's end."""
 
 import pytest
 
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
-from rrfp.schedule.hints.table import HINTS, hint_named
-from rrfp.schedule.instructions import RunTask, Waited
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import InputArrived, TaskAgreed
+from rrfp.schedule.tasks import Cause, InputArrived, RunTask, TaskAgreed, Waited
 from tests.decisions import arrive, ask, ask_ahead, run_on, task, turns
 
 LEADER_OF_2 = Group(num_members=2, leads=True)

@@ -9,23 +9,28 @@ from typing import Any
 import pytest
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.inputs.hint_files import resolve_hint
+from rrfp.inputs import resolve_hint
+from rrfp.planning.candidates import (
+    LEAST_GAIN,
+    Candidate,
+    KnownSteps,
+    candidates_of,
+    choose,
+    fits,
+    in_words,
+)
+from rrfp.planning.trials import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.replay.recorded import read_run
-from rrfp.schedule.hints.auto import AUTO, AutoHint
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes, ShareOf1F1B
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Bytes, ShareOf1F1B
+from rrfp.schedule.named_hints import AUTO, HINTS, AutoHint
 from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.simulate.choice.candidates import Candidate, candidates_of, in_words
-from rrfp.simulate.choice.choose import LEAST_GAIN, choose
-from rrfp.simulate.choice.known import KnownSteps, fits
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.jitter import parse_jitter
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
-from rrfp.simulate.trial import Row, Setting, run_settings, with_budget, with_choice
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, policies_by_step
 from rrfp.trace.sessions import description_of_steps

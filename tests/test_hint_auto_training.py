@@ -8,7 +8,7 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.schedule.hints.auto import AUTO, AutoHint
+from rrfp.schedule.named_hints import AUTO, AutoHint
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 
-from rrfp.trace.perfetto.hint_order import MAX_SKIPPED_NAMED, HintedDispatch, beside_hint
+from rrfp.trace.perfetto.format import MAX_SKIPPED_NAMED, HintedDispatch, beside_hint
 from rrfp.trace.records import TaskRecord
 from tests.cases import Case, cases
 from tests.effort import examples

@@ -3,10 +3,8 @@
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.alternation import Alternation
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import HINTS, ORDERS, Alternation, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind

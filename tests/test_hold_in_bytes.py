@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 
 from rrfp.errors import UsageError
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Auto, Bytes, ShareOf1F1B, parse_hold, told_bytes
+from rrfp.schedule.knobs import Auto, Bytes, ShareOf1F1B, parse_hold, told_bytes
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind
 from tests.cases import SEEDS, Case, random_case, random_case_in_bytes
 from tests.decisions import arrive, ask, run_on

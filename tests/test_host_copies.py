@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rrfp.runtime.device import host_copies
-from rrfp.runtime.device.host_copies import HELPER, HostCopies
+from rrfp.runtime.device import host_memory as host_copies
+from rrfp.runtime.device.host_memory import HELPER, HostCopies
 
 PART = host_copies._PART_BYTES
 LEAST = host_copies._LEAST_SHARED_BYTES

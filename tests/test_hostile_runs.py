@@ -11,8 +11,8 @@ from types import FrameType
 
 import pytest
 
-from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.perfetto.writer import write_run_files
+from rrfp.trace.run_dir import RunDir
 from tests.other_user import USER, as_other_user, needs_root
 from tests.recordings import make_recording
 from tests.test_dead_runs import DeadRun

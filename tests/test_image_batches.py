@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.train.data.corpus import DOCUMENT_END
-from rrfp.train.data.documents import Document
-from rrfp.train.data.image_batches import ImageBatch, ImageData, cut, pack
-from rrfp.train.data.open import open_data
+from rrfp.train.data.images import Document
+from rrfp.train.data.open import ImageBatch, ImageData, cut, open_data, pack
+from rrfp.train.data.tokens import DOCUMENT_END
 from rrfp.train.settings import TrainSettings
 from tests.effort import examples
 

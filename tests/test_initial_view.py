@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze import initial_view
-from rrfp.analyze.initial_view import find_initial_view
+from rrfp.analyze import perfetto_overlay as initial_view
+from rrfp.analyze.perfetto_overlay import find_initial_view
 from rrfp.errors import RrfpError
-from rrfp.schedule.hold import Bytes
+from rrfp.schedule.knobs import Bytes
 from rrfp.trace.initial_view import InitialView, Preset, typical_step, widened, worst_step
-from rrfp.trace.perfetto.counters import counters_of
-from rrfp.trace.perfetto.tracks import PATH_OF_CATEGORY, stage_path
+from rrfp.trace.perfetto.format import PATH_OF_CATEGORY, counters_of, stage_path
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import PhaseRecord, RankInfo, RankRecords, Recording
 from tests.recordings import make_recording

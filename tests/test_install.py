@@ -23,12 +23,12 @@ from rrfp.megatron import (
     trace_native,
 )
 from rrfp.megatron.installation import SCHEDULES, megatrons
-from rrfp.megatron.job import stand_ins
+from rrfp.megatron.job import schedule_patches as stand_ins
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.stand_ins import DropIn
-from rrfp.megatron.native.stand_in import RecordedNative
+from rrfp.megatron.job.schedule_patches import DropIn
+from rrfp.megatron.native.patch import RecordedNative
 from rrfp.megatron.provenance import is_ours
-from rrfp.runtime.at_end import at_end
+from rrfp.runtime.exit_hooks import at_end
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.rigs import Rig, on_rigs
@@ -54,7 +54,7 @@ def train_before_and_after_installing() -> tuple[list[str], list[float], list[fl
     from megatron.core.pipeline_parallel import schedules
 
     import rrfp.megatron
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
 
     # Megatron-LM's loop has imported the name by the time its user's script runs.
@@ -76,8 +76,8 @@ def train_before_and_after_installing() -> tuple[list[str], list[float], list[fl
 
 def _losses(settings: Any, layout: Any, schedule: Any) -> list[float]:
     from rrfp.train.data.open import open_data
+    from rrfp.train.loop import Trainer
     from rrfp.train.models.model import build_model
-    from rrfp.train.training import Trainer
 
     data = open_data(settings)
     gpt = build_model(settings, layout, data)

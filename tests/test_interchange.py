@@ -16,17 +16,16 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
+from rrfp.interchange.formats import import_run
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import Recording, step_windows
 from tests.made_profiles import FIXTURES, US, Event, event, profile, put
 
 __all__ = ["put"]

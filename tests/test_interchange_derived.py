@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.interchange.assemble import assemble
-from rrfp.interchange.clocks import least_shifts
-from rrfp.interchange.files import import_run
-from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.tasks import Kind
+from rrfp.interchange.formats import import_run
+from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan, least_shifts
+from rrfp.schedule.tasks import Cause, Kind
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
 from tests.effort import examples
 from tests.made_profiles import FIXTURES

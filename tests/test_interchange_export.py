@@ -9,10 +9,10 @@ from typing import Any
 import polars as pl
 import pytest
 
-from rrfp.analyze.files.export import TABLES
+from rrfp.analyze.frame_files import TABLES
 from rrfp.analyze.frames import frames_of
 from rrfp.interchange.chrome import write_chrome
-from rrfp.interchange.files import import_run
+from rrfp.interchange.formats import import_run
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import TaskRecord, WaitRecord
 from tests.recordings import make_recording

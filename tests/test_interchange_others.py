@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
-from rrfp.interchange.named_ranks import ranks_by_name
-from rrfp.interchange.ranges import ScheduleRange, schedule_range, task_range
-from rrfp.trace.steps import evaluation_step
+from rrfp.interchange.formats import import_run
+from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
+from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.trace.records import evaluation_step
 from tests.foreign_traces import (
     SHAPE,
     execution_trace,

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.cli import main as cli
-from rrfp.cli.trace.hang import hang_json, hang_text
+from rrfp.cli.trace import hang_json, hang_text
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
-from rrfp.interchange.flight.dumps import read_dumps
-from rrfp.interchange.flight.hang import hang_of
+from rrfp.interchange.formats import import_run
+from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
 from rrfp.schedule.shape import Shape
 from rrfp.trace.records import Recording
 from tests.effort import examples
@@ -245,8 +244,8 @@ def test_a_database_without_an_end_is_refused(
     ran: list[list[Timed]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = exports(ran, tmp_path)[0]
-    monkeypatch.setattr("rrfp.interchange.nsight.tables._LEAST_STEPS", 1000)
-    monkeypatch.setattr("rrfp.interchange.nsight.tables._STEPS_OF_A_BYTE", 0)
-    monkeypatch.setattr("rrfp.interchange.nsight.tables._STEPS_AT_ONCE", 100)
+    monkeypatch.setattr("rrfp.interchange.nsight._LEAST_STEPS", 1000)
+    monkeypatch.setattr("rrfp.interchange.nsight._STEPS_OF_A_BYTE", 0)
+    monkeypatch.setattr("rrfp.interchange.nsight._STEPS_AT_ONCE", 100)
     with pytest.raises(RrfpError, match=r"cannot be read as SQLite \(interrupted\)"):
         import_run([path])

@@ -11,16 +11,15 @@ import pytest
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
-from rrfp.interchange.kineto.profiles import read_profiles
+from rrfp.interchange.formats import import_run
+from rrfp.interchange.kineto import read_profiles
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import Recording
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import Recording, step_windows
 from tests.naive_path import naive_work, work_on_path
 from tests.plain_profiles import NUM_RANKS, PlainRun, profile_megatron, profile_pipelining
 from tests.ranks import run_ranks

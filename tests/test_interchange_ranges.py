@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.interchange.ranges import (
+from rrfp.interchange.range_names import (
     Maker,
     ScheduleRange,
     TaskRange,
@@ -14,9 +14,8 @@ from rrfp.interchange.ranges import (
     task_range,
     wait_range,
 )
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.tasks import Kind
-from rrfp.trace.steps import evaluation_step
+from rrfp.schedule.tasks import Cause, Kind
+from rrfp.trace.records import evaluation_step
 
 number = st.integers(0, 10**6)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
-from rrfp.interchange.ranges import ScheduleRange, schedule_range, task_range
+from rrfp.interchange.formats import import_run
+from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range
 from rrfp.schedule.tasks import Kind
 from tests.made_profiles import FIXTURES, event, profile, put
 from tests.trained import rrfp_here
@@ -166,7 +166,7 @@ def test_what_cannot_be_written_leaves_things_as_they_were(
     def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rrfp.trace.run_files.write_trace", is_full)
+    monkeypatch.setattr("rrfp.trace.perfetto.writer.write_trace", is_full)
     source = str(FIXTURES / "megatron")
     failed = rrfp_here(tmp_path, "trace", "import", source, "-o", str(run), "--force")
     assert failed.returncode == 1

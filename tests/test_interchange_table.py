@@ -13,7 +13,7 @@ import pytest
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
-from rrfp.interchange.files import import_run
+from rrfp.interchange.formats import import_run
 from rrfp.replay.whatif import what_if
 from rrfp.trace.records import Phase
 

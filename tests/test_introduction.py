@@ -5,8 +5,8 @@ from functools import partial
 
 from torch.distributed import HashStore
 
-from rrfp.runtime.device.cpu import CPU, CpuDevice
-from rrfp.runtime.introduction import introduce, introduced
+from rrfp.runtime.device.interface import CPU, CpuDevice
+from rrfp.runtime.rendezvous import introduce, introduced
 from rrfp.trace.records import RankInfo
 
 

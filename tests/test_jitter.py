@@ -12,8 +12,7 @@ from rrfp.errors import UsageError
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Links, check_takes_time
-from rrfp.simulate.draws import uniforms
-from rrfp.simulate.jitter import LEVELS, NO_JITTER, parse_jitter
+from rrfp.simulate.jitter import LEVELS, NO_JITTER, parse_jitter, uniforms
 from rrfp.simulate.world import Stretch, TaskTimes
 from tests.effort import examples
 

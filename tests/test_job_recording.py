@@ -17,16 +17,15 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen import choose
+from rrfp.analyze.chosen_steps import choose
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
-from rrfp.megatron.job.meeting import Meeting
 from rrfp.megatron.job.request import RecordingRequest
+from rrfp.megatron.job.run_directory import Meeting
 from rrfp.trace.check import check_contents
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_contents
-from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, evaluation_step
 from tests.ranks import run_ranks
 from tests.recorded_jobs import read_whole, steps_of
 

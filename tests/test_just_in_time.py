@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.patience.just_in_time import RISK, JustInTime
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.patience import RISK, JustInTime
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.play import play
 from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
+from rrfp.simulate.step import play, simulate_step
 from rrfp.simulate.world import TaskTimes, World
 
 MS = 1_000_000

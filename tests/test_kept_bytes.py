@@ -14,11 +14,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rrfp.errors import UsageError
-from rrfp.megatron.memory.features import Features, features_of, with_group
-from rrfp.megatron.memory.kept import Kept, KeptBytes
-from rrfp.megatron.memory.least_squares import nonnegative_least_squares
-from rrfp.megatron.memory.model import Bound, SizeModel
+from rrfp.megatron.memory.activation_bytes import Kept, KeptBytes
 from rrfp.megatron.step.gradients import CanonicalGradients
+from rrfp.planning.memory_model import (
+    Bound,
+    Features,
+    SizeModel,
+    features_of,
+    nonnegative_least_squares,
+    with_group,
+)
 from rrfp.train.settings import TrainSettings
 from tests.one_chunk import num_tensors
 from tests.ranks import run_ranks
@@ -187,7 +192,7 @@ def measured(settings: dict[str, Any], *, watches: bool = False) -> Measured:
     from rrfp.megatron import dropin
     from rrfp.megatron.step.stage import RankStep
     from rrfp.train.data.open import open_data
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     chosen = TrainSettings(**settings)
     steps: list[Any] = []

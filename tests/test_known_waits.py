@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.compare import Comparison, compare
+from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.deviations import deviations
 from rrfp.analyze.frames import frames_of
 from rrfp.analyze.misalignment import misalignment
-from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.path.segments import LINK
 from rrfp.replay.change import Change
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.order import Order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import NS_PER_S, Recording
 from tests.effort import examples

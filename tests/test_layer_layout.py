@@ -6,7 +6,7 @@ import pytest
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from rrfp.errors import UsageError
-from rrfp.inputs.layer_layout import layout_string, parse_layout
+from rrfp.inputs import layout_string, parse_layout
 
 
 class TestLayouts:

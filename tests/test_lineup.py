@@ -7,14 +7,13 @@ import pytest
 
 from rrfp.errors import UsageError
 from rrfp.race.lineup import Asked, line_up, read_bound
-from rrfp.race.peers import PEERS, Project
 from rrfp.race.presets import PRESETS, SCALES, preset_named
 from rrfp.race.runner import Hosts, check
-from rrfp.race.systems import SYSTEMS
+from rrfp.race.systems import PEERS, SYSTEMS, Project
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hold import Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.knobs import Bytes, Hold, ShareOf1F1B
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from tests.races import tiny_lineup
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rrfp.runtime import variables
+from rrfp.runtime import launchers as variables
+from rrfp.runtime.net.faults import LinkFault, order, shown_links, wrapped
 from rrfp.runtime.protocols import Arrived, Message
-from rrfp.runtime.transport.faults import LinkFault, order, shown_links, wrapped
 from tests.link_pairs import PATIENCE_S, Pair, nothing_left, pair, take, task
 
 pytestmark = pytest.mark.timeout(60)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from rrfp.runtime.links.source_link import SourceLink
-from rrfp.runtime.links.states import NEXT_STATES, State
-from rrfp.runtime.links.wire import Header, Purpose, encode_header
+from rrfp.runtime.link.channel import NEXT_STATES, State
+from rrfp.runtime.link.sender import SourceLink
+from rrfp.runtime.link.wire import Header, Purpose, encode_header
 from rrfp.runtime.protocols import Failed, Left, Message
 from rrfp.schedule.tasks import Kind, Task
 from tests.link_end import HEARTBEAT_NS, OPTIONS

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.links.link import MOST_USELESS
-from rrfp.runtime.links.states import State
-from rrfp.runtime.links.wire import Purpose
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.link.channel import MOST_USELESS, State
+from rrfp.runtime.link.wire import Purpose
+from rrfp.runtime.net import transport as factory
+from rrfp.runtime.net.connecting import Door
+from rrfp.runtime.net.driver import Wrap
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Left, Message, PeerLostError, Reported
-from rrfp.runtime.transport import factory
-from rrfp.runtime.transport.door import Door
-from rrfp.runtime.transport.driver import Wrap
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from rrfp.train.settings import TrainSettings
@@ -355,7 +354,7 @@ def train_beside_cuts(
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     wires, is_over = Wires(), threading.Event()
     draws = random.Random(int(os.environ["RANK"]))

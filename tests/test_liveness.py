@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.train.ranks.children import run_to_end
-from rrfp.train.ranks.liveness import vigil as vigil_module
-from rrfp.train.ranks.liveness.child import Failure
-from rrfp.train.ranks.liveness.kernel import Sight, family_of, sight
-from rrfp.train.ranks.liveness.page import StatusPage, Waits, page_file
-from rrfp.train.ranks.liveness.stack import (
+from rrfp.train.launch import watchdog as vigil_module
+from rrfp.train.launch.heartbeat import (
     Frame,
+    StatusPage,
+    Waits,
     frames_in_dump,
     frames_of,
+    page_file,
     standing_at,
     waits_of,
 )
-from rrfp.train.ranks.liveness.vigil import Standstill, Vigil, Why
+from rrfp.train.launch.proc_status import Sight, family_of, sight
+from rrfp.train.launch.processes import Failure, run_to_end
+from rrfp.train.launch.watchdog import Standstill, Vigil, Why
 
 STD = threading.__file__
 TORCHS = f"{Path(pytest.__file__).parent.parent}/torch/distributed/distributed_c10d.py"
@@ -53,7 +54,7 @@ def test_a_stack_tells_whom_it_waits_for(frames: list[Frame], waits: Waits) -> N
 
 def test_the_place_is_the_innermost_line_of_no_library() -> None:
     frames = [Frame(STD, 1, "wait"), Frame(MEGATRONS, 5, "step"), Frame(TRAINING, 7, "train_step")]
-    assert standing_at(frames) == "rrfp/train/training.py:7 in train_step"
+    assert standing_at(frames) == "rrfp/train/loop.py:7 in train_step"
     assert standing_at(frames[:2]) == f"{STD}:1 in wait"
     assert standing_at([]) == ""
 
@@ -331,7 +332,7 @@ def test_the_kernel_tells_who_computes_and_who_is_stopped() -> None:
 
 RANK = """
 import ctypes, os, pathlib, signal, socket, subprocess, sys, threading, time
-from rrfp.train.ranks.liveness.heartbeat import end_with_launcher, enter, finish, show_life
+from rrfp.train.launch.heartbeat import end_with_launcher, enter, finish, show_life
 end_with_launcher()
 how, here = sys.argv[1].split(",")[int(os.environ["RANK"])], pathlib.Path(sys.argv[2])
 child = subprocess.Popen(["sleep", "300"])
@@ -536,7 +537,7 @@ def test_a_rank_that_stands_still_is_ended_and_its_stack_taken(
 def test_a_stopped_rank_ends_with_its_launcher(tmp_path: Path) -> None:
     program = (
         "import pathlib, sys\n"
-        "from rrfp.train.ranks.children import run_to_end\n"
+        "from rrfp.train.launch.processes import run_to_end\n"
         "run_to_end(sys.argv[2:], {0: {'RANK': '0'}}, pathlib.Path(sys.argv[1]))"
     )
     rank = (sys.executable, "-c", RANK, "stop", str(tmp_path))

@@ -17,10 +17,10 @@ import pytest
 from torch.distributed import TCPStore
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.ranks.hosts import meeting as module
-from rrfp.train.ranks.hosts.endpoint import obstacle_at
-from rrfp.train.ranks.hosts.meeting import meeting
-from rrfp.train.ranks.stopping import stopping_on_sigterm
+from rrfp.train.launch.hosts import joining as module
+from rrfp.train.launch.hosts.endpoint import obstacle_at
+from rrfp.train.launch.hosts.joining import meeting
+from rrfp.train.launch.stopping import stopping_on_sigterm
 from rrfp.train.settings import TrainSettings
 from tests.trained import Training, free_port
 
@@ -113,7 +113,7 @@ def test_hosts_with_other_files_are_refused_on_both(
     monkeypatch.chdir(tmp_path)
     Path("tokenizer.json").touch()
     port, digests = free_port(), iter(["a" * 64, "b" * 64])
-    monkeypatch.setattr("rrfp.train.ranks.hosts.common.sha256_of", lambda path: next(digests))
+    monkeypatch.setattr("rrfp.train.launch.hosts.joining.sha256_of", lambda path: next(digests))
     ((flag, path),) = named.items()
     words = rf"content of --{flag} {path} is \w+... on host 0 and \w+... on host 1"
     with both(port, **named) as other:
@@ -207,7 +207,7 @@ def test_hosts_that_meet_again_do_not_find_the_store_before() -> None:
 
 
 def test_a_failed_run_is_told_and_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.train.ranks.hosts.pulse._HEAR_S", 2.0)
+    monkeypatch.setattr("rrfp.train.launch.hosts.host_status._HEAR_S", 2.0)
     port, may_leave = free_port(), threading.Event()
 
     def be_host_1() -> None:
@@ -307,7 +307,7 @@ def speak_http(connection: socket.socket) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ANSWER_S", 1.0)
-    monkeypatch.setattr("rrfp.train.ranks.hosts.endpoint._TRY_S", 0.5)
+    monkeypatch.setattr("rrfp.train.launch.hosts.endpoint._TRY_S", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")

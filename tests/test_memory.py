@@ -16,23 +16,21 @@ import pytest
 import vl_convert
 from hypothesis import given
 
-from rrfp.analyze.charts.files import VEGA_LITE, draw, spec_of
-from rrfp.analyze.charts.kinds import ChartKind
+from rrfp.analyze.charts.export import VEGA_LITE, draw, spec_of
+from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.compare import compare
-from rrfp.analyze.findings.blame import blame
-from rrfp.analyze.findings.findings import findings
-from rrfp.analyze.findings.replays import replays
+from rrfp.analyze.findings import blame, findings, replays
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.memory.peaks import kept_changes, memory, peak_bytes
-from rrfp.analyze.report.page import report
+from rrfp.analyze.memory import kept_changes, memory, peak_bytes
+from rrfp.analyze.report import report
 from rrfp.cli import main as cli
-from rrfp.cli.tables.memory import memory_sheet
+from rrfp.cli.analyze.memory import memory_sheet
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.culprits import CulpritKind
-from rrfp.schedule.hold import Auto, Bytes, Hold
+from rrfp.replay.bottlenecks import CulpritKind
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Auto, Bytes, Hold
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.perfetto.writer import write_trace

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.hold import Bytes
+from rrfp.schedule.knobs import Bytes
 from rrfp.trace.records import Phase, PhaseRecord
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ def trained(settings: dict[str, Any], hold: str) -> tuple[RankRun, RankRun, list
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     chosen = TrainSettings(**settings)
     kept: list[list[list[int]]] = []

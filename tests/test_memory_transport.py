@@ -19,9 +19,9 @@ from rrfp.runtime.protocols import (
     Reported,
     Transport,
 )
-from rrfp.runtime.transport.memory import CLOSE_NS, SILENCE_NS, MemoryNetwork, MemoryTransport
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
+from tests.doubles.memory_transport import CLOSE_NS, SILENCE_NS, MemoryNetwork, MemoryTransport
 from tests.link_pairs import task
 from tests.test_wire import same_bits, tensors
 

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
+from rrfp.trace import merge
 from rrfp.trace.check import check_contents
-from rrfp.trace.perfetto import packets, writer
+from rrfp.trace.merge import encode_session
+from rrfp.trace.perfetto import writer
+from rrfp.trace.perfetto import writer as packets
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import NS_PER_S, Recording, num_times
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills import merge
-from rrfp.trace.spills.merge import encode_session
-from rrfp.trace.spills.room import records_bytes
-from rrfp.trace.spills.segments import segments_in
-from rrfp.trace.spills.spill import SpillWriter, row_of
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, records_bytes, row_of, segments_in
 from tests.recordings import make_recording
 
 

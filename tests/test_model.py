@@ -27,8 +27,8 @@ def initial_parameters(settings: dict[str, Any]) -> Arrays:
     prepare_cpu()
     from megatron.core.utils import unwrap_model
 
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import parallel_groups
 
     chosen = TrainSettings(**settings)
     num_layers = chosen.model.layers // (chosen.layout.pp * chosen.layout.chunks)

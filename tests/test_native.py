@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, TaskRecord, WaitRecord
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -217,10 +216,10 @@ def chunks_and_microbatches() -> list[tuple[int, int]]:
     prepare_cpu()
     from rrfp.megatron.native.schedule import NativeSchedule
     from rrfp.train.data.open import open_data
+    from rrfp.train.launch.process_groups import parallel_groups
+    from rrfp.train.loop import Trainer
     from rrfp.train.models.gpt import forward_step
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import parallel_groups
-    from rrfp.train.training import Trainer
 
     settings = TrainSettings(
         **{**SMALL, "pp": 3, "chunks": 2, "layers": 6, "microbatches": 6, "dispatch": "megatron"}
@@ -310,8 +309,8 @@ def fail_in_a_step() -> bool:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from rrfp.megatron.native.schedule import NativeSchedule
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models.model import build_model
-    from rrfp.train.ranks.parallel import parallel_groups
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.device.cpu import CpuDevice
-from rrfp.runtime.device.device import Stream
-from rrfp.runtime.planes import nixl_agent
-from rrfp.runtime.planes.nixl_plane import NixlPlane
-from rrfp.runtime.planes.packing import Form
+from rrfp.runtime.device.interface import CpuDevice, Stream
+from rrfp.runtime.planes import nixl as nixl_agent
+from rrfp.runtime.planes.codec import Form
+from rrfp.runtime.planes.nixl import NixlPlane
 from rrfp.runtime.planes.plane import PlaneRefusal, Pull, Puller
 from rrfp.schedule.tasks import Kind, Task
 

@@ -6,11 +6,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from rrfp.runtime.device.cpu import CpuDevice
 from rrfp.runtime.device.cuda_runtime import BLOCK_BYTES
-from rrfp.runtime.device.device import Device
-from rrfp.runtime.planes import nixl_plane
-from rrfp.runtime.planes.nixl_plane import NixlPlane
+from rrfp.runtime.device.interface import CpuDevice, Device
+from rrfp.runtime.planes import nixl as nixl_plane
+from rrfp.runtime.planes.nixl import NixlPlane
 from rrfp.runtime.planes.plane import PlaneRefusal
 from tests.cuda_in_files import cudaError_t
 from tests.cuda_ipc_in_files import cuda, memory_left, refuse

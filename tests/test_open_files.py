@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.train.open_files import (
-    FILES_OF_A_RANK,
-    allow_open_files,
-    is_of_too_many,
-    told_of_too_many,
-)
+from rrfp.system import FILES_OF_A_RANK, allow_open_files, is_of_too_many, told_of_too_many
 from tests.trained import rrfp, rrfp_here
 
 WITHIN = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {1}))"

@@ -13,8 +13,8 @@ from hypothesis import given
 
 from rrfp.analyze import deviations, misalignment
 from rrfp.analyze.bubbles import bubbles
+from rrfp.analyze.critical_path import Owner, critical_path
 from rrfp.analyze.frames import MESSAGES, SCHEMAS, frames_of
-from rrfp.analyze.path.critical_path import Owner, critical_path
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError, UsageError
 from rrfp.schedule.order import parse_order
@@ -31,8 +31,8 @@ from rrfp.trace.records import (
     Recording,
     TaskRecord,
     WaitRecord,
+    step_windows,
 )
-from rrfp.trace.steps import step_windows
 from tests.cases import Case, cases
 from tests.effort import examples
 from tests.simulated import simulated, simulated_case

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS, ORDERS
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import check_binding, order_of, rehearse

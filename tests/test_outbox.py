@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.device.cpu import CpuDevice
-from rrfp.runtime.device.device import Stream
+from rrfp.runtime.device.interface import CpuDevice, Stream
+from rrfp.runtime.planes.host_memory import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Posted
-from rrfp.runtime.planes.shared_memory_plane import SharedMemoryPlane
 from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.train.ranks.own_directory import own_directory
+from rrfp.train.launch.processes import own_directory
 
 HOLD = """
-from rrfp.train.ranks.own_directory import own_directory
+from rrfp.train.launch.processes import own_directory
 with own_directory() as path:
     (path / "store").touch()
     print(path, flush=True)

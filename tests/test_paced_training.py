@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.tasks import Kind
 from rrfp.simulate.conditions import Conditions, conditions

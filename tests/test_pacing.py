@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.megatron.native.pace import NativePace
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.megatron.native.schedule import NativePace
+from rrfp.planning.trials import Setting, run_settings
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.hold import Auto
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.knobs import Auto
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import Costs
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
 from rrfp.simulate.recording import new_recording
-from rrfp.simulate.trial import Setting, run_settings
 from rrfp.train.pacing import PaceTally, StepPacer, check_pace, make_pace
 from rrfp.train.settings import TrainSettings
 from tests.effort import examples

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.runtime.delays import Delays
+from rrfp.runtime.pace import Delays
 from rrfp.schedule.shape import Shape
 from tests.own_attention import VOCABULARY, OwnAttentionRig
 from tests.ranks import run_ranks

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.paper import tables
 from benchmarks.paper.workload import Method, Simulation, Workload, document, load
-from rrfp.simulate.costs.flops import parse_flops
+from rrfp.simulate.costs.language_models import parse_flops
 
 PAGE = Path("docs/paper.md").read_text(encoding="utf-8")
 

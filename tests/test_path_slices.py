@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.analyze.cache import load_frames
+from rrfp.analyze.critical_path import critical_path
+from rrfp.analyze.frame_files import load_frames
 from rrfp.analyze.frames import SCHEMAS, Frames, frames_of
-from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.path_slices import TRACK, path_slices, path_track, replica_of
+from rrfp.analyze.perfetto_overlay import TRACK, path_slices, path_track, replica_of
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import World
-from rrfp.trace.perfetto.extra_track import Slice, encode_track
 from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import Slice, encode_track
 from tests.step_times import MEGATRONS, OURS, equal_times, policy_of, simulated
 from tests.trace_processor import MISSING, trace_processor
 
@@ -46,7 +46,7 @@ def test_steps_come_in_order_of_time_and_a_long_run_has_some(
     track, steps = path_track(frames)
     assert steps == [0, 1, 2, 3]
     assert track
-    monkeypatch.setattr("rrfp.analyze.path_slices._MOST_TASKS", 2 * 64)
+    monkeypatch.setattr("rrfp.analyze.perfetto_overlay._MOST_TASKS", 2 * 64)
     fewer, steps = path_track(frames, shown=3)
     assert len(steps) == 2
     assert 3 in steps

@@ -10,37 +10,37 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher, DispatchError, Group
-from rrfp.schedule.hints.hint import WeightGradients, kinds_of
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.hold import Hold
-from rrfp.schedule.instructions import RunTask, Wait, Waited
-from rrfp.schedule.patience.punctuality import (
-    IN_PLANS,
-    IN_RULES,
-    Punctuality,
-    Trust,
-    punctuality_of,
-)
-from rrfp.schedule.patience.setting import (
+from rrfp.schedule.hints import WeightGradients, kinds_of
+from rrfp.schedule.knobs import (
     LONGEST_NS,
     AutoPatience,
+    Hold,
     Patience,
     described_patience,
     parse_patience,
 )
+from rrfp.schedule.named_hints import hint_named
+from rrfp.schedule.patience import IN_PLANS, IN_RULES, Punctuality, Trust, punctuality_of
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
-from rrfp.schedule.stimuli import Announced, ComputeIdle, DecideAhead, InputArrived
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import (
+    Announced,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Kind,
+    RunTask,
+    Task,
+    Wait,
+    Waited,
+)
 from rrfp.simulate.costs.model import Links
 from rrfp.simulate.jitter import parse_jitter
-from rrfp.simulate.play import play
 from rrfp.simulate.recording import new_recording
-from rrfp.simulate.step import simulate_step
+from rrfp.simulate.step import play, simulate_step
 from rrfp.simulate.world import TaskTimes, World
-from rrfp.trace.records import Recording, StimulusRecord
-from rrfp.trace.stimuli import record_of, stimulus_of
+from rrfp.trace.records import Recording, StimulusRecord, record_of, stimulus_of
 from tests.decisions import an_order, arrive, ask, replayed, task, turns
 from tests.step_times import equal_times
 

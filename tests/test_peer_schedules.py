@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from rrfp.race.peers import PEERS, Project, why_not
+from rrfp.race.systems import PEERS, Project, why_not
 from rrfp.runtime.protocols import StepSummary
-from rrfp.schedule.causes import Cause
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord, WaitRecord
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
@@ -56,7 +55,7 @@ def run_peers(
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     torch.set_num_threads(1)
     chosen = [
@@ -82,16 +81,15 @@ def _run_peer(
 ) -> Run:
     from dataclasses import replace
 
-    from rrfp.race.gradient_check import gradients, relative_difference
-    from rrfp.race.peers import check_peer
-    from rrfp.race.raced_system import kind_of
-    from rrfp.replay.cost_files import resolve_costs
+    from rrfp.race.rank import gradients, kind_of, relative_difference
+    from rrfp.race.systems import check_peer
+    from rrfp.replay.cost_sources import resolve_costs
     from rrfp.schedule.admission import Admit
     from rrfp.simulate.jitter import parse_jitter
     from rrfp.train.data.open import open_data
+    from rrfp.train.loop import schedule_of
     from rrfp.train.models.model import build_model
     from rrfp.train.pacing import make_pace
-    from rrfp.train.rank import schedule_of
 
     check_peer(name, settings)
     placement = Placement(settings.layout.placement)

@@ -14,9 +14,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.race.delayed_sends import DelayedSends
-from rrfp.race.gradient_check import relative_difference
-from rrfp.race.peers import PEERS, Peer, Project, check_peer
+from rrfp.race.peer_schedules import DelayedSends
+from rrfp.race.rank import relative_difference
+from rrfp.race.systems import PEERS, Peer, Project, check_peer
 from rrfp.schedule.tasks import Kind, parse_task
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
@@ -190,8 +190,8 @@ def test_sends_leave_late_one_after_another_and_nobody_waits_for_them(
         slept_ns.append(end_ns)
         assert time_passes.wait(PATIENCE_S)
 
-    monkeypatch.setattr("rrfp.race.delayed_sends.sleep_until", sleep_until)
-    monkeypatch.setattr("rrfp.race.delayed_sends.monotonic", lambda: 0)
+    monkeypatch.setattr("rrfp.race.peer_schedules.sleep_until", sleep_until)
+    monkeypatch.setattr("rrfp.race.peer_schedules.monotonic", lambda: 0)
     late, transfers = DelayedSends(), Transfers()
     batch = late.batch(transfers)
     first, second, last = (op(dist.isend, 1, name) for name in ("first", "second", "last"))

@@ -12,9 +12,8 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
 from rrfp.trace.perfetto import reader as perfetto_reader
-from rrfp.trace.perfetto.format import bounds_of
+from rrfp.trace.perfetto.format import assign_lanes, bounds_of
 from rrfp.trace.perfetto.reader import read_contents, read_trace
-from rrfp.trace.perfetto.tracks import assign_lanes
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
 from tests.recordings import make_recording

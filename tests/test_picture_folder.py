@@ -15,10 +15,9 @@ import pytest
 from PIL import Image
 
 from rrfp.errors import UsageError
-from rrfp.train.data import picture_folder
-from rrfp.train.data.documents import Part
+from rrfp.train.data import images as picture_folder
+from rrfp.train.data.images import Part, PictureFolder
 from rrfp.train.data.open import open_data
-from rrfp.train.data.picture_folder import PictureFolder
 from rrfp.train.data.sources import check_data
 from rrfp.train.settings import TrainSettings
 
@@ -274,8 +273,8 @@ def test_a_cut_off_image_is_refused_when_its_turn_comes(tmp_path: Path) -> None:
 _READ = """
 import resource, sys
 from pathlib import Path
-from rrfp.train.data.documents import Part
-from rrfp.train.data.picture_folder import PictureFolder
+from rrfp.train.data.images import Part
+from rrfp.train.data.images import PictureFolder
 from rrfp.train.settings import TrainSettings
 
 folder = PictureFolder(Path(sys.argv[1]), TrainSettings(model="vlm"))

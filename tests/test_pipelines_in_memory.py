@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.runtime.protocols import PeerLostError
-from rrfp.runtime.transport.memory import MemoryNetwork
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
 from rrfp.schedule.tasks import Task, parse_task
-from rrfp.trace.records import NS_PER_S, Record, TaskRecord
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import NS_PER_S, Record, TaskRecord, evaluation_step
+from tests.doubles.memory_transport import MemoryNetwork
 from tests.rank_rig import RankRig, Work, run_in_memory
 
 

@@ -12,20 +12,18 @@ import numpy as np
 import pytest
 
 from rrfp.errors import RrfpError, UsageError
+from rrfp.planning import process_pool as many
+from rrfp.planning.order_search import Known, NoisySteps, known_of, noise_of, plan_entry
+from rrfp.planning.process_pool import PlannerProcess
+from rrfp.planning.trials import Setting, num_plans, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes
+from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.table import preset
+from rrfp.simulate.costs.toml_files import preset
 from rrfp.simulate.jitter import NO_JITTER, parse_jitter
-from rrfp.simulate.plan import many
-from rrfp.simulate.plan.known import Known, NoisySteps
-from rrfp.simulate.plan.modelled import known_of, noise_of
-from rrfp.simulate.plan.process import PlannerProcess
-from rrfp.simulate.plan.search import plan_entry
-from rrfp.simulate.trial import Setting, num_plans, run_settings
 
 COSTS = preset("multimodal")
 JITTER = parse_jitter("lognormal:0.1")
@@ -125,7 +123,7 @@ def test_costs_that_are_not_known_are_not_planned() -> None:
 
 
 def test_a_process_that_is_stopped_is_named() -> None:
-    process = PlannerProcess("rrfp.simulate.plan.worker")
+    process = PlannerProcess("rrfp.planning.order_search_main")
     try:
         os.kill(process.pid, signal.SIGSTOP)
         assert process.send((known(1), 10))
@@ -141,8 +139,8 @@ def test_a_process_that_is_stopped_is_named() -> None:
 def test_a_process_ends_with_its_parent() -> None:
     program = (
         "import os, time\n"
-        "from rrfp.simulate.plan.process import PlannerProcess\n"
-        "process = PlannerProcess('rrfp.simulate.plan.worker', niceness=5)\n"
+        "from rrfp.planning.process_pool import PlannerProcess\n"
+        "process = PlannerProcess('rrfp.planning.order_search_main', niceness=5)\n"
         # Another process that holds the pipe open.
         "if os.fork() == 0: time.sleep(20); os._exit(0)\n"
         "print(process.pid, flush=True)\n"

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp.megatron.planning.cost_model import CostModel
-from rrfp.megatron.planning.measured import MeasuredTasks
+from rrfp.planning.forecast import CostModel, MeasuredTasks
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import Phase, PhaseRecord, Record, TaskRecord

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.megatron.planning.next_items import AheadIterator, AheadIterators
+from rrfp.megatron.look_ahead import AheadIterator, AheadIterators
 from rrfp.megatron.settings import DispatchSettings
 from tests.loops import NUM
 from tests.ranks import run_ranks

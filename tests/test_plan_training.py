@@ -10,9 +10,9 @@ import pytest
 from rrfp.errors import UsageError
 from rrfp.schedule.admission import format_admission, parse_admission
 from rrfp.trace.records import Phase, PhaseRecord
-from rrfp.train.admission import AdmissionFile
 from rrfp.train.checks import check_settings
-from rrfp.train.ranks.parallel import Layout
+from rrfp.train.launch.process_groups import Layout
+from rrfp.train.planning import AdmissionFile
 from rrfp.train.settings import TrainSettings
 from tests.ranks import run_ranks
 from tests.training import SMALL, RankRun, train_variant
@@ -62,7 +62,7 @@ def plan_then_repeat() -> tuple[RankRun, RankRun]:
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     settings = TrainSettings(**{**PLANNED, "admit": "plan", "plan_ms": 60.0})
     with (

@@ -13,14 +13,13 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cpu import CPU, CpuDevice
-from rrfp.runtime.device.device import Event as DeviceEvent
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import LEAST_POSTED_BYTES, RankPlanes
-from rrfp.runtime.planes.settling import Settled
+from rrfp.runtime.device.interface import CPU, CpuDevice
+from rrfp.runtime.device.interface import Event as DeviceEvent
+from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.planes.negotiation import Settled
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import LEAST_POSTED_BYTES, RankPlanes
 from rrfp.runtime.protocols import Arrived, Failed, Inbox, Message
-from rrfp.runtime.transport.factory import data_planes
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.link_pairs import Pair, needs_nixl, take

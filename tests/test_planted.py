@@ -14,13 +14,12 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from rrfp.errors import RrfpError
-from rrfp.megatron.groups import Place, coupled_pipelines
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.introduction import introduce, introduced
+from rrfp.megatron.step_groups import Place, coupled_pipelines
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.protocols import Inbox
-from rrfp.runtime.rendezvous import Rendezvous, clock_offset
+from rrfp.runtime.rendezvous import Rendezvous, clock_offset, introduce, introduced
 from rrfp.runtime.stall import StallRow, StoreStallBoard
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.trace.records import RankInfo
 from tests.trained import TINY
 from tests.watch import descendants, read_store, store_of

@@ -12,23 +12,22 @@ from typing import Any
 
 import pytest
 
-from rrfp.doctor.check import State
-from rrfp.doctor.private_network import private_network
+from rrfp.doctor.checks import State, private_network
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.ranks import network_maker
-from rrfp.train.ranks import private_network as network_file
-from rrfp.train.ranks.private_network import (
+from rrfp.train.launch import network_namespace as network_maker
+from rrfp.train.launch import private_network as network_file
+from rrfp.train.launch.private_network import (
     NotPermittedError,
     enter_network,
     made_network,
     network_of,
     told_network,
 )
-from rrfp.train.setting_groups import DeviceKind, Network, RunSettings
+from rrfp.train.settings import DeviceKind, Network, RunSettings
 from tests.sandbox import refusing
 from tests.trained import Training
 
-_ENTER = "from rrfp.train.ranks.private_network import enter_network; enter_network(); "
+_ENTER = "from rrfp.train.launch.private_network import enter_network; enter_network(); "
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rrfp.runtime.probe import NoAnswerError, probe
+from rrfp.runtime.isolated_call import NoAnswerError, probe
 
 LIMIT_S = 60.0
 

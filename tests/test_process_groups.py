@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.adapters.group_collections import replicas_of
-from rrfp.megatron.groups import Place, coupled_pipelines, ranks_of, step_groups
+from rrfp.megatron.step_groups import Place, coupled_pipelines, ranks_of, step_groups
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import Rendezvous
 from tests.ranks import run_ranks
@@ -130,8 +130,8 @@ def places_in_megatron(settings: dict[str, Any]) -> list[Place]:
     prepare_cpu()
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from rrfp.megatron.groups import place_in, step_groups
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.megatron.step_groups import place_in, step_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
 
     with parallel_groups(TrainSettings(**settings), timeout_s=60.0):

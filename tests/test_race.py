@@ -15,10 +15,9 @@ from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.race import rank as ranks_of_race
 from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
 from rrfp.race.lineup import Lineup
-from rrfp.race.modelled import Modelled
-from rrfp.race.runner import BenchDir, Hosts, race, time_left_s
+from rrfp.race.runner import BenchDir, Hosts, Modelled, race, time_left_s
 from rrfp.schedule.policy import Dispatch
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
 from tests.effort import examples
 from tests.races import MadeUp, rows_of, tiny_lineup, turn

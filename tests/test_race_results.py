@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rrfp.race.entries import Failure, Turn
-from rrfp.race.modelled import model_entries
 from rrfp.race.results import ResultRow
+from rrfp.race.runner import model_entries
 from tests.races import rows_of, tiny_lineup, turn
 
 

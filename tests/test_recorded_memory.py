@@ -12,33 +12,27 @@ import pytest
 from hypothesis import given
 
 from rrfp.analyze.frames import frames_of, recording_of
-from rrfp.analyze.memory.peaks import memory
+from rrfp.analyze.memory import memory
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.change import Change
-from rrfp.replay.measured import measure
-from rrfp.replay.measured_step import MeasuredStep
-from rrfp.replay.memory.changed import divided, evened, without_heavy
+from rrfp.replay.change import Change, replay
+from rrfp.replay.cost_sources import costs_of
+from rrfp.replay.measured import MeasuredStep, divided, evened, measure, redispatch, without_heavy
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.replay.recorded_costs import costs_of
-from rrfp.replay.redispatch import redispatch
-from rrfp.replay.replayed import replay
 from rrfp.replay.whatif import what_if
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Auto, Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Auto, Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.simulate.budgets import by_rank, widest_of_1f1b
-from rrfp.simulate.play import play
-from rrfp.simulate.step import simulate_step
+from rrfp.simulate.memory_budgets import by_rank, widest_of_1f1b
+from rrfp.simulate.step import play, simulate_step
 from rrfp.simulate.world import World
 from rrfp.trace.check import check_contents
 from rrfp.trace.perfetto.reader import TraceContents, read_contents, read_trace
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.records import RankRecords, Recording, TaskRecord
-from rrfp.trace.spills.spill import SpillWriter, read_spill, row_of
-from rrfp.trace.stimuli import task_of
+from rrfp.trace.records import RankRecords, Recording, TaskRecord, task_of
+from rrfp.trace.spill import SpillWriter, read_spill, row_of
 from tests.cases import SEEDS
 from tests.effort import examples
 from tests.step_times import OURS, policy_of, random_times, simulated

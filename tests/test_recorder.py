@@ -10,7 +10,7 @@ import pytest
 
 from rrfp.runtime.recorder import Recorder
 from rrfp.trace.records import RankInfo, WaitRecord
-from rrfp.trace.spills.spill import SpillWriter, read_spill
+from rrfp.trace.spill import SpillWriter, read_spill
 
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 7)
 

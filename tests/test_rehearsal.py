@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.alternation import ALTERNATIONS
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import ALTERNATIONS, HINTS, ORDERS
 from rrfp.schedule.order import Order, format_order, parse_order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import Blocked, check_binding, order_of, rehearse

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.decoding import integer
-from rrfp.runtime.introduction import introduced
 from rrfp.runtime.protocols import PeerLostError
 from rrfp.runtime.rendezvous import (
     ClockOffset,
@@ -23,8 +21,10 @@ from rrfp.runtime.rendezvous import (
     exchange_hosts,
     files_identity,
     host_identity,
+    introduced,
     reachable_address,
 )
+from rrfp.strict_json import integer
 from rrfp.trace.records import RankInfo
 from tests.ranks import loopback_store
 

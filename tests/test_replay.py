@@ -10,22 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.change import Change
-from rrfp.replay.measured import measure
+from rrfp.replay.change import Change, replay, task_times
+from rrfp.replay.cost_sources import costs_of
+from rrfp.replay.measured import StepSample, measure, redispatch
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.replay.recorded_costs import costs_of
-from rrfp.replay.redispatch import redispatch
-from rrfp.replay.replayed import replay, task_times
-from rrfp.replay.step_sample import StepSample
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.reader import read_trace
-from rrfp.trace.records import Recording
-from rrfp.trace.stimuli import task_of
+from rrfp.trace.records import Recording, task_of
 from tests.effort import examples
 from tests.step_times import MEGATRONS, OURS, policy_of, random_times, simulated
 from tests.trained import rrfp

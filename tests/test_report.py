@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.analyze.html import element, page, paragraph, table, text
-from rrfp.analyze.report.page import report, report_of
+from rrfp.analyze.report import report, report_of
 from rrfp.cli import main as cli
-from rrfp.replay.step_sample import StepSample
-from rrfp.schedule.hold import Bytes
+from rrfp.replay.measured import StepSample
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Bytes
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.reader import TraceContents, read_contents
 from rrfp.trace.perfetto.writer import write_trace
@@ -153,7 +153,7 @@ def test_what_cannot_be_replayed_is_said_and_saves_nothing() -> None:
 
 
 def test_steps_that_take_long_to_replay_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rrfp.analyze.findings.replays._SAMPLE", StepSample(6_000, 35))
+    monkeypatch.setattr("rrfp.analyze.findings._SAMPLE", StepSample(6_000, 35))
     page = read(replayable())
     assert "a step has 36 tasks, more than the 35 that are replayed here" in page.text
     assert "'rrfp analyze whatif' replays them all" in page.text
@@ -407,7 +407,7 @@ def test_mistakes_are_told_in_a_sentence(
 def test_without_the_extra_it_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("rrfp.cli.report_extra.find_spec", lambda name: None)
+    monkeypatch.setattr("rrfp.cli.output.find_spec", lambda name: None)
     code, _, told = run(*command, "trace.pftrace")
     assert code == 1
     assert "altair and vl_convert" in told

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rrfp.errors import RrfpError
-from rrfp.trace.files import report_file
-from rrfp.trace.files.report_file import ReportFile
-from rrfp.trace.files.whole_lines import WholeLines
+from rrfp.trace import safe_files as report_file
+from rrfp.trace.safe_files import ReportFile, WholeLines
 
 
 class FullDisk:

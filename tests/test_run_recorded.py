@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from rrfp.analyze.bubbles import bubbles
-from rrfp.analyze.chosen import choose
+from rrfp.analyze.chosen_steps import choose
+from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.report.page import report
+from rrfp.analyze.report import report
 from rrfp.errors import UsageError
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.trace.perfetto.reader import TraceContents

@@ -14,10 +14,10 @@ import pytest
 from rrfp.cli import main
 from rrfp.cli.run.command import parsed
 from rrfp.errors import UsageError
-from rrfp.megatron.job.after_import import after_import
+from rrfp.megatron.installation import after_import
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.trace.rundir import create_run_dir
+from rrfp.trace.run_dir import create_run_dir
 
 ROOT = Path(__file__).parent.parent
 RUN = ("-m", "rrfp", "run")

@@ -11,13 +11,13 @@ import pytest
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.locate import find_run, resolve_trace
+from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.reader import read_trace
+from rrfp.trace.perfetto.writer import write_run_files
 from rrfp.trace.records import RankInfo, Recording, SendRecord, WaitRecord
-from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir, create_run_dir, own_files, runs_in
-from rrfp.trace.spills.merge import encode_run
-from rrfp.trace.spills.spill import SpillWriter, row_of
+from rrfp.trace.run_dir import RunDir, create_run_dir, own_files, runs_in
+from rrfp.trace.spill import SpillWriter, row_of
 from tests.recordings import make_recording
 
 

@@ -26,8 +26,8 @@ from rrfp.trace.outcome import (
     read_ending,
 )
 from rrfp.trace.records import RankInfo
-from rrfp.trace.rundir import RunDir, create_run_dir
-from rrfp.trace.spills.spill import SpillWriter
+from rrfp.trace.run_dir import RunDir, create_run_dir
+from rrfp.trace.spill import SpillWriter
 
 CULPRIT = Culprit(FoundBy.LINK, link=(0, 1))
 SETTINGS = {"hint": "bfw", "dispatch": "ready", "pp": 4, "tp": 2, "dp": 1, "chunks": 1, "steps": 3}

@@ -5,8 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rrfp.train.data.documents import Document, Part
-from rrfp.train.data.scenes import COLOURS, FORMS, SIDES, Scenes, draw_scene
+from rrfp.train.data.images import COLOURS, FORMS, SIDES, Document, Part, Scenes, draw_scene
 from rrfp.train.settings import TrainSettings
 
 SETTINGS = TrainSettings(model="vlm")

@@ -27,14 +27,14 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from rrfp.analyze.charts.colours import KIND_COLOURS
+from rrfp.analyze.colors import KIND_COLOURS
 from rrfp.cli import app
 from rrfp.cli import main as cli
-from rrfp.cli.analyze.screen import Part, fitted
-from rrfp.doctor.check import Check, State, absent
+from rrfp.cli.analyze.findings import Part, fitted
+from rrfp.doctor.checks import Check, State, absent
 from rrfp.errors import RrfpError
 from rrfp.trace.outcome import noting_outcome
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.run_dir import RunDir, create_run_dir
 from tests.flight_dumps import DONE, STARTED, WORLD, dump
 from tests.races import MadeUp, turn
 
@@ -155,7 +155,7 @@ def test_what_is_written_is_named(
     run: Run, held: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # Takes seconds, and tests/test_report.py looks at the page.
-    monkeypatch.setattr("rrfp.analyze.report.page.report_on", lambda *_: "<html></html>")
+    monkeypatch.setattr("rrfp.analyze.report.report_on", lambda *_: "<html></html>")
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / TRACES["bf"], "run.pftrace")
     shutil.copytree(ROOT / "tests" / "fixtures" / "pipelining-1f1b", "profiles")
@@ -210,8 +210,8 @@ def test_a_race(run: Run, held: Held, tmp_path: Path, monkeypatch: pytest.Monkey
             entry, number, times_s.get(entry.rpartition(": ")[2], 0.75) + 0.01 * (number % 3)
         )
     )
-    monkeypatch.setattr("rrfp.cli.bench.command._launch", launch)
-    monkeypatch.setattr("rrfp.cli.bench.command.draw_charts", lambda *_: None)
+    monkeypatch.setattr("rrfp.cli.bench._launch", launch)
+    monkeypatch.setattr("rrfp.cli.bench.draw_charts", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     asked = ("--scale=tiny", "--steps=6", "--profile=multimodal", "--hold=paper", "--hold=1.5x")
     held("bench", *run("bench", "rq1", *asked, "--system=torch-1f1b", "--system=bfw"))

@@ -18,18 +18,19 @@ from typing import Any, NoReturn
 
 import pytest
 
-from rrfp.analyze.cache import load_frames
+from rrfp.analyze.frame_files import load_frames
 from rrfp.cli import train as cli_train
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.outcome import Ending, Outcome, read_ending
-from rrfp.trace.rundir import RunDir
-from rrfp.train.checkpoints import beginning
-from rrfp.train.ranks import children
-from rrfp.train.ranks.hosts import gathering, meeting
-from rrfp.train.ranks.hosts.meeting import Met
-from rrfp.train.ranks.hosts.pulse import Pulse
-from rrfp.train.ranks.liveness.child import started
-from rrfp.train.ranks.stores import file_store
+from rrfp.trace.run_dir import RunDir
+from rrfp.train.checkpoints import resuming as beginning
+from rrfp.train.launch import processes as children
+from rrfp.train.launch.hosts import gathering
+from rrfp.train.launch.hosts import joining as meeting
+from rrfp.train.launch.hosts.host_status import Pulse
+from rrfp.train.launch.hosts.joining import Met
+from rrfp.train.launch.processes import started
+from rrfp.train.launch.store import file_store
 from tests.checkpointed import FLAGS, made_up, newest
 from tests.trained import ENDLESS, TINY, Training, processes_of, read_metrics, rrfp_here
 
@@ -71,7 +72,7 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
 
 
 DONE = """
-from rrfp.train.ranks.liveness.heartbeat import finish, show_life
+from rrfp.train.launch.heartbeat import finish, show_life
 show_life(waits_on_device=False)
 finish()
 """
@@ -141,7 +142,7 @@ def test_sigterm_while_ranks_start_ends_with_0(tmp_path: Path) -> None:
     run, flags = tmp_path / "run", ("--pp=2", f"--save={tmp_path / 'ck'}", "--steps=2")
     with Training(run, *flags) as training:
         # They have none of their handlers yet.
-        ranks = ("rrfp.train.ranks.process",)
+        ranks = ("rrfp.train.launch.rank_process",)
         training.await_that(lambda: bool(processes_of(run, *ranks)), "ranks")
         training.process.send_signal(SIGTERM)
         code, _, said = training.ended()

@@ -9,12 +9,12 @@ import pytest
 from rrfp.analyze.frames import frames_of
 from rrfp.errors import RrfpError
 from rrfp.trace.check import check_contents
-from rrfp.trace.description import describe_run
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording, num_times
-from rrfp.trace.rundir import RunDir, create_run_dir
+from rrfp.trace.run_dir import RunDir, create_run_dir
+from rrfp.trace.run_json import describe_run
 from rrfp.trace.sessions import (
     described,
     description_of,

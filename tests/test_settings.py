@@ -157,7 +157,7 @@ def test_a_drop_in_takes_numbers_of_any_library() -> None:
 def test_a_transport_that_is_not_installed_is_refused(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], lacks: str, words: str
 ) -> None:
-    monkeypatch.setattr(f"rrfp.train.device_checks.{lacks}", lambda: False)
+    monkeypatch.setattr(f"rrfp.train.checks.{lacks}", lambda: False)
     with pytest.raises(UsageError, match=words):
         check_settings(TrainSettings(**flags))
 

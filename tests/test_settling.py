@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.device.device import Device
-from rrfp.runtime.planes.bounce import BouncePlane
-from rrfp.runtime.planes.names import TransportName
+from rrfp.runtime.device.interface import CPU, Device
+from rrfp.runtime.planes.host_memory import BouncePlane
+from rrfp.runtime.planes.negotiation import Settled, SettlingError, answer_offer, offer_planes
 from rrfp.runtime.planes.plane import Offer, Plane, PlaneRefusal, Puller
-from rrfp.runtime.planes.settling import Settled, SettlingError, answer_offer, offer_planes
+from rrfp.runtime.planes.registry import TransportName
 
 LIMIT_S = 1.0
 DESCRIPTORS = Path("/proc/self/fd")

@@ -120,7 +120,7 @@ def in_the_world(work: Callable[[], Any], num_ranks: int) -> Any:
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     with parallel_groups(TrainSettings(pp=num_ranks), timeout_s=120.0):
         return work()
@@ -182,7 +182,7 @@ def test_ranks_wait_as_long_as_their_process_group_does() -> None:
 def wait_for_the_second_rank() -> list[str]:
     """What the first rank is told while the second one does not come, and once that has ended."""
     from rrfp.errors import RrfpError
-    from rrfp.runtime.at_end import at_end
+    from rrfp.runtime.exit_hooks import at_end
     from rrfp.runtime.rendezvous import default_store
 
     told, store = [], default_store()

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.simulate.bounds import Floor, floor, paper_bound_ns
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
+from rrfp.simulate.time_bounds import Floor, floor, paper_bound_ns
 from rrfp.simulate.world import TaskTimes, Transfer, World
 from tests.cases import SEEDS, Case, random_case
 from tests.effort import examples

@@ -5,14 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from rrfp.runtime.device.device import Device, Event, Stream
-from rrfp.runtime.device.simulated import SimulatedDevice, _Stream
-from rrfp.runtime.links.destination_link import DestinationLink
-from rrfp.runtime.links.states import Output, Released
-from rrfp.runtime.planes.mapped import MappedPuller
+from rrfp.runtime.device.interface import Device, Event, Stream
+from rrfp.runtime.link.channel import Output, Released
+from rrfp.runtime.link.receiver import DestinationLink
+from rrfp.runtime.net.driver import DestinationDriver
 from rrfp.runtime.planes.outbox import _Copying
-from rrfp.runtime.planes.plane import Pull
-from rrfp.runtime.transport.destination_driver import DestinationDriver
+from rrfp.runtime.planes.plane import MappedPuller, Pull
+from tests.doubles.simulated_device import SimulatedDevice, _Stream
 from tests.simulated_ranks import Mistake, PoisoningOutbox, exchange
 
 NUM_SEEDS = 20

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.runtime.planes.packing import Form, Forms, forms_of, packed_bytes, unpacked
+from rrfp.runtime.planes.codec import Form, Forms, forms_of, packed_bytes, unpacked
 from rrfp.runtime.planes.slots import ALIGNMENT_BYTES, Slots, aligned
 
 SLAB_BYTES = 20 * ALIGNMENT_BYTES

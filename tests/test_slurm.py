@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.runtime.launchers.environment import started, told_as_torch_reads_it
-from rrfp.runtime.launchers.hostlist import MOST_HOSTS, expanded
-from rrfp.train.ranks.place import among_started
+from rrfp.runtime.launchers import MOST_HOSTS, expanded, started, told_as_torch_reads_it
+from rrfp.train.launch.hosts.endpoint import among_started
 from rrfp.train.settings import TrainSettings
 from tests.slurm import srun, task
 from tests.trained import TINY, read_metrics, rrfp_here
@@ -241,7 +240,7 @@ def test_srun_trains(tmp_path: Path) -> None:
 
 
 SITE = """
-from rrfp.runtime.device import cuda_presence
+from rrfp.runtime.device import cuda_runtime as cuda_presence
 gpus = cuda_presence.Gpu("GPU", 2**30, "0"), cuda_presence.Gpu("GPU", 2**30, "1")
 cuda_presence.cuda_presence = lambda: cuda_presence.CudaPresence(gpus, None)
 """

@@ -11,7 +11,7 @@ import pytest
 
 from rrfp.errors import RrfpError
 from rrfp.trace.records import RankInfo, RankRecords, WaitRecord
-from rrfp.trace.spills.spill import SpillWriter, is_being_written, read_spill, row_of
+from rrfp.trace.spill import SpillWriter, is_being_written, read_spill, row_of
 from tests.recordings import make_recording
 
 INFO = RankInfo(3, 1, 1, 0, (1, 6), "node", 77, -5, 2)

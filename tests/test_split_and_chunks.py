@@ -3,12 +3,10 @@
 import pytest
 
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.instructions import RunTask
+from rrfp.schedule.hints import WeightGradients
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
-from rrfp.schedule.stimuli import ComputeIdle
-from rrfp.schedule.tasks import Kind
+from rrfp.schedule.tasks import ComputeIdle, Kind, RunTask
 from tests.decisions import an_order, arrive, ask, run_on, turns
 
 # Split backwards.

@@ -9,9 +9,9 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from rrfp.errors import RrfpError
+from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.protocols import Links, Message
 from rrfp.runtime.stall import StallRow, StoreStallBoard, grid, listed
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task, parse_task
 from rrfp.trace.records import NS_PER_S

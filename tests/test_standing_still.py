@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rrfp.trace.outcome import Outcome, read_ending
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from tests.trained import ENDLESS, Training, await_no_process, pid_of, processes_of, read_metrics
 
 STOPS = Path(__file__).parent / "stops"
@@ -39,13 +39,11 @@ STAGES = {
     "import-of-megatron": Stage("megatron.core"),
     "joining-the-world": Stage("torch.distributed.distributed_c10d", "init_process_group"),
     "making-groups": Stage("torch.distributed.distributed_c10d", "new_group", 4),
-    "introducing-itself": Stage("rrfp.runtime.introduction", "introduce"),
+    "introducing-itself": Stage("rrfp.runtime.rendezvous", "introduce"),
     "opening-data": Stage("rrfp.train.data.open", "open_data"),
     "building-the-model": Stage("rrfp.train.models.model", "build_model"),
-    "connecting": Stage(
-        "rrfp.runtime.transport.socket_transport", "SocketTransport.open", told="in step 0"
-    ),
-    "a-step": Stage("rrfp.train.training", "Trainer.train_step", 3, told="in step 2"),
+    "connecting": Stage("rrfp.runtime.net.transport", "SocketTransport.open", told="in step 0"),
+    "a-step": Stage("rrfp.train.loop", "Trainer.train_step", 3, told="in step 2"),
     "a-task": Stage("rrfp.runtime.worker", "Worker._run", 20, told="in step 2"),
     "a-task-of-megatrons": Stage(
         *("megatron.core.pipeline_parallel.schedules", "forward_step", 10),
@@ -58,10 +56,10 @@ STAGES = {
         told="in the optimizer of step 2",
     ),
     "a-collective-after-it": Stage(
-        "rrfp.train.training", "Trainer._shared", 3, told="in the optimizer of step 2"
+        "rrfp.train.loop", "Trainer._shared", 3, told="in the optimizer of step 2"
     ),
     "an-evaluation": Stage(
-        *("rrfp.train.evaluation", "Evaluation.loss", 2),
+        *("rrfp.train.loop", "Evaluation.loss", 2),
         "--pp 2 --model vlm --steps 6 --heldout-every 2",
         told="in the evaluation after step 3",
     ),
@@ -115,7 +113,7 @@ def test_a_rank_stopped_at_any_stage_ends_the_run_and_is_named(
 
 def is_stopped(run: Path) -> bool:
     """Whether a signal has stopped a rank."""
-    return any(state_of(pid) == "T" for pid in processes_of(run, "rrfp.train.ranks.process"))
+    return any(state_of(pid) == "T" for pid in processes_of(run, "rrfp.train.launch.rank_process"))
 
 
 def state_of(pid: int) -> str:
@@ -269,7 +267,7 @@ BUSY = "import time; end = time.monotonic() + 40\nwhile time.monotonic() < end: 
 def test_a_healthy_rank_that_waits_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, silence: str, warns: bool
 ) -> None:
-    monkeypatch.setenv("RRFP_STOP", "1:rrfp.train.training:Trainer.train_step:2")
+    monkeypatch.setenv("RRFP_STOP", "1:rrfp.train.loop:Trainer.train_step:2")
     monkeypatch.setenv("RRFP_STOP_BY", code)
     monkeypatch.setenv("PYTHONPATH", f"{STOPS}:{os.environ.get('PYTHONPATH', '')}")
     run = tmp_path / "run"

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from hypothesis import given
 
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import AgreementRule, Dispatch
 from rrfp.schedule.shape import Placement
 from tests.cases import (

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import pytest
 
-from rrfp.runtime.transport.doorman import filter_refusal, let_in_nobody
-from rrfp.train.ranks.private_network import NotPermittedError, made_network
+from rrfp.runtime.net.source_filter import filter_refusal, let_in_nobody
+from rrfp.train.launch.private_network import NotPermittedError, made_network
 from tests.stranger import NOBODY, Stranger
 from tests.test_doorman import needs_filter
 from tests.test_planted import Command
@@ -41,8 +41,8 @@ _HELD_UP = """
 import os, sys, time
 from pathlib import Path
 
-if "rrfp.train.ranks.process" in sys.orig_argv:
-    from rrfp.train.ranks.liveness import heartbeat
+if "rrfp.train.launch.rank_process" in sys.orig_argv:
+    from rrfp.train.launch import heartbeat
 
     enter = heartbeat.enter
 

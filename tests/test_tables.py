@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rrfp.analyze.compare import Comparison, Estimate
-from rrfp.analyze.units import Times, apportioned, outliers, tell
+from rrfp.analyze.number_format import Times, apportioned, outliers, tell
 from rrfp.cli import main as cli
-from rrfp.cli.tables.compared import compared_sheets
-from rrfp.cli.tables.sheet import Column, Sheet
-from rrfp.replay.bubble_parts import BubbleParts
+from rrfp.cli.analyze.compare import compared_sheets
+from rrfp.cli.tables import Column, Sheet
+from rrfp.replay.bottlenecks import BubbleParts
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.world import World
 from rrfp.trace.perfetto.writer import write_trace

@@ -14,12 +14,11 @@ import pytest
 from rich.text import Text
 
 from rrfp.cli.progress import progress
-from rrfp.cli.tables.csv_cells import csv_of, harmless
-from rrfp.cli.terminal.console import console
-from rrfp.cli.terminal.guard import guarded, shown
+from rrfp.cli.tables import console, csv_of, harmless
+from rrfp.cli.terminal import guarded, shown
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from tests.recordings import make_recording
 from tests.trained import rrfp_here
 

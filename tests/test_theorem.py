@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.bounds import floor, one_way_ns, paper_bound_ns
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
+from rrfp.simulate.time_bounds import floor, one_way_ns, paper_bound_ns
 from rrfp.simulate.world import TaskTimes, World
 from tests.cases import SEEDS
 from tests.effort import examples

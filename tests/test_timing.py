@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.megatron.native.timing import CudaTimer, HostTimer
+from rrfp.megatron.native.schedule import CudaTimer, HostTimer
 
 
 class Gpu:

@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.links.wire import MAGIC
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.device.interface import CPU
+from rrfp.runtime.link.wire import MAGIC
+from rrfp.runtime.net.connecting import Listener
+from rrfp.runtime.net.tls import TlsError, Tunnels
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Failed, Inbox, PeerLostError
-from rrfp.runtime.transport.connecting import Listener
-from rrfp.runtime.transport.socket_transport import SocketTransport
-from rrfp.runtime.transport.tls import TlsError, Tunnels
 from tests.link_pairs import PATIENCE_S, Way, dial, needs_tls, nothing_left, opened, pair, take
 
 pytestmark = [pytest.mark.timeout(60), needs_tls]

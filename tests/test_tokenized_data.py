@@ -14,13 +14,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from rrfp.errors import RrfpError, UsageError
 from rrfp.train.checks import check_settings
-from rrfp.train.data import token_cache
-from rrfp.train.data.corpus import Corpus
-from rrfp.train.data.indexed import token_type, write_index
+from rrfp.train.data import tokens as token_cache
+from rrfp.train.data.open import TextData
 from rrfp.train.data.sources import check_data, document_lengths, open_corpus
-from rrfp.train.data.text_batches import TextData
-from rrfp.train.setting_groups import DataSettings
-from rrfp.train.settings import TrainSettings
+from rrfp.train.data.tokens import Corpus, token_type, write_index
+from rrfp.train.settings import DataSettings, TrainSettings
 from tests.trained import TINY, rrfp
 
 TEXTS = [
@@ -215,7 +213,7 @@ def test_a_large_vocabulary_takes_larger_tokens(tmp_path: Path) -> None:
         "int32",
     ]
 
-    from rrfp.train.data.indexed import IndexedCorpus
+    from rrfp.train.data.tokens import IndexedCorpus
 
     tokens = np.array([1, 2**17, 3], token_type(2**17 + 1))
     tokens.tofile(tmp_path / "d.bin")

@@ -17,28 +17,23 @@ from typing import Any
 import pytest
 import torch
 
-from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles
-from rrfp.analyze.chosen import choose
+from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles, structural_of
+from rrfp.analyze.chosen_steps import choose
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.structural_steps import structural_of
 from rrfp.errors import UsageError
-from rrfp.interchange.files import import_run
+from rrfp.interchange.formats import import_run
 from rrfp.megatron.job import recording
 from rrfp.megatron.job.recording import JobRecording
 from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.native.schedule import NativeSchedule, _Tally
-from rrfp.megatron.native.timing import HostTimer
-from rrfp.megatron.native.trace import NativeTrace
+from rrfp.megatron.native.schedule import HostTimer, NativeSchedule, NativeTrace, _Tally
 from rrfp.replay.recorded import read_run
 from rrfp.replay.whatif import what_if
 from rrfp.runtime.recorder import Recorder
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace import description
+from rrfp.schedule.tasks import Cause, Kind, Task
+from rrfp.trace import run_json as description
 from rrfp.trace.check import check_contents
-from rrfp.trace.description import describe_run
 from rrfp.trace.locate import resolve_trace
 from rrfp.trace.perfetto.reader import read_contents
 from rrfp.trace.records import (
@@ -49,10 +44,12 @@ from rrfp.trace.records import (
     Recording,
     TaskRecord,
     WaitRecord,
+    evaluation_step,
+    is_evaluation,
 )
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.spill import is_being_written
-from rrfp.trace.steps import evaluation_step, is_evaluation
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import describe_run
+from rrfp.trace.spill import is_being_written
 from tests.checkpointed import train_prepared
 from tests.fixtures.make_profiles import exported
 from tests.native_runs import NativeRun, run_steps, train
@@ -75,7 +72,7 @@ def train_twice(settings: dict[str, Any], out: Path) -> Compared:
 
     prepare_cpu()
     from rrfp.megatron import install, trace_native
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.settings import TrainSettings
     from tests.training import SMALL
 
@@ -311,7 +308,7 @@ class LateTimer(HostTimer):
 
 
 def run_late() -> None:
-    from rrfp.train import rank
+    from rrfp.train import loop as rank
 
     class LateSchedule(NativeSchedule):
         def __init__(self, pp_rank: int, record: Any, *_: Any, **options: Any) -> None:
@@ -335,8 +332,8 @@ def train_with_overlap(settings: dict[str, Any]) -> tuple[NativeRun, NativeRun, 
     prepare_cpu()
     from megatron.core.pipeline_parallel import schedules
 
+    from rrfp.train.launch.process_groups import parallel_groups
     from rrfp.train.models import model
-    from rrfp.train.ranks.parallel import parallel_groups
     from rrfp.train.settings import TrainSettings
     from tests.training import SMALL
 
@@ -396,7 +393,7 @@ rrfp.megatron.trace_native()
 print(early.__globals__["__name__"])
 """
     )
-    assert told.startswith("rrfp.megatron.job.stand_ins\n")
+    assert told.startswith("rrfp.megatron.job.schedule_patches\n")
     assert "trace_native() saw no step and recorded nothing" in told
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.hold import Bytes
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.knobs import Bytes
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.simulate.recording import new_recording
 from rrfp.simulate.step import simulate_step
 from rrfp.simulate.world import World

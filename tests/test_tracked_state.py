@@ -25,7 +25,7 @@ def test_the_losses_of_experts(recompute: str) -> None:
 
 
 def compare_balance_losses(layout: Any, settings: dict[str, Any]) -> None:
-    from rrfp.megatron.step.tracked_state import TrackedLosses
+    from rrfp.megatron.step.stage import TrackedLosses
 
     chunk = Chunk(layout, settings)
 
@@ -73,7 +73,7 @@ def compare_other_losses(_layout: Any) -> None:
     )
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from rrfp.megatron.step.tracked_state import TrackedLosses
+    from rrfp.megatron.step.stage import TrackedLosses
 
     # Megatron asks for it where it makes a tracker.
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -110,7 +110,7 @@ def check_refusals(_layout: Any) -> None:
     from megatron.core.enums import Fp8Recipe
 
     from rrfp.errors import UsageError
-    from rrfp.megatron.step.tracked_state import refuse_stateful
+    from rrfp.megatron.step.stage import refuse_stateful
 
     def refuse(
         module: torch.nn.Module, fp8: str | None = None, recipe: Any = "delayed", **others: bool

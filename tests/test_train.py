@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rrfp.cli.live import TrainDisplay
+from rrfp.cli.progress import TrainDisplay
 from rrfp.train.settings import TrainSettings
 from tests.trained import (
     ENDLESS,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.runtime.transport import tls
+from rrfp.runtime.net import tls
 from rrfp.trace.outcome import Culprit, FoundBy, read_ending
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from tests.link_pairs import needs_tls
 from tests.sandbox import refusing
 from tests.trained import (

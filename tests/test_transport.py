@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from rrfp.errors import UsageError
-from rrfp.runtime.delays import Delays
+from rrfp.runtime.net.transport import SocketTransport, transport_maker
+from rrfp.runtime.pace import Delays
 from rrfp.runtime.protocols import (
     Arrived,
     Decided,
@@ -24,8 +25,6 @@ from rrfp.runtime.protocols import (
     Reported,
     Transport,
 )
-from rrfp.runtime.transport.factory import transport_maker
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind
 from rrfp.trace.records import ReceiveRecord, SendRecord
 from tests.link_pairs import (

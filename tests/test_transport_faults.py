@@ -13,16 +13,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from rrfp.runtime.links.wire import Header, Purpose, encode_header
-from rrfp.runtime.protocols import (
-    Arrived,
-    Failed,
-    Inbox,
-    Left,
-    Message,
-    PeerLostError,
-)
-from rrfp.runtime.transport.socket_transport import SocketTransport
+from rrfp.runtime.link.wire import Header, Purpose, encode_header
+from rrfp.runtime.net.transport import SocketTransport
+from rrfp.runtime.protocols import Arrived, Failed, Inbox, Left, Message, PeerLostError
 from tests.link_pairs import (
     PATIENCE_S,
     Pair,

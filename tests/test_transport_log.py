@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import HashStore
 
 from rrfp.megatron.transport_log import TransportLog
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.settling import Taken
-from rrfp.trace.rundir import RunDir
+from rrfp.runtime.planes.negotiation import Taken
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.trace.run_dir import RunDir
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])

@@ -7,21 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp.planning.trials import Row, Setting, Trial, run_settings
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.alternation import ALTERNATIONS
-from rrfp.schedule.hints.hint import Hint, kinds_of
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.hints import Hint, kinds_of
+from rrfp.schedule.named_hints import ALTERNATIONS, HINTS, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
 from rrfp.simulate.costs.model import Links, StepCosts
-from rrfp.simulate.draws import uniforms
-from rrfp.simulate.jitter import parse_jitter
+from rrfp.simulate.jitter import parse_jitter, uniforms
 from rrfp.simulate.recording import new_recording
-from rrfp.simulate.trial import Row, Setting, Trial, run_settings
 from rrfp.simulate.world import TaskTimes
-from rrfp.trace.steps import step_windows
+from rrfp.trace.records import step_windows
 from tests.effort import examples
 
 MS = 1_000_000

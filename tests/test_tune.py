@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.inputs.layer_layout import parse_layout
+from rrfp.inputs import parse_layout
 from tests.called import Run, run
 from tests.tuned import TRACE, UNEVEN, written
 
@@ -128,6 +128,6 @@ class TestCommand:
         def interrupted(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("rrfp.tune.evaluate.run_settings", interrupted)
+        monkeypatch.setattr("rrfp.tune.search.run_settings", interrupted)
         code, out, err = run("tune", "uniform", *self.SMALL)
         assert (code, out, err) == (130, "", "rrfp: interrupted\n")

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.planning.trials import Setting, run_settings
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import hint_named
-from rrfp.schedule.hold import Bytes, parse_hold
+from rrfp.schedule.knobs import Bytes, parse_hold
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.units import even_cut
+from rrfp.simulate.costs.layer_costs import even_cut
 from rrfp.simulate.jitter import NO_JITTER
-from rrfp.simulate.trial import Setting, run_settings
 from rrfp.tune.from_costs import Asked, source_of_costs
 from rrfp.tune.search import Found, tune
-from rrfp.tune.splits import balanced, loads
+from rrfp.tune.source import balanced, loads
 from tests.tuned import MODEL, UNEVEN, written
 
 

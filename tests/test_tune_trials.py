@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
-from rrfp.simulate.costs.units import CutCosts
+from rrfp.replay.cost_sources import resolve_costs
+from rrfp.simulate.costs.layer_costs import CutCosts
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
 from tests.trained import read_metrics, rrfp

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp.inputs.hint_files import resolve_hint
+from rrfp.inputs import resolve_hint
 from rrfp.megatron.job.description import dispatched
 from rrfp.megatron.settings import DispatchSettings
 from rrfp.megatron.step_policy import StepPolicies
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.planning.candidates import candidates_of
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.choice.candidates import candidates_of
 from rrfp.simulate.costs.model import Links
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.run_policy import stated_policy
 from rrfp.train.settings import TrainSettings

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.table import HINTS
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import AgreementRule, Dispatch
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.learned import Learned
-from rrfp.verify.sameness import verify
-from rrfp.verify.variants import LAYOUTS, RANDOM, Variant, variants_of
+from rrfp.verify.sameness import LAYOUTS, RANDOM, Learned, Variant, variants_of, verify
 from tests.trained import rrfp
 
 GROUPED = {"pp2-tp2-sp", "moe-pp2-ep2"}

@@ -17,7 +17,7 @@ from rrfp.cli import main as cli
 from rrfp.errors import RrfpError
 from rrfp.trace.initial_view import InitialView
 from rrfp.trace.perfetto.writer import write_trace
-from rrfp.trace.view import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
+from rrfp.trace.perfetto_server import PUBLIC_UI, PUBLIC_UI_PORT, TraceServer
 from tests.other_user import as_other_user, needs_root
 from tests.recordings import make_recording
 
@@ -332,7 +332,7 @@ def test_a_taken_port_is_a_sentence(public: TraceServer, trace: Path, ui: Path) 
 def test_the_local_ui_needs_no_certain_port(
     public: TraceServer, trace: Path, ui: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rrfp.trace.view.PUBLIC_UI_PORT", public.port)
+    monkeypatch.setattr("rrfp.trace.perfetto_server.PUBLIC_UI_PORT", public.port)
     assert public.port != PUBLIC_UI_PORT
     with TraceServer(trace, ui=ui) as server:
         assert server.port not in (0, public.port)

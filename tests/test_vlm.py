@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.checks import check_settings
 from rrfp.train.data.open import open_data
 from rrfp.train.settings import TrainSettings
-from rrfp.verify.sameness import verify
-from rrfp.verify.variants import LAYOUTS, variants_of
+from rrfp.verify.sameness import LAYOUTS, variants_of, verify
 from tests.multimodal import SMALL, Gradients, Rig, batch_of
 from tests.ranks import run_ranks
 from tests.rigs import ours
@@ -25,7 +24,7 @@ def on_rigs(work: Callable[[Rig], Any], settings: dict[str, Any]) -> Any:
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     with parallel_groups(TrainSettings(**settings), timeout_s=120.0) as layout:
         return work(Rig(settings, layout))
@@ -43,7 +42,7 @@ ONE_RANK = {**SMALL, "pp": 1, "chunks": 4}
 
 
 def work_on_one_rank(rig: Rig) -> dict[str, Any]:
-    from rrfp.train.models.vision_share import num_vision_stages
+    from rrfp.train.settings import num_vision_stages
 
     return {
         "by hand": rig.by_hand(),

@@ -22,11 +22,11 @@ time.time_ns = lambda: round(jumping() * 1e9)
 
 ALLOWED = {
     "cli/runs.py": "tells when runs began",
-    "cli/trace/hang.py": "tells when a job hung",
+    "cli/trace.py": "tells when a job hung",
     "megatron/job": "names a run's directory",
-    "runtime/transport/tls.py": "certificates have dates",
-    "train/ranks/failure.py": "torchrun reads the second of an error file",
-    "trace/rundir.py": "names a run's directory",
+    "runtime/net/tls.py": "certificates have dates",
+    "train/launch/failure.py": "torchrun reads the second of an error file",
+    "trace/run_dir.py": "names a run's directory",
     "watch/follow.py": "tells the hour, and compares with a file of another user's",
 }
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.chosen import choose, step_time_ns, warm_up_of
+from rrfp.analyze.chosen_steps import choose, step_time_ns, warm_up_of
 from rrfp.analyze.frames import Frames, frames_of
 from rrfp.cli import main as cli
 from rrfp.errors import RrfpError

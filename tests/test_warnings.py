@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.train.ranks.liveness.warnings import hearing
+from rrfp.train.launch.failure import hearing
 
 RANK = """
 import logging, sys
-from rrfp.train.ranks.liveness.warnings import warn_launcher
+from rrfp.train.launch.failure import warn_launcher
 logging.basicConfig(format="%(message)s")
 warn_launcher(int(sys.argv[1]))
 log = logging.getLogger("rrfp.somewhere")
@@ -45,7 +45,7 @@ def test_each_warning_of_a_rank_is_heard_once(tmp_path: Path) -> None:
 def test_a_launcher_that_is_gone_holds_up_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rrfp.train.ranks.liveness import warnings
+    from rrfp.train.launch import failure as warnings
 
     with hearing(tmp_path, lambda _: None) as environment:
         for name, value in environment.items():

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from rrfp.trace.outcome import noting_outcome
+from rrfp.trace.perfetto.writer import write_run_files
 from rrfp.trace.records import Recording
-from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from tests.followed import SETTING, SLOW, Live
 from tests.trained import rrfp_here
 from tests.watched import record

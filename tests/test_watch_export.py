@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from rrfp.schedule.shape import Shape
-from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir
-from rrfp.watch.alarms import Kind
+from rrfp.trace.perfetto.writer import write_run_files
+from rrfp.trace.run_dir import RunDir
+from rrfp.watch.alarms import TOLD, Kind, as_json, of_metrics, of_step
 from rrfp.watch.exporters.exporter import KINDS
-from rrfp.watch.measures import TOLD, as_json, of_metrics, of_step
 from tests.trained import rrfp_here
 from tests.watched import Setting, figures_of, record
 

@@ -9,13 +9,12 @@ import pytest
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.shape import Shape
+from rrfp.trace.merge import encode_run
 from rrfp.trace.outcome import noting_outcome
+from rrfp.trace.perfetto.writer import write_run_files
 from rrfp.trace.records import Phase, RankInfo
-from rrfp.trace.run_files import write_run_files
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.merge import encode_run
-from rrfp.trace.spills.segments import number_of, segments_in
-from rrfp.trace.spills.spill import SpillWriter
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, number_of, segments_in
 from rrfp.watch import follow as follow_module
 from rrfp.watch.follow import Stand
 from tests.followed import SETTING, SLOW, Follow, Live, follow

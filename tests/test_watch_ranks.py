@@ -12,7 +12,7 @@ from rrfp.runtime.recorder import Recorder
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import Phase, PhaseRecord, RankInfo
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.watch.alarms import Kind
 from tests.followed import Follow, follow
 from tests.rank_rig import Work, open_rig

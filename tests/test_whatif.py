@@ -13,21 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.report.tables import whatif_table
+from rrfp.analyze.report import whatif_table
 from rrfp.cli import main as cli
-from rrfp.cli.tables.replays import whatif_sheet
+from rrfp.cli.simulate.tables import whatif_sheet
 from rrfp.errors import UsageError
+from rrfp.replay.bottlenecks import structural
 from rrfp.replay.change import Change
 from rrfp.replay.measured import measure
 from rrfp.replay.recorded import read_run
-from rrfp.replay.structural import structural
 from rrfp.replay.whatif import what_if
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.order import Order, format_order
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind
-from rrfp.simulate.play import play
+from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.perfetto.reader import read_trace
 from rrfp.trace.perfetto.writer import write_trace

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp.trace.files.whole_file import open_whole
+from rrfp.trace.safe_files import open_whole
 
 
 def test_a_reader_finds_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:

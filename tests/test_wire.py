@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.errors import UsageError
-from rrfp.runtime.links.wire import (
+from rrfp.runtime.link.wire import (
     DTYPES,
     MAX_FORECAST_NS,
     Frame,
@@ -29,10 +29,10 @@ from rrfp.runtime.links.wire import (
     prepare_message,
     tensor_bytes,
 )
-from rrfp.runtime.planes.packing import Form
+from rrfp.runtime.planes.codec import Form
 from rrfp.runtime.protocols import Message, monotonic
 from rrfp.schedule.tasks import Kind, Task
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import evaluation_step
 
 MAX_BYTES = 1 << 20
 TASK = Task(2, Kind.B, 5)

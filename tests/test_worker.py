@@ -5,8 +5,14 @@ from itertools import pairwise
 import pytest
 
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Placement, Shape
-from rrfp.trace.records import AgreementRecord, StimulusRecord, TaskRecord, WaitRecord
-from rrfp.trace.steps import evaluation_step, is_evaluation
+from rrfp.trace.records import (
+    AgreementRecord,
+    StimulusRecord,
+    TaskRecord,
+    WaitRecord,
+    evaluation_step,
+    is_evaluation,
+)
 from tests.worker_world import TICK_NS, World, arrived, task
 
 

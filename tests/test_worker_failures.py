@@ -6,10 +6,10 @@ from rrfp.errors import RrfpError
 from rrfp.runtime.protocols import Arrived, Event, Failed, Left, Message, PeerLostError, StallError
 from rrfp.runtime.stall import GATHER_S, LOOK_S, StoreStallBoard
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import evaluation_step
 from tests.worker_world import World, arrived, task
 
 

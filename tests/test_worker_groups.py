@@ -14,8 +14,7 @@ from rrfp.runtime.protocols import (
     StallError,
 )
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.trace.records import AgreementRecord, StimulusRecord, TaskRecord
-from rrfp.trace.steps import evaluation_step
+from rrfp.trace.records import AgreementRecord, StimulusRecord, TaskRecord, evaluation_step
 from tests.decisions import replayed
 from tests.worker_world import F0, World, arrived, task
 

@@ -1,7 +1,7 @@
 """What a patient worker waits for, when it gives up, and what it announces to others."""
 
 from rrfp.runtime.protocols import Decided, Event, Forecast
-from rrfp.schedule.patience.setting import IMPATIENT, Patience
+from rrfp.schedule.knobs import IMPATIENT, Patience
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.trace.records import NS_PER_S, StimulusRecord
 from tests.worker_world import F0, TICK_NS, World, arrived, task

@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.hints.alternation import Alternation
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import HINTS, hint_named
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import HINTS, Alternation, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.stimuli import ComputeIdle, InputArrived, Stimulus, TaskAgreed
-from rrfp.schedule.tasks import Kind, Task
+from rrfp.schedule.tasks import (
+    ComputeIdle,
+    InputArrived,
+    Instruction,
+    Kind,
+    RunTask,
+    StepDone,
+    Stimulus,
+    Task,
+    TaskAgreed,
+    Wait,
+    Waited,
+)
 from tests.cases import Case, random_case, random_order
 from tests.decisions import an_order
 from tests.invariants import check_step

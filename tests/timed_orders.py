@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rrfp.schedule.hints.orders import ORDERS
+from rrfp.schedule.named_hints import ORDERS
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Kind, Task
 

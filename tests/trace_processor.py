@@ -14,7 +14,7 @@ from typing import IO, Any
 import perfetto.trace_processor
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from rrfp.trace.view import find_local_ui
+from rrfp.trace.perfetto_server import find_local_ui
 
 Row = tuple[Any, ...]
 

@@ -109,7 +109,7 @@ class Training:
         # The first thing that a rank does is to open its log.
         log = self.run / "logs" / f"rank-{rank}.log"
         self.await_that(log.exists, f"log of rank {rank}")
-        pids = processes_of(self.run, "rrfp.train.ranks.process")
+        pids = processes_of(self.run, "rrfp.train.launch.rank_process")
         (pid,) = (pid for pid in pids if _environment_of(pid)["RANK"] == str(rank))
         return pid
 

@@ -11,7 +11,7 @@ from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.protocols import StepSummary
 from rrfp.trace.records import Record, TaskRecord
 from rrfp.train.checks import check_settings
-from rrfp.train.ranks.parallel import Layout
+from rrfp.train.launch.process_groups import Layout
 from rrfp.train.settings import TrainSettings
 
 SMALL: dict[str, Any] = {
@@ -54,7 +54,7 @@ def train_variants(settings: dict[str, Any], variants: Sequence[dict[str, Any]])
     from rrfp.megatron.cpu.patches import prepare_cpu
 
     prepare_cpu()
-    from rrfp.train.ranks.parallel import parallel_groups
+    from rrfp.train.launch.process_groups import parallel_groups
 
     chosen = [TrainSettings(**{**settings, **variant}) for variant in variants]
     with parallel_groups(chosen[0]) as layout:
@@ -68,14 +68,12 @@ def train_natively(settings: dict[str, Any], num_runs: int = 1) -> list[RankRun]
 
 def train_variant(settings: TrainSettings, layout: Layout) -> RankRun:
     """Train on this rank, from the start, in groups that it has joined."""
-    from rrfp.train.admission import run_planner
     from rrfp.train.data.open import open_data
-    from rrfp.train.dealing import run_dealing
+    from rrfp.train.launch.process_groups import seed_random_states
+    from rrfp.train.loop import Trainer, evaluation_of, schedule_of
     from rrfp.train.models.model import build_model
     from rrfp.train.pacing import pace_of
-    from rrfp.train.rank import evaluation_of, schedule_of
-    from rrfp.train.ranks.parallel import seed_random_states
-    from rrfp.train.training import Trainer
+    from rrfp.train.planning import run_dealing, run_planner
 
     check_settings(settings)
     run = RankRun()

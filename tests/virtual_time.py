@@ -11,17 +11,21 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
 
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import (
+from rrfp.schedule.tasks import (
     Announced,
     ComputeIdle,
     DecideAhead,
     InputArrived,
+    Instruction,
+    RunTask,
+    StepDone,
     Stimulus,
+    Task,
     TaskAgreed,
+    Wait,
+    Waited,
 )
-from rrfp.schedule.tasks import Task
 
 Sets = Sequence[Sequence[int]]
 """The members of a rank, each in exactly one set."""

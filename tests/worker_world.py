@@ -12,8 +12,8 @@ from rrfp.runtime.protocols import Arrived, Event, Inbox, Message, StepSummary
 from rrfp.runtime.stall import StoreStallBoard
 from rrfp.runtime.worker import Worker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.patience.setting import IMPATIENT, Patience
+from rrfp.schedule.knobs import IMPATIENT, Patience
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import WHOLE_BACKWARD, Shape

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu.lines import LINES, Line
-from rrfp.runtime.device.cuda_presence import CudaPresence, cuda_presence, installed_torch
-from rrfp.runtime.probe import NoAnswerError
+from rrfp.runtime.device.cuda_runtime import CudaPresence, cuda_presence, installed_torch
+from rrfp.runtime.isolated_call import NoAnswerError
 
 HEAD = ("line", "goal", "figure", "when", "where", "commit")
 NOT_RUN = "not run"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from benchmarks.gpu import figures, training
-from rrfp.runtime.device.cuda_presence import cuda_presence
-from rrfp.runtime.probe import probe
+from rrfp.runtime.device.cuda_runtime import cuda_presence
+from rrfp.runtime.isolated_call import probe
 
 _LIMIT_S = 120.0
 _IPC_SHARE = 0.8

@@ -16,11 +16,10 @@ import torch
 from torch.distributed import FileStore
 
 from rrfp.errors import RrfpError
-from rrfp.runtime.planes.names import TransportName
-from rrfp.runtime.planes.rank_planes import RankPlanes
+from rrfp.runtime.net.transport import SocketTransport, data_planes
+from rrfp.runtime.planes.registry import TransportName
+from rrfp.runtime.planes.selection import RankPlanes
 from rrfp.runtime.protocols import Arrived, Inbox, Message
-from rrfp.runtime.transport.factory import data_planes
-from rrfp.runtime.transport.socket_transport import SocketTransport
 from rrfp.schedule.tasks import Kind, Task
 
 _PATIENCE_S = 60.0

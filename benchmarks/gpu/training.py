@@ -75,7 +75,7 @@ def one_process(where: Flags, num_stages: int, model: str) -> list[str]:
 
 def _learned(layout: Flags, runs: Sequence[Flags]) -> list[list[Any]]:
     """What each rank of a layout learns, by rank, in each of the runs."""
-    from rrfp.train.ranks.launch import launch
+    from rrfp.train.launch.launcher import launch
     from rrfp.train.settings import TrainSettings
     from rrfp.verify.sameness import RANK_MODULE, learn
 

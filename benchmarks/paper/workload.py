@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import hint_named
+from rrfp.planning.trials import Setting, run_settings
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.costs.flops import FlopCosts, parse_flops
+from rrfp.simulate.costs.language_models import FlopCosts, parse_flops
 from rrfp.simulate.jitter import Jitter, parse_jitter
-from rrfp.simulate.trial import Setting, run_settings
 
 FOLDER = Path(__file__).parent
 

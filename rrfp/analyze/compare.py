@@ -6,21 +6,93 @@ Tibshirani 1993). A ratio whose interval contains 1, or a difference whose inter
 noise.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from rrfp.analyze.bubbles import CAUSES, divide
-from rrfp.analyze.frames import Frames
-from rrfp.analyze.memory.peaks import peak_bytes
+from rrfp.analyze.frames import Frames, run_settings
+from rrfp.analyze.memory import peak_bytes
+from rrfp.analyze.number_format import tell
 from rrfp.errors import RrfpError
-from rrfp.schedule.hold import told_bytes
-from rrfp.simulate.draws import uniforms_in_parts
-from rrfp.trace.records import NS_PER_S
-from rrfp.trace.steps import step_name
+from rrfp.schedule.knobs import told_bytes
+from rrfp.simulate.jitter import uniforms_in_parts
+from rrfp.trace.records import NS_PER_S, step_name
+
+# Where two runs differ in more than their schedule, so that nobody compares unlike things.
+
+
+Differences = dict[str, dict[str, tuple[Any, Any]]]
+"""By what differs (`model`, `data`, `layout`, `times`): each setting with its two values."""
+
+_SETTINGS = {
+    "model": (
+        *("model", "layers", "hidden", "heads", "experts", "tie_embeddings", "dropout", "dtype"),
+        *("recompute", "device"),
+    ),
+    "data": (
+        *("data", "text_key", "tokenizer", "microbatches", "micro_batch_size", "seq_length"),
+        *("variable_lengths", "max_images", "image_size", "patch_size", "blank_images", "seed"),
+    ),
+    "layout": ("pp", "tp", "cp", "dp", "ep", "chunks", "placement", "sequence_parallel"),
+    "times": ("costs", "pace", "jitter"),
+}
+_MOST_LETTERS = 40
+
+
+def differences(first: Frames, second: Frames) -> Differences:
+    """The settings that both runs tell and that differ, and what their records show to differ: the
+    microbatches of a step, the stages, the ranks. A schedule's own settings are left out."""
+    a, b = run_settings(first), run_settings(second)
+    found: Differences = {
+        what: {
+            name: (a[name], b[name])
+            for name in names
+            if name in a and name in b and a[name] != b[name]
+        }
+        for what, names in _SETTINGS.items()
+    }
+    for what, name, values in _recorded(first, second):
+        known = {"stages": ("pp", "chunks"), "ranks": ("pp", "tp", "cp", "dp")}.get(name, (name,))
+        if values[0] != values[1] and not any(each in found[what] for each in known):
+            found[what][name] = values
+    return {what: settings for what, settings in found.items() if settings}
+
+
+def warning(found: Differences) -> str:
+    """In a sentence, what differs; empty if nothing does."""
+    if not found:
+        return ""
+    told = []
+    for what, settings in found.items():
+        values = [f"{name} {_told(a)} and {_told(b)}" for name, (a, b) in settings.items()]
+        told.append(f"{what} ({', '.join(values)})")
+    *most, last = told
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return f"Not the schedule alone differs between A and B, but their {listed} too."
+
+
+def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    both = (first, second)
+
+    def counts(column: str) -> tuple[int, int]:
+        a, b = (frames.tasks[column].n_unique() for frames in both)
+        return a, b
+
+    yield "data", "microbatches", counts("microbatch")
+    yield "layout", "stages", counts("stage")
+    yield "layout", "ranks", (first.run.height, second.run.height)
+
+
+def _told(value: object) -> str:
+    words = value if isinstance(value, str) else json.dumps(value)
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
+
 
 _NUM_RESAMPLES = 2000
 _DRAWS_AT_ONCE = 1 << 18
@@ -189,3 +261,30 @@ def estimate(found: Floats) -> Estimate:
     """The estimate of a figure from what `resampled_medians` gives."""
     low, high = np.percentile(found[1:], [_TAIL_PERCENT, 100 - _TAIL_PERCENT])
     return Estimate(float(found[0]), float(low), float(high))
+
+
+# What the figures of a comparison say, in sentences.
+
+
+def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
+    """Sentences: for the same work first, for which a schedule answers; then what the tasks took,
+    and the steps as they were."""
+    told = []
+    if report.same_work_ratio is not None:
+        told.append(f"For the same work {_speed(report.same_work_ratio)}.")
+    if report.work_ratio is not None and report.work_ratio.leaves_out(1):
+        longer = "longer" if report.work_ratio.median > 1 else "less time"
+        told.append(f"The tasks of B themselves take {_percent(report.work_ratio)} {longer}.")
+    a, b = (tell(seconds * NS_PER_S) for seconds in report.step_s)
+    told.append(f"{a_step} takes {a} in A and {b} in B (median): {_speed(report.step_time_ratio)}.")
+    return told
+
+
+def _speed(ratio: Estimate) -> str:
+    if not ratio.leaves_out(1):
+        return "no difference that stands out from the noise of these steps"
+    return f"B is {'faster' if ratio.median < 1 else 'slower'}, by {_percent(ratio)}"
+
+
+def _percent(ratio: Estimate) -> str:
+    return f"{abs(1 - ratio.median):.1%}"

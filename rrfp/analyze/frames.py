@@ -13,9 +13,19 @@ from typing import Any
 
 import polars as pl
 
-from rrfp.errors import UsageError
-from rrfp.trace.records import RECORD_TYPES, Phase, RankInfo, RankRecords, Recording
-from rrfp.trace.steps import in_order, told_step, windows_of
+from rrfp.errors import UsageError, numbered
+from rrfp.trace.records import (
+    RECORD_TYPES,
+    Phase,
+    RankInfo,
+    RankRecords,
+    Recording,
+    in_order,
+    told_step,
+    windows_of,
+)
+from rrfp.trace.run_dir import expected_ranks
+from rrfp.trace.run_policy import stated_policy
 
 Schema = Mapping[str, type[pl.DataType]]
 
@@ -294,3 +304,41 @@ def _messages(tasks: pl.DataFrame, sends: pl.DataFrame, receives: pl.DataFrame) 
         .select(*MESSAGES)
         .sort("came_ns", "from_rank", "to_rank")
     )
+
+
+# What is missing from a trace, so that nobody takes figures of a part for those of the whole.
+
+
+def missing_records(frames: Frames) -> Iterator[str]:
+    """A sentence for each thing that is missing; `rrfp trace check` looks much closer."""
+    missing = sorted(expected_ranks(frames.settings) - set(frames.run["rank"]))
+    if missing:
+        told = numbered("rank", missing)
+        yield f"{told} left no records; figures are of the other {frames.run.height}"
+    for rank, num_lost in (
+        frames.table("loss").group_by("rank").agg(pl.col("num_lost").sum()).sort("rank").iter_rows()
+    ):
+        yield f"rank {rank} lost {num_lost} records, and its steps that lack them are left out"
+    num_sent, num_received = (
+        frames.scan(name).select(pl.len()).collect().item() for name in ("send", "receive")
+    )
+    if num_sent != num_received:
+        yield (
+            f"{num_sent} messages were sent and {num_received} received; those that lack an end "
+            "are left out"
+        )
+
+
+# The settings of a run in its trace; other people's traces may hold anything there, or nothing.
+
+
+def run_settings(frames: Frames) -> dict[str, Any]:
+    """The settings by flag; empty if the trace has none."""
+    settings = frames.settings.get("settings")
+    return settings if isinstance(settings, dict) else {}
+
+
+def run_limit(frames: Frames) -> int | None:
+    """The limit on D that the run had; None where it had no limit, or the trace does not tell."""
+    limit = stated_policy(frames.settings).get("limit")
+    return limit if type(limit) is int else None

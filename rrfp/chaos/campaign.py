@@ -11,13 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from rrfp.chaos.disk import Disk
-from rrfp.chaos.injecting import Injected, Pace, await_moment, inject
-from rrfp.chaos.judging import GRACE_S, Seen, Verdict, judge, judge_late_end, last_sentence
-from rrfp.chaos.learned import Learned, learned
+from rrfp.chaos.injection import Injected, Pace, await_moment, inject
 from rrfp.chaos.plan import Fault, FaultKind, Stage
 from rrfp.chaos.session import TrainingSession, newest_step
+from rrfp.chaos.verdict import (
+    GRACE_S,
+    Learned,
+    Seen,
+    Verdict,
+    judge,
+    judge_late_end,
+    last_sentence,
+    learned,
+)
 from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
 from rrfp.train.checkpoints.directory import CheckpointDir
 from rrfp.train.settings import TrainSettings
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from rrfp.chaos.processes import Marked, Process
-from rrfp.train import libc
+from rrfp import system as libc
+from rrfp.chaos.session import Marked, Process
 
 _CLONE_NEWNS = 0x00020000
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32

@@ -10,13 +10,13 @@ import typer
 
 from rrfp import __version__, compiled
 from rrfp.cli import analyze, hint, trace
-from rrfp.cli.bench.command import bench
-from rrfp.cli.chaos.command import chaos
+from rrfp.cli.bench import bench
+from rrfp.cli.chaos import chaos
 from rrfp.cli.declared_options import listed
 from rrfp.cli.doctor import doctor
 from rrfp.cli.run.command import OPTIONS, run
 from rrfp.cli.runs import runs
-from rrfp.cli.simulate import simulate
+from rrfp.cli.simulate.command import simulate
 from rrfp.cli.train import train
 from rrfp.cli.tune.command import tune
 from rrfp.cli.verify import verify

@@ -7,7 +7,7 @@ import typer
 
 from rrfp.cli.options import PlainFormat
 from rrfp.errors import RrfpError
-from rrfp.train.setting_groups import DeviceKind
+from rrfp.train.settings import DeviceKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from rrfp.doctor.check import Check
+    from rrfp.doctor.checks import Check
 
 
 def doctor(
@@ -41,7 +41,7 @@ def doctor(
     if output_format is PlainFormat.JSON:
         print(json.dumps({"checks": [check.as_json() for check in checks]}))
     else:
-        from rrfp.cli.terminal.console import console
+        from rrfp.cli.tables import console
 
         page = console()
         page.print(_table(checks) if page.width >= _TABLE_WIDTH else _list(checks))

@@ -11,10 +11,11 @@ import sys
 from functools import partial
 
 from rrfp import requirements
-from rrfp.cli import completion, errors
-from rrfp.cli.interrupts import give_interrupts_back, take_interrupts
+from rrfp.cli import declared_options as completion
+from rrfp.cli import errors
+from rrfp.cli.errors import give_interrupts_back, take_interrupts
 from rrfp.errors import UsageError
-from rrfp.train.ranks.hosts.answers import is_asking
+from rrfp.train.launch.hosts.timeouts import is_asking
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.completion import run_names
+from rrfp.cli.declared_options import run_names
 from rrfp.errors import UsageError
-from rrfp.trace.steps import evaluation_step, is_evaluation
+from rrfp.trace.records import evaluation_step, is_evaluation
 
 if TYPE_CHECKING:
     from rrfp.analyze.frames import Frames

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,34 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rrfp.cli.options import Format
-from rrfp.cli.tables.csv_cells import csv_of
-from rrfp.errors import GateError, UsageError
-from rrfp.trace.steps import EVALUATION, counted, step_names
+from rrfp.cli.tables import csv_of
+from rrfp.errors import GateError, RrfpError, UsageError
+from rrfp.trace.records import EVALUATION, counted, step_names
 
 if TYPE_CHECKING:
     import polars as pl
 
     from rrfp.analyze.frames import Frames
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
+
+
+# The extra `report`, which draws charts: whether it is installed.
+
+
+def missing_for_charts() -> list[str]:
+    """The packages that drawing charts needs and this installation lacks."""
+    return [name for name in ("altair", "vl_convert") if find_spec(name) is None]
+
+
+def check_report_extra() -> None:
+    """Raise RrfpError when a package that draws charts is missing."""
+    missing = missing_for_charts()
+    if missing:
+        raise RrfpError(
+            f"charts need {' and '.join(missing)}, which this installation lacks; install the "
+            "extra 'report' (pip install 'rrfp[report]')"
+        )
+
 
 _PAGES = (".html", ".htm")
 NOT_WHOLE = "they are not whole training steps"
@@ -60,7 +80,7 @@ def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
     if markdown:
         print("\n".join(sheet.markdown() for sheet in sheets), end="")
         return
-    from rrfp.cli.terminal.console import console
+    from rrfp.cli.tables import console
 
     terminal = console()
     for sheet in sheets:
@@ -83,7 +103,7 @@ def check_page(path: Path) -> None:
 
 def tell_missing_records(frames: "Frames", whose: str = "") -> None:
     """Name on stderr what is missing from a trace; `whose` tells several traces apart."""
-    from rrfp.analyze.missing_records import missing_records
+    from rrfp.analyze.frames import missing_records
 
     for sentence in missing_records(frames):
         typer.echo(f"note: {whose}{sentence}; see 'rrfp trace check'", err=True)

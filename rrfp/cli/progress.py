@@ -1,9 +1,24 @@
 """Bars on a terminal: how much of a command's work is done, or that it is under way."""
 
+import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread, Timer
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rrfp.cli.tables import console
+from rrfp.train.settings import TrainSettings
 
 _POLL_S = 1.0
 _PATIENCE_S = 1.0
@@ -30,7 +45,7 @@ def progress(
         TimeRemainingColumn,
     )
 
-    from rrfp.cli.terminal.console import console
+    from rrfp.cli.tables import console
 
     columns = (
         TextColumn("{task.description}"),
@@ -66,7 +81,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from rrfp.cli.terminal.console import console
+    from rrfp.cli.tables import console
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)
@@ -81,3 +96,129 @@ def working(what: str) -> Iterator[None]:
         timer.join()
         if bar.live.is_started:
             bar.stop()
+
+
+# What a person sees while a run trains: step, loss, speed and how busy each stage is.
+#
+# It follows the run's `metrics.jsonl`, as any other program may. On a terminal it redraws itself;
+# elsewhere it says a line a step. It writes to stderr, for stdout is for data.
+
+
+_POLL_S = 0.2
+_BAR_WIDTH = 40
+
+
+class TrainDisplay:
+    """Shows a run's metrics from a thread of its own, until the `with` block ends."""
+
+    def __init__(self, metrics: Path, settings: TrainSettings, first_step: int = 0) -> None:
+        """`first_step` is the first one to be trained."""
+        self._path = metrics
+        self._settings = settings
+        # A run that is resumed gets a new file first, with the steps that its checkpoint has.
+        self._stale = metrics.stat().st_ino if metrics.exists() else None
+        self._next_step = first_step
+        self._offset = 0
+        self._last: dict[str, Any] | None = None
+        self._heldout: float | None = None
+        self._start_s = time.monotonic()
+        self._console = console(stderr=True)
+        self._live = Live(console=self._console, get_renderable=self._picture, refresh_per_second=5)
+        self._ended = Event()
+        self._thread = Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> Self:
+        settings = self._settings
+        self._console.print(
+            f"Training {settings.model.layers} layers with {_layout(settings)}, "
+            f"dispatch {settings.policy.dispatch}, hint {settings.hint.name}\n"
+            f"The run's directory is {self._path.parent}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if self._console.is_terminal:
+            self._live.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._live.is_started:
+            self._live.stop()
+
+    def warn(self, sentence: str) -> None:
+        """Show a warning, above what is redrawn."""
+        self._console.print(
+            f"Warning: {sentence}", style="yellow", markup=False, highlight=False, soft_wrap=True
+        )
+
+    def _follow(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            self._read()
+        self._read()
+
+    def _read(self) -> None:
+        """Take in the lines that were finished since the last look."""
+        try:
+            file = self._path.open("rb")
+        except OSError:
+            return
+        with file:
+            if os.fstat(file.fileno()).st_ino == self._stale:
+                return
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                last = json.loads(line)
+                if last["step"] < self._next_step:
+                    continue
+                self._last = last
+                if last["heldout_loss"] is not None:
+                    self._heldout = last["heldout_loss"]
+                if not self._live.is_started:
+                    self._console.print(self._headline(), highlight=False)
+
+    def _headline(self) -> Text:
+        last = self._last
+        if last is None:
+            seconds = time.monotonic() - self._start_s
+            return Text(f"starting {self._settings.layout.world_size} ranks ... {seconds:.0f} s")
+        speed = last["tokens"] / last["step_time_s"]
+        heldout = "" if self._heldout is None else f"(held-out {self._heldout:.4f})   "
+        return Text(
+            f"step {last['step'] + 1}/{self._settings.num_steps}   "
+            f"loss {last['loss']:.4f}   {heldout}"
+            f"{speed:,.0f} tokens/s   {last['step_time_s']:.2f} s/step"
+        )
+
+    def _picture(self) -> RenderableType:
+        if self._last is None:
+            return self._headline()
+        shape = self._settings.shape
+        stages = Table.grid(padding=(0, 2, 0, 0))
+        for pp_rank, busy in enumerate(self._last["busy_fraction"]):
+            stages.add_row(
+                f"stage {', '.join(map(str, shape.stages_of(pp_rank)))}",
+                ProgressBar(total=1.0, completed=busy, width=_BAR_WIDTH),
+                f"{busy:4.0%} busy",
+            )
+        return Group(self._headline(), stages)
+
+
+def _layout(settings: TrainSettings) -> str:
+    """The sizes of the run; those that few runs have are named where they matter."""
+    layout = settings.layout
+    named = [f"pp {layout.pp}", f"tp {layout.tp}", f"dp {layout.num_replicas}"]
+    if layout.ep > 1:
+        named.append(f"ep {layout.ep}")
+    if layout.chunks > 1:
+        named.append(f"{layout.chunks} chunks in a {layout.placement}")
+    return ", ".join(named)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.options import RowFormat
-from rrfp.cli.tables.csv_cells import print_csv
+from rrfp.cli.tables import print_csv
 from rrfp.errors import UsageError
-from rrfp.json_text import parsed
-from rrfp.trace.files.reading import open_regular
+from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending
-from rrfp.trace.rundir import RUNS, RunDir, began_ns, runs_in
+from rrfp.trace.run_dir import RUNS, RunDir, began_ns, runs_in
+from rrfp.trace.safe_files import open_regular
 from rrfp.trace.sessions import read_description
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 _LAST_LINE = 2**16
 """More octets than a line of `metrics.jsonl` has."""
@@ -200,7 +200,7 @@ def _size_of(path: Path) -> int:
 
 
 def _sheet(directory: Path, found: "Sequence[_Run]") -> "Sheet":
-    from rrfp.cli.tables.sheet import Column, Sheet
+    from rrfp.cli.tables import Column, Sheet
 
     columns = (
         Column("run", [each.run for each in found], is_text=True, is_whole=True),

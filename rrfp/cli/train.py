@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rrfp.cli.declared_options import option_of
-from rrfp.cli.errors import bug
-from rrfp.cli.interrupts import interruptible
+from rrfp.cli.errors import bug, interruptible
 from rrfp.cli.output import print_sheets, tell_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
-from rrfp.trace.rundir import own_files
+from rrfp.trace.run_dir import own_files
 from rrfp.train.checks import check_settings
-from rrfp.train.ranks.place import among_started, place_of
+from rrfp.train.launch.hosts.endpoint import among_started, place_of
 from rrfp.train.settings import DECLARED, TrainSettings
 
 if TYPE_CHECKING:
-    from rrfp.trace.rundir import RunDir
-    from rrfp.train.checkpoints.beginning import Beginning
+    from rrfp.trace.run_dir import RunDir
+    from rrfp.train.checkpoints.resuming import Beginning
 
 
 _CONFIG = inspect.Parameter(
@@ -83,7 +82,7 @@ def _train_until_stopped(settings: TrainSettings) -> None:
     if settings.run.save is None:
         _check_and_run(settings)
         return
-    from rrfp.train.ranks.stopping import StopRequestedError, stopping_on_sigterm
+    from rrfp.train.launch.stopping import StopRequestedError, stopping_on_sigterm
 
     try:
         with stopping_on_sigterm():
@@ -128,7 +127,7 @@ def _check_policy(settings: TrainSettings) -> None:
 
 
 def _check_admission(settings: TrainSettings) -> None:
-    from rrfp.inputs.admission_files import resolve_admission
+    from rrfp.inputs import resolve_admission
     from rrfp.megatron.item_costs import resolve_cost
     from rrfp.schedule.admission import check_replicas
 
@@ -138,8 +137,8 @@ def _check_admission(settings: TrainSettings) -> None:
 
 
 def _check_pace(settings: TrainSettings) -> None:
-    from rrfp.replay.cost_files import costs_file
-    from rrfp.trace.rundir import RunDir
+    from rrfp.replay.cost_sources import costs_file
+    from rrfp.trace.run_dir import RunDir
     from rrfp.train.pacing import check_pace
 
     check_pace(settings)
@@ -153,11 +152,11 @@ def _check_pace(settings: TrainSettings) -> None:
 
 
 def _run(settings: TrainSettings) -> None:
-    from rrfp.replay.cost_files import settled
-    from rrfp.trace.rundir import RunDir
-    from rrfp.train.checkpoints.beginning import beginning_of, has_trained_all
-    from rrfp.train.ranks.launch import launch
-    from rrfp.train.ranks.own_directory import remove_abandoned
+    from rrfp.replay.cost_sources import settled
+    from rrfp.trace.run_dir import RunDir
+    from rrfp.train.checkpoints.resuming import beginning_of, has_trained_all
+    from rrfp.train.launch.launcher import launch
+    from rrfp.train.launch.processes import remove_abandoned
 
     if settings.run.save is not None:
         # It stands in the run's files, which may be read from another working directory.
@@ -191,11 +190,11 @@ def _run(settings: TrainSettings) -> None:
 
 
 def _train(beginning: "Beginning", settings: TrainSettings) -> None:
-    from rrfp.cli.live import TrainDisplay
+    from rrfp.cli.progress import TrainDisplay
     from rrfp.trace.outcome import Outcome, noting_outcome
     from rrfp.train.checkpoints.directory import CheckpointDir
-    from rrfp.train.ranks.launch import launch
-    from rrfp.train.ranks.stopping import StopRequestedError
+    from rrfp.train.launch.launcher import launch
+    from rrfp.train.launch.stopping import StopRequestedError
 
     run = beginning.run
     warnings: list[str] = []
@@ -254,8 +253,8 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: l
         _tell(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
     from rrfp.analyze.bubbles import bubbles
-    from rrfp.analyze.cache import load_frames
-    from rrfp.cli.tables.reports import bubble_sheet
+    from rrfp.analyze.frame_files import load_frames
+    from rrfp.cli.analyze.sheets import bubble_sheet
     from rrfp.trace.locate import resolve_session
 
     with working("Merging the ranks' records"):

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.completion import hint_names
+from rrfp.cli.declared_options import hint_names
 from rrfp.cli.options import PlainFormat
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.setting_groups import DeviceKind
+from rrfp.train.settings import DeviceKind
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rrfp.verify.sameness import Verdict
-    from rrfp.verify.variants import Variant
+    from rrfp.verify.sameness import Variant, Verdict
 
 
 def verify(
@@ -67,11 +66,10 @@ def verify(
     Example: rrfp verify --layout pp4 --hint bf --hint bfw
     """
     from rrfp.train.checks import check_settings
-    from rrfp.train.ranks.launch import launch
+    from rrfp.train.launch.launcher import launch
     from rrfp.train.settings import TrainSettings
-    from rrfp.verify.sameness import RANK_MODULE
+    from rrfp.verify.sameness import CHOICES, LAYOUTS, RANK_MODULE, layout_settings, variants_of
     from rrfp.verify.sameness import verify as verify_layout
-    from rrfp.verify.variants import CHOICES, LAYOUTS, layout_settings, variants_of
 
     on_device = {"device": device, "share_gpu": share_gpu}
     check_settings(TrainSettings(pp=1, **on_device))
@@ -138,7 +136,7 @@ def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
     if output_format is PlainFormat.JSON:
         print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
-        from rrfp.cli.terminal.console import console
+        from rrfp.cli.tables import console
 
         console().print(_table(verdicts))
 

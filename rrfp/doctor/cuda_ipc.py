@@ -15,11 +15,10 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from rrfp.doctor.check import Check, State, absent, fails
+from rrfp.doctor.checks import Check, State, absent, fails
 from rrfp.errors import first_line
-from rrfp.runtime.device.cuda_presence import CudaPresence
-from rrfp.runtime.device.cuda_runtime import HOW_TO_INSTALL, CudaRuntime, has_bindings
-from rrfp.runtime.probe import NoAnswerError, probe
+from rrfp.runtime.device.cuda_runtime import HOW_TO_INSTALL, CudaPresence, CudaRuntime, has_bindings
+from rrfp.runtime.isolated_call import NoAnswerError, probe
 
 _NUM_BYTES = 1 << 26
 _NUM_ROUNDS = 5

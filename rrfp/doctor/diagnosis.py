@@ -1,21 +1,24 @@
 """All checks, one after the other, so that none disturbs what another measures."""
 
-from rrfp.doctor.check import Check
-from rrfp.doctor.clock import clock
-from rrfp.doctor.core import compiled_core
-from rrfp.doctor.cores import cores
+from rrfp.doctor.checks import (
+    Check,
+    clock,
+    compiled_core,
+    cores,
+    fabric,
+    gloo,
+    imports,
+    nixl,
+    open_files,
+    port_filter,
+    private_network,
+    shared_memory,
+    temporary_files,
+)
 from rrfp.doctor.cuda_ipc import cuda_ipc
-from rrfp.doctor.gloo import gloo
-from rrfp.doctor.gpus import gpus
-from rrfp.doctor.imports import imports
-from rrfp.doctor.nixl import fabric, nixl
-from rrfp.doctor.open_files import open_files
-from rrfp.doctor.pid_namespace import pid_namespace
-from rrfp.doctor.private_network import port_filter, private_network
-from rrfp.doctor.shared_memory import shared_memory
-from rrfp.doctor.temporary_files import temporary_files
-from rrfp.runtime.device.cuda_presence import cuda_presence
-from rrfp.train.setting_groups import DeviceKind
+from rrfp.doctor.gpus import gpus, pid_namespace
+from rrfp.runtime.device.cuda_runtime import cuda_presence
+from rrfp.train.settings import DeviceKind
 
 
 def diagnose() -> list[Check]:

@@ -1,22 +1,313 @@
 """A recording made of what another program's trace tells.
 
-What the trace does not tell is derived (`rrfp.interchange.derived`), and nothing else is made up.
+What the trace does not tell is derived (`rrfp.interchange.assemble`), and nothing else is made up.
 Where transfers do not block, the recording also gets what a dispatcher that is bound to the run's
 order would have taken in, so that the run can be replayed.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rrfp.errors import RrfpError
-from rrfp.interchange.derived import records_of
-from rrfp.interchange.evaluations import tell_evaluations
-from rrfp.interchange.imported_order import is_steady, stimuli_of
-from rrfp.interchange.imported_settings import settings_of
-from rrfp.interchange.run_spans import RunSpans, listed
-from rrfp.interchange.spans import RankSpans, Source
+from rrfp.interchange.spans import Link, RankSpans, RunSpans, Source, TaskSpan, TransferSpan, listed
+from rrfp.schedule.named_hints import ORDERS
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Shape, shape_of_stages
+from rrfp.schedule.tasks import Cause, ComputeIdle, InputArrived, Kind, Task
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND
-from rrfp.trace.records import Recording
+from rrfp.trace.perfetto.writer import write_run_files
+from rrfp.trace.records import (
+    FixedScheduleCounts,
+    Phase,
+    RankInfo,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    SendRecord,
+    StimulusRecord,
+    TaskRecord,
+    WaitRecord,
+    evaluation_step,
+    is_evaluation,
+    record_of,
+    task_of,
+)
+from rrfp.trace.run_dir import RunDir, create_run_dir, update_latest
+from rrfp.trace.run_policy import POLICY, unbound_policy
+
+# The order in which an imported run's ranks ran their tasks, and what replays them.
+
+
+AS_RECORDED = "as recorded"
+"""The name of an order that is not one of ours."""
+
+
+def is_steady(ranks: list[RankRecords]) -> bool:
+    """Whether every rank ran all its training steps in the same order."""
+    return all(len(set(_rows(rank))) <= 1 for rank in ranks)
+
+
+def _rows(rank: RankRecords) -> list[tuple[Task, ...]]:
+    """What a rank ran in each step that trained. Evaluations have no backwards."""
+    rows: defaultdict[int, list[Task]] = defaultdict(list)
+    for task in rank.tasks:
+        rows[task.step].append(task_of(task))
+    return [tuple(row) for row in rows.values() if any(task.kind is Kind.B for task in row)]
+
+
+def stimuli_of(rank: RankRecords) -> Iterator[StimulusRecord]:
+    """What a dispatcher bound to the rank's order would have taken in to run each task when it
+    could. With these the run can be replayed over links that do not block."""
+    arrivals: defaultdict[int, deque[tuple[int, Task]]] = defaultdict(deque)
+    for receive in sorted(rank.receives, key=lambda receive: receive.end_ns):
+        arrivals[receive.step].append((receive.end_ns, task_of(receive)))
+    needed = {(step, task) for step, found in arrivals.items() for _, task in found}
+    free_ns = {phase.step: phase.start_ns for phase in rank.phases if phase.phase == Phase.SCHEDULE}
+    for record in rank.tasks:
+        step, task = record.step, task_of(record)
+        now_ns = free_ns.get(step, record.start_ns)
+        coming = arrivals[step]
+        while coming and (coming[0][0] <= now_ns or (step, task) in needed):
+            came_ns, arrived = coming.popleft()
+            if came_ns > now_ns:
+                yield record_of(now_ns, step, ComputeIdle())
+                now_ns = came_ns
+            needed.discard((step, arrived))
+            yield record_of(came_ns, step, InputArrived(arrived))
+        yield record_of(now_ns, step, ComputeIdle())
+        free_ns[step] = record.end_ns
+
+
+def order_name(shape: Shape, ranks: list[RankRecords]) -> str:
+    """The name of the order in which every rank ran all its steps, or `AS_RECORDED`."""
+    rows = [(rank.info.pp_rank, row) for rank in ranks for row in _rows(rank)]
+    if not rows or any(len(row) != shape.num_tasks_of_a_rank for _, row in rows):
+        return AS_RECORDED
+    for name, order in ORDERS.items():
+        if order.fits(shape):
+            wanted = order.on(shape).rows
+            if all(row == wanted[pp_rank] for pp_rank, row in rows):
+                return name
+    return AS_RECORDED
+
+
+# The description of an imported run, in the form of our own `run.json`.
+
+
+def settings_of(run: RunSpans, ranks: list[RankRecords], source: Source) -> dict[str, object]:
+    """What `run.json` holds of an imported run."""
+    shape = _shape(run)
+    # What no dispatcher steered is replayed as an order that binds; without stimuli with transfers
+    # that block, as those of Megatron's own schedules.
+    dispatch = Dispatch.FIXED if any(rank.stimuli for rank in ranks) else Dispatch.MEGATRON
+    hint = AS_RECORDED if shape is None else order_name(shape, ranks)
+    return {
+        "settings": {
+            "dispatch": str(dispatch),
+            "hint": hint,
+            "device": source.device,
+            "pp": 1 + max(rank.info.pp_rank for rank in ranks),
+            "chunks": len(ranks[0].info.stages),
+        },
+        POLICY: unbound_policy(hint, dispatch),
+        "imported": {
+            "source": source.name,
+            "files": source.num_files,
+            "tells_waits": all(rank.tells_waits for rank in run.ranks),
+            "transfers_block": source.transfers_block,
+        },
+        **({} if source.world_size is None else {"world": source.world_size}),
+        "ranks": [
+            {
+                "stages": list(rank.info.stages),
+                **{
+                    name: getattr(rank.info, name)
+                    for name in ("rank", "pp_rank", "tp_rank", "dp_rank", "host", "pid")
+                },
+            }
+            for rank in ranks
+        ],
+    }
+
+
+def _shape(run: RunSpans) -> Shape | None:
+    """The shape of the run's pipeline; None if its stages lie neither in a loop nor in a V."""
+    stages = {rank.info.pp_rank: rank.info.stages for rank in run.ranks}
+    tasks = [task for rank in run.ranks for task in rank.tasks]
+    splits = any(task.kind is Kind.W for task in tasks)
+    # Evaluation has no backwards, and may have more microbatches.
+    last = max((task.microbatch for task in tasks if task.kind is Kind.B), default=0)
+    return shape_of_stages(stages, 1 + last, SPLIT_BACKWARD if splits else WHOLE_BACKWARD)
+
+
+# The records of an imported run: what its spans tell, and what follows from them.
+#
+# - A rank that idles before a task waits for its input until the task that gives it has ended. The
+# rest of the idle time is `transfer` while the trace shows the rank send or receive, and has no
+# cause otherwise. - A message leaves when the task that gives it ends. It has come when the last
+# wait before the task that takes it ends, or at once if there is no such wait. Its size is unknown.
+
+
+def records_of(run: RunSpans) -> list[RankRecords]:
+    """Everything recorded and derived, rank by rank."""
+    records = {id(rank): _of_rank(run, rank) for rank in run.ranks}
+    sequences: defaultdict[Link, int] = defaultdict(int)
+    for message in sorted(_messages(run), key=lambda each: (each.left_ns, each.task)):
+        link = message.sender.info.rank, message.receiver.info.rank
+        sequence = sequences[link]
+        sequences[link] += 1
+        task = message.task
+        of = task.step, task.kind, task.stage, task.microbatch
+        records[id(message.sender)].sends.append(
+            SendRecord(message.left_ns, message.left_ns, *of, link[1], sequence, 0)
+        )
+        records[id(message.receiver)].receives.append(
+            ReceiveRecord(message.began_ns, message.came_ns, *of, link[0], sequence, 0)
+        )
+    return list(records.values())
+
+
+def _of_rank(run: RunSpans, rank: RankSpans) -> RankRecords:
+    tasks = _task_records(rank.info, rank.tasks)
+    if not rank.tells_waits:
+        rank.waits = sorted([*rank.waits, *_derived_waits(run, rank)])
+    return RankRecords(rank.info, tasks, rank.waits, phases=sorted(rank.phases))
+
+
+def _derived_waits(run: RunSpans, rank: RankSpans) -> Iterator[WaitRecord]:
+    transfers = sorted(rank.transfers)
+    ends_ns = list(_running_max(span.end_ns for span in transfers))
+    for start_ns, task in run.gaps(rank):
+        found = run.sender(rank, task)
+        input_ns = start_ns
+        if found is not None and found[1].end_ns > start_ns:
+            input_ns = min(found[1].end_ns, task.start_ns)
+            cause = Cause.FORWARD_INPUT if task.kind is Kind.F else Cause.BACKWARD_INPUT
+            yield WaitRecord(start_ns, input_ns, task.step, cause)
+        for begin_ns, end_ns in _parts(transfers, ends_ns, input_ns, task.start_ns):
+            yield WaitRecord(begin_ns, end_ns, task.step, Cause.TRANSFER)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """One task's output on its way to the next."""
+
+    left_ns: int
+    began_ns: int
+    """When both its ranks were ready for it."""
+    came_ns: int
+    task: TaskSpan
+    """The task that takes it."""
+    sender: RankSpans
+    receiver: RankSpans
+
+
+def _messages(run: RunSpans) -> Iterator[_Message]:
+    for rank in run.ranks:
+        waits = sorted(rank.waits, key=lambda wait: wait.end_ns)
+        ends_ns = [wait.end_ns for wait in waits]
+        gaps = {task: start_ns for start_ns, task in run.gaps(rank)}
+        for task in rank.tasks:
+            if (found := run.sender(rank, task)) is None:
+                continue
+            sender, sent = found
+            left_ns = min(sent.end_ns, task.start_ns)
+            began_ns = came_ns = left_ns
+            last = bisect_left(ends_ns, task.start_ns + 1) - 1
+            # A wait that ended before the rank was free for the task says nothing about it.
+            if last >= 0 and ends_ns[last] > gaps.get(task, task.start_ns):
+                came_ns = max(left_ns, ends_ns[last])
+                began_ns = min(came_ns, max(left_ns, waits[last].start_ns))
+            yield _Message(left_ns, began_ns, came_ns, task, sender, rank)
+
+
+def _running_max(values: Iterable[int]) -> Iterator[int]:
+    most = 0
+    for value in values:
+        most = max(most, value)
+        yield most
+
+
+def _parts(
+    spans: list[TransferSpan], ends_ns: list[int], start_ns: int, end_ns: int
+) -> Iterator[tuple[int, int]]:
+    """The parts of an interval that spans cover; `ends_ns` has the latest end up to each span."""
+    position_ns = start_ns
+    index = bisect_left(ends_ns, start_ns + 1)
+    while index < len(spans) and spans[index].start_ns < end_ns:
+        begin_ns = max(position_ns, spans[index].start_ns)
+        stop_ns = min(spans[index].end_ns, end_ns)
+        if begin_ns < stop_ns:
+            yield begin_ns, stop_ns
+            position_ns = stop_ns
+        index += 1
+
+
+def _task_records(info: RankInfo, tasks: list[TaskSpan]) -> list[TaskRecord]:
+    """The tasks with what a dispatcher would have counted."""
+    release = Kind.W if any(task.kind is Kind.W for task in tasks) else Kind.B
+    counts: defaultdict[int, FixedScheduleCounts] = defaultdict(
+        lambda: FixedScheduleCounts(release)
+    )
+    records = []
+    for task in tasks:
+        if task.stage not in info.stages:
+            raise RrfpError(
+                f"rank {info.rank} ran a task of stage {task.stage} and says that it holds "
+                f"{', '.join(map(str, info.stages))}; import one run at a time"
+            )
+        chunk = info.stages.index(task.stage)
+        counted = counts[task.step].ran(task.kind)
+        records.append(TaskRecord(*task[:4], task.stage, chunk, task.microbatch, *counted))
+    return records
+
+
+# Evaluations in traces that number them among the steps that train, told by what they ran.
+
+
+_Place = tuple[int, int]
+"""A rank and one of its stages."""
+
+
+def tell_evaluations(ranks: list[RankSpans]) -> None:
+    """Number the steps that ran only forwards as evaluations, in their order. The others keep their
+    numbers, so that they can be found in the imported trace.
+
+    If no step has a backward, or the trace tells evaluations itself, nothing changes.
+    """
+    kinds: defaultdict[int, set[Kind]] = defaultdict(set)
+    ran: defaultdict[int, defaultdict[_Place, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank in ranks:
+        for task in rank.tasks:
+            kinds[task.step].add(task.kind)
+            ran[task.step][rank.info.rank, task.stage].add(task.microbatch)
+    if all(found == {Kind.F} for found in kinds.values()) or any(map(is_evaluation, kinds)):
+        return
+    finished = set.intersection(
+        *({each.step for each in rank.phases if each.phase == Phase.SCHEDULE} for rank in ranks)
+    )
+    # A step that was cut short may have lost its backwards. So may the last one, if the trace does
+    # not tell that the call of the schedule has ended.
+    if not all(rank.tells_waits for rank in ranks):
+        finished -= {max(kinds)}
+    places = {(rank.info.rank, stage) for rank in ranks for stage in rank.info.stages}
+    tested = [
+        step
+        for step in sorted(finished)
+        if kinds[step] == {Kind.F} and _is_whole(ran[step], places)
+    ]
+    numbers = {step: evaluation_step(number) for number, step in enumerate(tested)}
+    for rank in ranks if numbers else ():
+        rank.renumber(numbers)
+
+
+def _is_whole(microbatches: Mapping[_Place, set[int]], places: set[_Place]) -> bool:
+    """Whether every stage ran the same microbatches."""
+    return microbatches.keys() == places and len(set(map(frozenset, microbatches.values()))) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +375,42 @@ def _missing(ranks: list[RankSpans], source: Source) -> Iterator[str]:
             f"{len(missing)} of {source.world_size} ranks {are} missing ({listed(missing)}): what "
             "is said of waits for them, and of the run as a whole, is said without them"
         )
+
+
+# The run directory that an import makes.
+
+
+_HINT = "imported"
+
+
+def check_run_dir(out: Path, *, force: bool) -> None:
+    """Raise UsageError when a run cannot go there. With `force` it may replace another run."""
+    if out.exists() and not (force and out.is_dir()):
+        create_run_dir(out, force, _HINT)
+
+
+def write_run(out: Path, recording: Recording, *, force: bool) -> None:
+    """Write a recording as a run, whole or not at all; a run that it replaces stays until then.
+
+    Raises RrfpError when the run cannot be written.
+    """
+    try:
+        _write(out, recording, force=force)
+    except OSError as error:
+        raise RrfpError(f"the run {out} could not be written: {error.strerror}") from error
+
+
+def _write(out: Path, recording: Recording, *, force: bool) -> None:
+    is_new = not out.exists()
+    run = create_run_dir(out, force, _HINT) if is_new else RunDir(out)
+    try:
+        with TemporaryDirectory(prefix=".import-", dir=out) as directory:
+            part = RunDir(Path(directory))
+            write_run_files(part, recording)
+            create_run_dir(out, force=True, hint=_HINT)
+            part.run_json.replace(run.run_json)
+            part.trace.replace(run.trace)
+            update_latest(out.parent)
+    finally:
+        if is_new and not any(out.iterdir()):
+            out.rmdir()

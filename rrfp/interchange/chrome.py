@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError
-from rrfp.trace.files.whole_file import open_whole
-from rrfp.trace.perfetto.counters import counters_of
-from rrfp.trace.perfetto.flows import key_of, received_by, sent_by
-from rrfp.trace.perfetto.tracks import assign_lanes, stage_name, stage_path
-from rrfp.trace.records import RankRecords, Recording
-from rrfp.trace.steps import STEP, told_step
+from rrfp.trace.perfetto.format import (
+    assign_lanes,
+    counters_of,
+    key_of,
+    received_by,
+    sent_by,
+    stage_name,
+    stage_path,
+)
+from rrfp.trace.records import STEP, RankRecords, Recording, told_step
+from rrfp.trace.safe_files import open_whole
 
 _NS_PER_US = 1_000
 _Event = dict[str, object]

@@ -18,8 +18,7 @@ import polars as pl
 from rrfp.errors import RrfpError
 from rrfp.interchange.json_stream import open_bytes
 from rrfp.interchange.spans import RankSpans, Source, TaskSpan, TransferSpan
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.tasks import Kind
+from rrfp.schedule.tasks import Cause, Kind
 from rrfp.trace.perfetto.format import MOST_OF_A_KIND, bounds_of
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, RankInfo, WaitRecord
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
-from rrfp.megatron.compatibility import check_for_drop_in
+from rrfp.megatron.adapters.compatibility import check_for_drop_in
 from rrfp.megatron.installation import GETTER, refuse_newer
 from rrfp.megatron.job.request import RecordingRequest, StepWindow
-from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import, put_now
-from rrfp.megatron.native.stand_in import RecordedNative
+from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import, put_now
+from rrfp.megatron.native.patch import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.runtime.at_end import at_end
+from rrfp.runtime.exit_hooks import at_end
 from rrfp.trace.records import Record
 
 if TYPE_CHECKING:

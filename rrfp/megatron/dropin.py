@@ -24,7 +24,16 @@ from megatron.core.utils import get_model_config
 
 from rrfp.errors import UsageError
 from rrfp.megatron.adapters.group_collections import refuse_multi_module
-from rrfp.megatron.groups import (
+from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
+from rrfp.megatron.look_ahead import LookAhead
+from rrfp.megatron.memory.bound import StepMemory
+from rrfp.megatron.pipeline import LayoutLinks, Pipeline, discard, tell_of_failure
+from rrfp.megatron.refusals import refuse, refuse_data
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step.microbatch_data import StepData, data_of
+from rrfp.megatron.step.random_streams import RandomStreams
+from rrfp.megatron.step.stage import RankStep, StepArguments
+from rrfp.megatron.step_groups import (
     Place,
     device_of,
     expert_group,
@@ -33,26 +42,15 @@ from rrfp.megatron.groups import (
     step_groups,
     timeout_s_of,
 )
-from rrfp.megatron.installation import NO_PIPELINING, refuse_newer
-from rrfp.megatron.layout_links import LayoutLinks, discard
-from rrfp.megatron.look_ahead import LookAhead
-from rrfp.megatron.memory.bound import StepMemory
-from rrfp.megatron.pipeline import Pipeline, tell_of_failure
-from rrfp.megatron.refusals import refuse, refuse_data
-from rrfp.megatron.settings import DispatchSettings
-from rrfp.megatron.step.microbatch_data import StepData, data_of
-from rrfp.megatron.step.random_streams import RandomStreams
-from rrfp.megatron.step.stage import RankStep, StepArguments
 from rrfp.megatron.step_policy import StepPolicies, StepPolicy
-from rrfp.runtime.at_end import at_end
-from rrfp.runtime.delays import Delays
-from rrfp.runtime.pace import Pace, StepPace
-from rrfp.runtime.planes.settling import Taken
+from rrfp.runtime.exit_hooks import at_end
+from rrfp.runtime.pace import Delays, Pace, StepPace
+from rrfp.runtime.planes.negotiation import Taken
 from rrfp.runtime.protocols import StepSummary, monotonic
 from rrfp.runtime.rendezvous import default_store, tell_of_end
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.hold import counts_microbatches
+from rrfp.schedule.knobs import counts_microbatches
 from rrfp.schedule.shape import Placement, Shape
+from rrfp.schedule.tasks import Cause
 from rrfp.trace.records import Phase, PhaseRecord, Record, WaitRecord
 
 

@@ -13,24 +13,20 @@ themselves other code, which every holder of one then runs; for callers of rrfp 
 function as it was.
 """
 
+import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, update_wrapper
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from inspect import signature
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.megatron import compatibility
-from rrfp.megatron.provenance import (
-    described,
-    foreign_layer,
-    home_of,
-    is_ours,
-    namespace_of,
-    wraps,
-)
+from rrfp.megatron.adapters import compatibility
+from rrfp.megatron.provenance import described, foreign_layer, home_of, is_ours, namespace_of, wraps
 
 GETTER = "get_forward_backward_func"
 NO_PIPELINING = "forward_backward_no_pipelining"
@@ -175,3 +171,51 @@ def _loaded() -> Iterator[tuple[str, dict[Any, Any]]]:
     # Copied, because another thread may import something meanwhile.
     for name, module in sys.modules.copy().items():
         yield str(name), namespace_of(module)
+
+
+# Acts once a certain module has been imported, by whomever.
+
+
+def after_import(name: str, act: Callable[[], None]) -> None:
+    """Call `act` right after the module `name` was executed, before whoever imports it goes on; at
+    once if it was imported already. What `act` raises, the import raises."""
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Finder(name, act))
+
+
+class _Finder:
+    """Finds the module as the other finders do, and adds the call to its execution."""
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name = name
+        self._act = act
+        self._is_asking = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
+        if spec is not None and spec.loader is not None:
+            self._add_to(spec.loader)
+        return spec
+
+    def _add_to(self, loader: Loader) -> None:
+        execute = loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            # Not before: an import that failed may be tried again.
+            sys.meta_path.remove(self)
+            del loader.exec_module
+            self._act()
+
+        # On this loader only. Its class stays, and so does what the module says of its loader.
+        loader.exec_module = execute_and_act  # type: ignore[method-assign]

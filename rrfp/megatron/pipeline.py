@@ -1,29 +1,38 @@
 """One rank's end of its pipeline: its place, its links, its group's agreement, and its worker."""
 
 import itertools
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.megatron.groups import Place, coupled_pipelines
-from rrfp.megatron.memory.bound import StepMemory
+from rrfp.megatron.look_ahead import AheadIterators
+from rrfp.megatron.memory.bound import MemoryBound, StepMemory
+from rrfp.megatron.planning.chooser import HintChooser
+from rrfp.megatron.planning.planner import EntryPlanner
 from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step.microbatch_data import DataHabits
+from rrfp.megatron.step_groups import Place, coupled_pipelines
 from rrfp.megatron.step_policy import StepPolicy
 from rrfp.runtime.agreement import StarAgreement
-from rrfp.runtime.delays import Delays
 from rrfp.runtime.device_worker import make_worker
-from rrfp.runtime.pace import StepPace
-from rrfp.runtime.planes.settling import Taken
+from rrfp.runtime.net.transport import data_planes, transport_maker
+from rrfp.runtime.pace import Delays, StepPace
+from rrfp.runtime.planes.negotiation import Taken
 from rrfp.runtime.protocols import Compute, Inbox, StepSummary
 from rrfp.runtime.rendezvous import Rendezvous
 from rrfp.runtime.stall import StoreStallBoard
-from rrfp.runtime.transport.factory import data_planes, transport_maker
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.knobs import Auto, Bytes
+from rrfp.schedule.named_hints import AutoHint
+from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.trace.records import Record
+from rrfp.schedule.tasks import whole_number
+from rrfp.trace.records import Record, evaluation_step
 
 _LEAST_STALL_S = 600.0
 
@@ -145,3 +154,74 @@ def _prefix(name: str) -> str:
 def _star(rank: int, members: list[int]) -> set[int]:
     """The ranks that a rank needs links to for agreement: the leader to all, others to it."""
     return set(members if rank == members[0] else members[:1]) - {rank}
+
+
+# The links of one layout: of all models with the same process groups and number of chunks.
+
+
+def discard(_: Record) -> None:
+    """Record nothing."""
+
+
+@dataclass(slots=True)
+class LayoutLinks:
+    """State shared by all calls of a layout."""
+
+    record: Callable[[Record], None] = discard
+    pipeline: Pipeline | None = None
+    """None before the first step, and after a failure or a close."""
+    timeout_s: float = 0.0
+    """How long the pipeline's process group waits."""
+    num_trained: int = 0
+    num_evaluated: int = 0
+    habits: defaultdict[tuple[bool, tuple[int, ...]], DataHabits] = field(
+        default_factory=lambda: defaultdict(DataHabits)
+    )
+    """By whether a step is an evaluation, and by the ids of the models: several models may have the
+    same groups."""
+
+    chooser: HintChooser | None = None
+    """What chooses the hint, with `auto`."""
+    planner: EntryPlanner | None = None
+    """What plans the order of entry, with `admit plan`."""
+    ahead: AheadIterators = field(default_factory=AheadIterators)
+    """The iterators whose next items it looks at."""
+
+    bounds: dict[tuple[int, ...], MemoryBound] = field(default_factory=dict)
+    """By the ids of the models."""
+
+    def __post_init__(self) -> None:
+        self.num_trained = whole_number(self.num_trained, "the first step")
+
+    def chooser_of(self, policy: Policy) -> HintChooser | None:
+        """What chooses the policies of training steps; None if they have the one that they were
+        given."""
+        if self.chooser is None and isinstance(policy.hint, AutoHint):
+            self.chooser = HintChooser(policy)
+        return self.chooser
+
+    def bound_of(self, models: Sequence[Any], hold: object, device: torch.device) -> MemoryBound:
+        """What bounds these models' steps in bytes; `hold` is in bytes or `auto`."""
+        assert isinstance(hold, Bytes | Auto)
+        key = tuple(map(id, models))
+        if key not in self.bounds:
+            self.bounds[key] = MemoryBound(hold, len(models), device)
+        return self.bounds[key]
+
+    def count_step(self, *, forward_only: bool) -> int:
+        """The number of a step that begins, in records and on links. A failed step counts too: it
+        may have failed on some ranks only."""
+        if forward_only:
+            self.num_evaluated += 1
+            return evaluation_step(self.num_evaluated - 1)
+        self.num_trained += 1
+        return self.num_trained - 1
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Close the links. Without a farewell, for a rank that fails, the neighbours consider this
+        rank lost."""
+        if self.chooser is not None:
+            self.chooser.close()
+        if self.pipeline is not None:
+            self.pipeline.close(farewell=farewell)
+            self.pipeline = None

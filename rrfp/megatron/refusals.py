@@ -10,12 +10,11 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.utils import get_attr_wrapped_model
 
 from rrfp.errors import UsageError
-from rrfp.megatron.step.gradient_hooks import described_hook
 from rrfp.megatron.step.microbatch_data import is_iterator, shared
-from rrfp.megatron.step.tracked_state import refuse_stateful
-from rrfp.megatron.step.weight_gradients import lost_hook
+from rrfp.megatron.step.stage import refuse_stateful
+from rrfp.megatron.step.weight_gradients import described_hook, lost_hook
 from rrfp.megatron.step_policy import StepPolicy, hints_in_order
-from rrfp.runtime.transport.factory import transport_maker
+from rrfp.runtime.net.transport import transport_maker
 from rrfp.schedule.tasks import Kind
 
 _REFUSED = {

@@ -7,25 +7,26 @@ from enum import StrEnum
 from typing import Any
 
 from rrfp.errors import UsageError
-from rrfp.inputs.admission_files import admission_file
-from rrfp.inputs.dealing_files import dealing_file
-from rrfp.inputs.hint_files import resolve_hint
-from rrfp.runtime.planes.names import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
-from rrfp.runtime.transport import tls
+from rrfp.inputs import admission_file, dealing_file, resolve_hint
+from rrfp.runtime.net import tls
+from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, MOST_OUTBOX_MB, TransportName
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.dealing import AdmitAcross
-from rrfp.schedule.hints.auto import AutoHint
-from rrfp.schedule.hints.hint import Hint, WeightGradients
-from rrfp.schedule.hold import Hold, check_is_absolute, counts_microbatches, parse_hold
-from rrfp.schedule.patience.setting import (
+from rrfp.schedule.balance import AdmitAcross
+from rrfp.schedule.hints import Hint, WeightGradients
+from rrfp.schedule.knobs import (
     IMPATIENT,
     AutoPatience,
+    Hold,
     Patience,
+    check_is_absolute,
+    counts_microbatches,
+    parse_hold,
     parse_patience,
 )
+from rrfp.schedule.named_hints import AutoHint
 from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
 from rrfp.schedule.shape import Placement
-from rrfp.schedule.values import plain_integer, plain_real
+from rrfp.schedule.tasks import plain_integer, plain_real
 
 
 class GradOrder(StrEnum):

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS, hint_named
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.named_hints import HINTS, hint_named
 from rrfp.schedule.order import Order
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.rehearsal import fitted, order_of
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
-from rrfp.simulate.filling import unbounded, unfilled
+from rrfp.simulate.memory_budgets import unbounded, unfilled
 
 _log = logging.getLogger(__name__)
 

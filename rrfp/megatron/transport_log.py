@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.runtime.decoding import integer, member, parsed
-from rrfp.runtime.planes.settling import Settled, Taken
-from rrfp.trace.description import describe_transport
-from rrfp.trace.rundir import RunDir
+from rrfp.runtime.planes.negotiation import Settled, Taken
+from rrfp.strict_json import integer, member, parsed
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import describe_transport
 
 _log = logging.getLogger(__name__)
 

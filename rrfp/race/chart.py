@@ -6,11 +6,11 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from rrfp.analyze.charts.colours import CAUSE_COLOURS
 from rrfp.analyze.charts.style import INK, WIDTH_PX, by_value, finished
+from rrfp.analyze.colors import CAUSE_COLOURS
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
-from rrfp.schedule.causes import Cause
+from rrfp.schedule.tasks import Cause
 
 _COLOURS = {
     "megatron": "#8C8C8C",

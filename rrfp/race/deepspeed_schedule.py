@@ -18,7 +18,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 
-from rrfp.race.peer_schedule import ChunkModule, PeerSchedule, Tally
+from rrfp.race.peer_schedules import ChunkModule, PeerSchedule, Tally
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.train.data.batches import Batch
 

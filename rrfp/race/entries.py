@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-from rrfp.trace.files.whole_file import open_own, write_whole
+from rrfp.trace.safe_files import open_own, write_whole
 from rrfp.train.settings import TrainSettings
 
 
@@ -29,7 +29,7 @@ class Entry:
     settings: TrainSettings
     """Its steps are rounds; `pace` and `jitter` give the modelled times of its tasks."""
     peer: str | None = None
-    """The peer that runs it, if one does (`rrfp.race.peers`)."""
+    """The peer that runs it, if one does (`rrfp.race.systems`)."""
     time_factor: float = 1.0
     """How many times longer its tasks take than the costs say."""
     costs_sha256: str | None = None

@@ -13,23 +13,21 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rrfp.errors import UsageError
-from rrfp.inputs.text_files import sha256_of
+from rrfp.inputs import sha256_of
 from rrfp.race.entries import Entry
-from rrfp.race.peers import PEERS, Project, why_not
 from rrfp.race.presets import PAPERS, Contest, Measure, Preset, Scale
-from rrfp.race.systems import BF, MEGATRON, System
-from rrfp.replay.cost_files import DRAWN, costs_file, resolve_costs, settled
+from rrfp.race.systems import BF, MEGATRON, PEERS, Project, System, why_not
+from rrfp.replay.cost_sources import DRAWN, costs_file, resolve_costs, settled
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Hold, parse_hold
+from rrfp.schedule.knobs import Hold, parse_hold
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.admission import weights_ns
-from rrfp.simulate.budgets import resolved
-from rrfp.simulate.costs.table import PRESETS as COST_PRESETS
-from rrfp.trace.description import versions
-from rrfp.train.setting_groups import ModelKind
-from rrfp.train.settings import TrainSettings
+from rrfp.simulate.conditions import weights_ns
+from rrfp.simulate.costs.toml_files import PRESETS as COST_PRESETS
+from rrfp.simulate.memory_budgets import resolved
+from rrfp.trace.run_json import versions
+from rrfp.train.settings import ModelKind, TrainSettings
 
 _PRESET_MS = 20.0
 """The mean time of a rank's F, B and W in the simulator's profiles."""

@@ -15,9 +15,9 @@ import numpy as np
 from rrfp.analyze.compare import Estimate, estimate, resampled_medians
 from rrfp.race.entries import Failure, Turn
 from rrfp.race.lineup import Lineup, LineupRow
-from rrfp.race.modelled import Modelled
+from rrfp.race.runner import Modelled
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hold import described_hold
+from rrfp.schedule.knobs import described_hold
 
 MOST_DIFFERENCE = 1e-5
 """How far gradients may differ, relative to their norm: the order of sums changes the last bits."""

@@ -3,23 +3,148 @@
 import fcntl
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO
 
 from rrfp.errors import RrfpError, StoppedError, UsageError
-from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, rounds
+from rrfp.planning.trials import Setting, check_fits, run_settings
+from rrfp.race.entries import Entry, Failure, RaceFiles, Turn, append_object, read_objects, rounds
 from rrfp.race.lineup import Lineup, cannot_race
-from rrfp.race.modelled import Modelled, check_model
-from rrfp.race.peers import check_peer
-from rrfp.race.systems import MEGATRON
-from rrfp.schedule.hints.hint import kinds_of
+from rrfp.race.systems import MEGATRON, check_peer
+from rrfp.replay.cost_sources import resolve_costs
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints import kinds_of
 from rrfp.schedule.policy import Dispatch
-from rrfp.trace.files.whole_file import make_directory, open_own
-from rrfp.trace.rundir import RunDir
+from rrfp.schedule.rehearsal import fitted
+from rrfp.simulate.costs.language_models import check_divided
+from rrfp.simulate.costs.model import Costs, ScaledCosts
+from rrfp.simulate.jitter import Jitter, parse_jitter
+from rrfp.trace.records import NS_PER_S
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.safe_files import make_directory, open_own
 from rrfp.train.checks import check_settings
 from rrfp.train.settings import TrainSettings
+
+# The model of each entry of a race: the floor and the load of its steps, and their simulated
+# times.
+#
+# A turn and its model have the same costs and jitter. The simulator knows the tasks of peers
+# but not their order, so those have a floor and no simulated time.
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """An entry's modelled times by round, in seconds."""
+
+    floor_s: tuple[float, ...]
+    """The lower bound: no schedule is faster (`rrfp.simulate.time_bounds.floor`)."""
+    load_s: tuple[float, ...]
+    """The work of the most loaded rank."""
+    simulated_s: tuple[float, ...] | None
+    """The simulated times; None if the simulator does not know this order."""
+
+    @property
+    def times_s(self) -> tuple[float, ...]:
+        """Roughly what the rounds take."""
+        return self.floor_s if self.simulated_s is None else self.simulated_s
+
+
+def model_entries(
+    entries: Iterable[Entry], kept_in: Path, finished: Callable[[], None] = lambda: None
+) -> dict[str, Modelled]:
+    """The models of all entries, by name; `kept_in` caches them.
+
+    `finished` is called once per entry.
+    """
+    found = _read(kept_in)
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        if entry.name in found:
+            finished()
+            continue
+        settings = entry.settings
+        # What these share is drawn only once.
+        key = (
+            settings.run.pace,
+            settings.run.jitter,
+            entry.time_factor,
+            settings.run.seed,
+            settings.num_steps,
+        )
+        groups.setdefault(key, []).append(entry)
+    for group in groups.values():
+        for entry, model in zip(group, _model(group), strict=True):
+            append_object(kept_in, {"entry": entry.name, **asdict(model)})
+            found[entry.name] = model
+            finished()
+    return found
+
+
+def _read(path: Path) -> dict[str, Modelled]:
+    names = {"entry", *(field.name for field in fields(Modelled))}
+    return {
+        values.pop("entry"): Modelled(**values)
+        for values in read_objects(path)
+        if values.keys() == names
+    }
+
+
+def _model(entries: Sequence[Entry]) -> list[Modelled]:
+    """The models of entries that have the same conditions in every round."""
+    costs = _costs(entries[0])
+    jitter = parse_jitter(entries[0].settings.run.jitter)
+    seed, steps = entries[0].settings.run.seed, entries[0].settings.num_steps
+    rows = run_settings(
+        [_setting(entry, costs, jitter) for entry in entries], range(seed, seed + steps)
+    )
+    return [
+        Modelled(
+            _seconds(trial.floor_ns for trial in row.trials),
+            _seconds(trial.load_ns for trial in row.trials),
+            None if entry.peer is not None else _seconds(trial.makespan_ns for trial in row.trials),
+        )
+        for entry, row in zip(entries, rows, strict=True)
+    ]
+
+
+def _seconds(times_ns: Iterable[int]) -> tuple[float, ...]:
+    return tuple(time_ns / NS_PER_S for time_ns in times_ns)
+
+
+def _costs(entry: Entry) -> Costs:
+    assert entry.settings.run.pace is not None
+    return ScaledCosts(resolve_costs(entry.settings.run.pace), entry.time_factor)
+
+
+def check_model(entry: Entry) -> None:
+    """Raise UsageError if an entry's costs or jitter do not fit its ranks."""
+    settings = entry.settings
+    setting = _setting(entry, _costs(entry), parse_jitter(settings.run.jitter))
+    assert settings.run.pace is not None
+    check_divided(resolve_costs(settings.run.pace), settings.run.pace, settings.layout.tp)
+    check_fits(setting)
+
+
+def _setting(entry: Entry, costs: Costs, jitter: Jitter) -> Setting:
+    settings = entry.settings
+    is_native = settings.policy.dispatch == Dispatch.MEGATRON
+    policy = settings.effective_policy
+    if is_native:
+        # Megatron's own schedule binds as a fixed order does.
+        policy = replace(policy, dispatch=Dispatch.FIXED)
+    policy, shape = fitted(policy, settings.shape, counts_places=False)
+    return Setting(
+        shape=shape,
+        policy=policy,
+        costs=costs,
+        jitter=jitter,
+        admit=Admit(settings.policy.admit),
+        blocking=is_native,
+        num_members=settings.layout.tp,
+    )
+
 
 RANK_MODULE = "rrfp.race.rank"
 """The module with each rank's work."""
@@ -29,7 +154,7 @@ _BETWEEN_TURNS_S = 1.0
 """Rough time of a launch, on a small machine."""
 
 Launch = Callable[[TrainSettings, RunDir], None]
-"""Runs the ranks of a race to their end (`rrfp.train.ranks.launch`)."""
+"""Runs the ranks of a race to their end (`rrfp.train.launch.launcher`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +190,7 @@ class BenchDir:
 
     @property
     def models(self) -> Path:
-        """The models of the entries (`rrfp.race.modelled`)."""
+        """The models of the entries (`rrfp.race.runner`)."""
         return self.path / "models.jsonl"
 
     def race(self, pp: int, tp: int) -> RaceFiles:

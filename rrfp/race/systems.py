@@ -4,14 +4,137 @@ A name covers everything except the bound on memory and the admission order, whi
 separately.
 """
 
+import importlib.util
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from rrfp.errors import UsageError, did_you_mean
-from rrfp.race.peers import PEERS
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.patience.setting import IMPATIENT, AutoPatience, Patience
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, AutoPatience, Patience
 from rrfp.schedule.policy import Dispatch
-from rrfp.schedule.shape import Placement
+from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.train.settings import Dtype, ModelKind, TrainSettings
+
+# The schedules of other projects that ours are compared with, and what each needs.
+#
+# Imports neither torch nor DeepSpeed: the command line refuses what cannot run before it starts any
+# rank.
+
+
+class Project(StrEnum):
+    """Whose schedule it is; rows show it in the place of a dispatch."""
+
+    TORCH = "torch"
+    """torch.distributed.pipelining"""
+    DEEPSPEED = "deepspeed"
+
+    @property
+    def is_installed(self) -> bool:
+        # A folder of that name in the working directory has a spec, too, but no origin.
+        spec = importlib.util.find_spec(self)
+        return spec is not None and spec.origin is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A schedule of another project, and the layout that it runs on here."""
+
+    project: Project
+    schedule: str
+    """Its class: in torch.distributed.pipelining, or in deepspeed.runtime.pipe.engine."""
+    chunks: int
+    """Model chunks per pipeline rank."""
+    placement: Placement
+    splits: bool
+    """Whether it splits weight gradients off the backward, always or for some microbatches."""
+
+    def shape(self, num_ranks: int, num_microbatches: int) -> Shape:
+        """The tasks of one of its steps."""
+        kinds = SPLIT_BACKWARD if self.splits else WHOLE_BACKWARD
+        return Shape(num_ranks, num_microbatches, self.chunks, self.placement, kinds)
+
+
+def _torch(
+    schedule: str, chunks: int, placement: Placement = Placement.LOOP, *, splits: bool = False
+) -> Peer:
+    return Peer(Project.TORCH, schedule, chunks, placement, splits)
+
+
+PEERS = {
+    "torch-1f1b": _torch("Schedule1F1B", 1),
+    "torch-interleaved": _torch("ScheduleInterleaved1F1B", 2),
+    "torch-interleaved-zb": _torch("ScheduleInterleavedZeroBubble", 2, splits=True),
+    "torch-zbv": _torch("ScheduleZBVZeroBubble", 2, Placement.V, splits=True),
+    "torch-dualpipev": _torch("ScheduleDualPipeV", 2, Placement.V, splits=True),
+    "deepspeed-1f1b": Peer(Project.DEEPSPEED, "PipelineEngine", 1, Placement.LOOP, splits=False),
+}
+"""The peers by the names that rows show."""
+
+
+def check_peer(name: str, settings: TrainSettings) -> None:
+    """Raise UsageError if the peer of that name cannot train with these settings."""
+    if name not in PEERS:
+        raise UsageError(f"'{name}' is not a peer that can run here ({', '.join(PEERS)})")
+    peer = PEERS[name]
+    check_installed(peer.project, name)
+    _require(
+        settings.layout.pp > 1,
+        f"{name} has nothing to schedule on --pp {settings.layout.pp}; use 2 ranks or more",
+    )
+    _require(
+        (settings.layout.chunks, settings.layout.placement) == (peer.chunks, peer.placement),
+        f"{name} runs on {peer.chunks} chunk(s) per rank in a {peer.placement}, not "
+        f"{settings.layout.chunks} in a {settings.layout.placement}; give --chunks {peer.chunks} "
+        f"--placement {peer.placement}",
+    )
+    _require(
+        not settings.data.variable_lengths and settings.model.kind != ModelKind.VLM,
+        f"{name} exchanges messages of one shape; leave --variable-lengths and "
+        f"--model {ModelKind.VLM} to the others",
+    )
+    layout = settings.layout
+    _require(
+        peer.project is not Project.DEEPSPEED
+        or (layout.tp, layout.cp, layout.dp or 1, settings.model.dtype) == (1, 1, 1, Dtype.FP32),
+        f"{name} runs here on pipeline ranks alone, in fp32; leave --tp, --cp, --dp and --dtype "
+        "out",
+    )
+    problem = why_not(name, settings.layout.pp, settings.data.microbatches)
+    _require(problem is None, f"{name} {problem}")
+
+
+def check_installed(project: Project, what: str) -> None:
+    """Raise UsageError if a project is missing that something needs."""
+    _require(
+        project.is_installed,
+        f"{what} needs {project}, which is not installed; run pip install {project}",
+    )
+
+
+def why_not(name: str, num_ranks: int, number: int) -> str | None:
+    """Why a peer cannot run that number of microbatches on that many ranks; None if it can."""
+    if name == "torch-1f1b" and number < num_ranks:
+        return (
+            f"needs at least one microbatch per rank, {num_ranks}, not {number}; choose "
+            "another --scale"
+        )
+    if name == "torch-dualpipev" and number < 2 * num_ranks:
+        return (
+            f"needs at least one microbatch per stage, {2 * num_ranks}, not {number}; choose "
+            "another --scale"
+        )
+    num_rounds = max(1, number // num_ranks)
+    if name in ("torch-interleaved", "torch-interleaved-zb") and number % num_rounds:
+        return (
+            f"runs {number} microbatches on {num_ranks} ranks in {num_rounds} rounds, which do "
+            f"not divide them; choose another --scale"
+        )
+    return None
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,450 @@ The shape is that of the records themselves (`recorded_layout`); what steered th
 description (`recorded_policy`).
 """
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from typing import Any, TypeVar
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.memory.kept import knows_sizes, sizes_of_replica
-from rrfp.replay.recorded_layout import RecordedLayout
-from rrfp.replay.recorded_policy import RecordedSettings, policy_of
-from rrfp.replay.step_records import StepRecords
-from rrfp.schedule.hold import Bytes, Hold, counts_microbatches, told_bytes
-from rrfp.schedule.policy import PAPER_LIMIT, Dispatch, Policy, usual_limit
-from rrfp.schedule.shape import Shape
-from rrfp.simulate.budgets import by_rank, widest_of_1f1b
-from rrfp.trace.records import Recording
+from rrfp.schedule.bounds import Rows, Sizes
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import (
+    IMPATIENT,
+    Bytes,
+    Hold,
+    Patience,
+    check_is_absolute,
+    counts_microbatches,
+    described_patience,
+    parse_hold,
+    parse_patience,
+    told_bytes,
+)
+from rrfp.schedule.named_hints import HINTS, hint_named
+from rrfp.schedule.order import Order
+from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch, Policy, usual_limit
+from rrfp.schedule.rehearsal import order_of
+from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape, shape_of_stages
+from rrfp.schedule.tasks import Kind
+from rrfp.simulate.memory_budgets import by_rank, widest_of_1f1b
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND
+from rrfp.trace.records import (
+    Phase,
+    RankInfo,
+    RankRecords,
+    ReceiveRecord,
+    Recording,
+    StimulusRecord,
+    TaskRecord,
+    WaitRecord,
+    Window,
+    are_known,
+    is_evaluation,
+    kept_changes,
+    step_name,
+    step_windows,
+    task_of,
+    wrong_changes,
+)
+from rrfp.trace.run_dir import expected_ranks
+from rrfp.trace.run_policy import stated_policy
 from rrfp.trace.sessions import description_of_steps, last_policy_begins
-from rrfp.trace.steps import is_evaluation, step_windows
+
+# What a recording holds of one step, arranged by who ran it.
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What one rank recorded of one step, each list in the order in which it was recorded."""
+
+    info: RankInfo
+    entry_ns: int
+    """When it entered the schedule."""
+    tasks: list[TaskRecord]
+    waits: list[WaitRecord]
+    receives: list[ReceiveRecord]
+    stimuli: list[StimulusRecord]
+    is_in_group: bool
+    """Whether it agreed with other ranks on what to run."""
+    budget_bytes: int = 0
+    """Its bound in bytes; 0 without one."""
+    unknown_sizes: int = 0
+    """Of its microbatches on its chunks, when it had a bound in bytes."""
+
+
+Members = tuple[RankStep, ...]
+"""The ranks that run a pipeline rank's tasks together; the first one leads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecords:
+    """One step that every rank finished."""
+
+    step: int
+    window: Window
+    replicas: tuple[tuple[Members, ...], ...]
+    """By data-parallel replica and pipeline rank. Replicas that share experts count as one."""
+
+    def is_whole(self, shape: Shape) -> bool:
+        """Whether every rank ran each task of the shape once."""
+        return all(
+            len(rank.tasks) == shape.num_tasks_of_a_rank
+            and {(task.stage, task.kind, task.microbatch) for task in rank.tasks}
+            == set(shape.tasks_of(pp_rank))
+            for replica in self.replicas
+            for pp_rank, members in enumerate(replica)
+            for rank in members
+        )
+
+
+def split_by_step(records: RankRecords) -> defaultdict[int, RankStep]:
+    """A rank's records by step; empty for a step that it did not record."""
+    is_in_group = bool(records.agreements)
+    steps: defaultdict[int, RankStep] = defaultdict(
+        lambda: RankStep(records.info, 0, [], [], [], [], is_in_group)
+    )
+    for phase in records.phases:
+        if phase.phase == Phase.SCHEDULE:
+            steps[phase.step] = RankStep(
+                *(records.info, phase.start_ns, [], [], [], [], is_in_group),
+                *(phase.budget_bytes, phase.unknown_sizes),
+            )
+    for task in records.tasks:
+        steps[task.step].tasks.append(task)
+    for wait in records.waits:
+        steps[wait.step].waits.append(wait)
+    for receive in records.receives:
+        steps[receive.step].receives.append(receive)
+    for stimulus in records.stimuli:
+        steps[stimulus.step].stimuli.append(stimulus)
+    return steps
+
+
+# What the microbatches of a recorded step kept in memory, and the bounds in force.
+
+
+def sizes_of_rank(shape: Shape, rank: RankStep) -> Sizes:
+    """The sizes of one rank's chunks in a step; zeros where they are not known.
+
+    Raises RrfpError for bytes that do not add up.
+    """
+    if wrong := wrong_changes(rank.tasks):
+        raise RrfpError(
+            f"the bytes that rank {rank.info.rank} held in {step_name(wrong[0].step)} do not add "
+            "up; see 'rrfp trace check'"
+        )
+    kept = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
+    owed = [[0] * shape.num_microbatches for _ in range(shape.num_chunks)]
+    for task, change, left in kept_changes(rank.tasks):
+        chunk = shape.chunk_of(task.stage)
+        if task.kind == Kind.F:
+            kept[chunk][task.microbatch] = change
+        elif task.kind == Kind.B:
+            owed[chunk][task.microbatch] = left
+            # Where W needs more than F kept, that is what a bound must leave room for.
+            kept[chunk][task.microbatch] = max(kept[chunk][task.microbatch], left)
+    return Sizes(kept, owed if shape.splits_backward else None)
+
+
+def sizes_of_replica(shape: Shape, replica: Sequence[Members]) -> Sizes | None:
+    """The sizes of a replica's stages in a step, the largest where several ranks run a stage; None
+    where they are not known. Raises RrfpError for bytes that do not add up."""
+    if not are_any_known(rank for members in replica for rank in members):
+        return None
+    of_ranks = [_largest([sizes_of_rank(shape, rank) for rank in members]) for members in replica]
+    places = [(shape.rank_of(stage), shape.chunk_of(stage)) for stage in range(shape.num_stages)]
+    kept = [of_ranks[rank].kept[chunk] for rank, chunk in places]
+    owed = [(of_ranks[rank].owed or of_ranks[rank].kept)[chunk] for rank, chunk in places]
+    return Sizes(kept, owed if shape.splits_backward else None)
+
+
+def budgets_of(replica: Sequence[Members]) -> tuple[int, ...]:
+    """The bounds in bytes of a step by pipeline rank, the least where several ranks run its tasks;
+    empty if a rank had none."""
+    found = tuple(min(rank.budget_bytes for rank in members) for members in replica)
+    return found if all(found) else ()
+
+
+def knows_sizes(replica: Sequence[Members]) -> bool:
+    """Whether a step's sizes are those of its microbatches. Under a bound in bytes, one of a kind
+    that was never measured is given all of the bound."""
+    ranks = [rank for members in replica for rank in members]
+    return are_any_known(ranks) and not any(rank.unknown_sizes for rank in ranks)
+
+
+def are_any_known(ranks: Iterable[RankStep]) -> bool:
+    """Whether any of these ranks tells the bytes that its tasks kept."""
+    return any(are_known(rank.tasks) for rank in ranks)
+
+
+def _largest(found: Sequence[Sizes]) -> Sizes:
+    if len(found) == 1:
+        return found[0]
+    owed = [sizes.owed for sizes in found if sizes.owed is not None]
+    return Sizes(_largest_rows([sizes.kept for sizes in found]), _largest_rows(owed) or None)
+
+
+def _largest_rows(found: Sequence[Rows]) -> list[list[int]]:
+    return [[max(each) for each in zip(*rows, strict=True)] for rows in zip(*found, strict=True)]
+
+
+# What steered a recorded run.
+#
+# It stands in the run's description (`run.json`, and the trace) as `policy`, and in those of
+# earlier versions among the `settings`. Of an order that came from a file only the path stands
+# there; the order is read from the places that the tasks were recorded to have in it.
+
+
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class RecordedSettings:
+    """The settings of a run, as its trace has them."""
+
+    def __init__(self, recording: Recording) -> None:
+        found = recording.settings.get("settings")
+        if not isinstance(found, dict):
+            raise RrfpError(
+                "the trace does not tell the settings of its run; record one with 'rrfp train'"
+            )
+        self._values: dict[str, Any] = found
+        self._is_simulated = recording.settings.get("simulated") is True
+        self._policy = stated_policy(recording.settings)
+
+    def text(self, name: str) -> str:
+        value = self._policy.get(name)
+        if not isinstance(value, str):
+            raise self._strange(name, value)
+        return value
+
+    def _bound(self, name: str) -> int | None:
+        """None withholds nothing."""
+        return self._whole(name, self._policy.get(name))
+
+    def choice(self, name: str, choices: type[_Choice], default: _Choice) -> _Choice:
+        """One of the choices; the default in traces from before there was one."""
+        value = self._policy.get(name, default)
+        if value not in list(choices):
+            raise self._strange(name, value)
+        return choices(str(value))
+
+    def number(self, name: str) -> int | None:
+        """A setting, None where it was not given."""
+        return self._whole(name, self._values.get(name))
+
+    def even_layers(self, shape: Shape) -> int | None:
+        """The model's layers, if the stages share them evenly; None otherwise, or if it does not
+        tell."""
+        layers = self._values.get("layers")
+        is_even = type(layers) is int and layers > 0 and layers % shape.num_stages == 0
+        is_uneven = self._values.get("uneven_stages") or isinstance(self._values.get("layout"), str)
+        return layers if is_even and not is_uneven else None
+
+    def _whole(self, name: str, value: object) -> int | None:
+        """A whole number from 1 on, or None."""
+        if value is not None and (type(value) is not int or value < 1):
+            raise self._strange(name, value)
+        return value
+
+    @property
+    def is_blocking(self) -> bool:
+        return self._is_native or self._values.get("links") == "blocking"
+
+    @property
+    def _is_native(self) -> bool:
+        return self._policy.get("dispatch") == Dispatch.MEGATRON
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """Megatron's own schedules bind as a fixed order does."""
+        if self._is_native:
+            return Dispatch.FIXED
+        return self.choice("dispatch", Dispatch, Dispatch.READY)
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        return not self._is_simulated and self._values.get("device", "cpu") == "cpu"
+
+    @property
+    def limit(self) -> int | None:
+        return self._bound("limit")
+
+    def hold(self, shape: Shape) -> Hold | None:
+        """In microbatches or bytes; None withholds nothing."""
+        value = self._policy.get("hold")
+        found: Hold | None = None
+        if isinstance(value, str):
+            with suppress(UsageError):
+                found = parse_hold(value)
+                check_is_absolute(found)
+                return found
+        elif isinstance(value, float) and 0 < value <= MOST_OF_A_KIND:
+            # A number of slots of one chunk each.
+            found = Fraction(round(value * shape.num_chunks), shape.num_chunks)
+            if float(found) == value:
+                return found
+        else:
+            return self._bound("hold")
+        raise self._strange("hold", value)
+
+    @property
+    def patience(self) -> Patience:
+        """Runs of earlier versions had none."""
+        value = self._policy.get("patience", described_patience(IMPATIENT))
+        with suppress(UsageError):
+            if isinstance(value, str):
+                return parse_patience(value)
+        raise self._strange("patience", value)
+
+    @staticmethod
+    def _strange(name: str, value: object) -> RrfpError:
+        return RrfpError(
+            f"the settings of the trace say {name} = {value!r}, which no run has; record it with "
+            "'rrfp train'"
+        )
+
+
+def policy_of(settings: RecordedSettings, shape: Shape, step: StepRecords) -> Policy:
+    """What steered every rank of the run."""
+    name = settings.text("hint")
+    hint = hint_named(name).on(shape) if name in HINTS else _order_as_run(name, shape, step)
+    order = order_of(hint, shape)
+    if order.shape.kinds != shape.kinds:
+        raise RrfpError(
+            f"the tasks of the trace are {' '.join(shape.kinds)} and its hint, {name}, has "
+            f"{' '.join(order.shape.kinds)}; see 'rrfp trace check'"
+        )
+    return Policy(
+        order if isinstance(hint, Order) else hint,
+        order,
+        settings.dispatch,
+        settings.limit,
+        settings.hold(shape),
+        settings.choice("w", WeightGradients, WeightGradients.IDLE),
+        settings.choice("agreement", AgreementRule, AgreementRule.INTERSECTION),
+        settings.patience,
+    )
+
+
+def _order_as_run(name: str, shape: Shape, step: StepRecords) -> Order:
+    """The order of a file, by the places that a step's tasks had in it."""
+    rows = []
+    for pp_rank, members in enumerate(step.replicas[0]):
+        by_place = sorted(members[0].tasks, key=lambda task: task.hint_position)
+        if [task.hint_position for task in by_place] != list(range(shape.num_tasks_of_a_rank)):
+            raise RrfpError(
+                f"the trace does not tell where the tasks of pipeline rank {pp_rank} stand in its "
+                f"order {name}; see 'rrfp trace check'"
+            )
+        rows.append(tuple(map(task_of, by_place)))
+    return Order(name, shape, tuple(rows))
+
+
+# Who ran what in a recorded run, together with whom, and the shape of its pipeline.
+
+
+class RecordedLayout:
+    """The ranks of a run, arranged by replica, pipeline rank and group."""
+
+    def __init__(self, recording: Recording) -> None:
+        if not recording.ranks:
+            raise RrfpError("the trace has no ranks; see 'rrfp trace check'")
+        self._settings = RecordedSettings(recording)
+        infos = [records.info for records in recording.ranks]
+        missing = sorted(expected_ranks(recording.settings) - {info.rank for info in infos})
+        if missing:
+            raise RrfpError(
+                f"the trace lacks ranks of its run, rank {missing[0]} for one, and only whole runs "
+                "are replayed; see 'rrfp trace check'"
+            )
+        self._num_ranks = 1 + max(info.pp_rank for info in infos)
+        self._stages = {info.pp_rank: info.stages for info in infos}
+        hosts = [info.host for info in infos]
+        self.shares_hosts = len(set(hosts)) < len(hosts)
+        # Replicas that share experts run in step: as many neighbouring ones as experts span.
+        num_coupled = self._settings.number("ep") or 1
+        replicas: defaultdict[int, defaultdict[int, list[RankRecords]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for records in recording.ranks:
+            info = records.info
+            replicas[info.dp_rank // num_coupled][info.pp_rank].append(records)
+        self._replicas = [
+            [
+                sorted(replica[pp_rank], key=lambda records: records.info.rank)
+                for pp_rank in range(self._num_ranks)
+            ]
+            for _, replica in sorted(replicas.items())
+        ]
+        sizes = {len(members) for replica in self._replicas for members in replica}
+        self.num_members = max(sizes)
+        if len(sizes) > 1:
+            raise RrfpError(
+                f"the trace lacks ranks: some stages have {min(sizes)} and some "
+                f"{max(sizes)} of them; see 'rrfp trace check'"
+            )
+
+    def steps(self, windows: dict[int, Window]) -> list[StepRecords]:
+        """The records of the steps with these windows."""
+        by_step = [
+            [[split_by_step(records) for records in members] for members in replica]
+            for replica in self._replicas
+        ]
+        return [
+            StepRecords(
+                step,
+                window,
+                tuple(
+                    tuple(tuple(rank[step] for rank in members) for members in replica)
+                    for replica in by_step
+                ),
+            )
+            for step, window in windows.items()
+        ]
+
+    def shape(self, steps: list[StepRecords]) -> Shape:
+        """The shape of the step with the most tasks, among those with a backward: traces of earlier
+        versions number evaluations among the steps that train.
+
+        Raises RrfpError when the tasks or the stages are of no shape.
+        """
+        tasks = max(
+            ([task for members in each.replicas[0] for task in members[0].tasks] for each in steps),
+            key=lambda tasks: (any(task.kind == Kind.B for task in tasks), len(tasks)),
+        )
+        if not tasks:
+            raise RrfpError("no step of the trace has any task; see 'rrfp trace check'")
+        if all(task.kind == Kind.F for task in tasks):
+            raise RrfpError("the steps of the trace have no backward; choose a run that trains")
+        return self._shape(tasks)
+
+    def shape_of(self, step: StepRecords) -> Shape:
+        """The shape of a step, which may be an evaluation. Raises RrfpError when the tasks or the
+        stages are of no shape."""
+        return self._shape([task for members in step.replicas[0] for task in members[0].tasks])
+
+    def _shape(self, tasks: list[TaskRecord]) -> Shape:
+        found = {task.kind for task in tasks}
+        kinds = next(
+            (k for k in (FORWARD_ONLY, WHOLE_BACKWARD, SPLIT_BACKWARD) if found == set(k)), None
+        )
+        if kinds is None:
+            raise RrfpError(
+                f"the steps of the trace have tasks of kind {', '.join(sorted(found))}, which are "
+                "not F, F B or F B W; see 'rrfp trace check'"
+            )
+        num_microbatches = 1 + max(task.microbatch for task in tasks)
+        shape = shape_of_stages(self._stages, num_microbatches, kinds)
+        if shape is None:
+            raise RrfpError(
+                f"the stages of pipeline rank 0 are {', '.join(map(str, self._stages[0]))}: the "
+                "chunks of the trace lie neither in a loop nor in a V"
+            )
+        return shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,12 @@ from functools import cached_property
 from statistics import median, median_low
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.replay.change import Change
-from rrfp.replay.culprits import LEAST_EXCESS_OF_STAGE
-from rrfp.replay.measured import measure
-from rrfp.replay.measured_step import MeasuredStep
+from rrfp.replay.bottlenecks import LEAST_EXCESS_OF_STAGE, Structural, structural
+from rrfp.replay.change import W_SHARE, Change, replay
+from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.replay.replayed import W_SHARE, replay
-from rrfp.replay.structural import Structural, structural
-from rrfp.schedule.hints.orders import ORDERS
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import described_hold
+from rrfp.schedule.knobs import described_hold
+from rrfp.schedule.named_hints import HINTS, ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.simulate.step import SimulatedStep
 from rrfp.trace.records import NS_PER_S, Recording

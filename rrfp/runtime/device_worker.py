@@ -2,7 +2,7 @@
 
 A launched task is not a finished one. The host launches the next task while one runs, so that the
 device need not wait for it: at most one stands behind the running one, decided as late as its
-launch allows (`rrfp.schedule.patience.just_in_time`). Should nothing be ready then, it is decided
+launch allows (`rrfp.schedule.patience`). Should nothing be ready then, it is decided
 with the next arrival, or when the device has nothing left.
 
 Tasks are recorded by the device's own times, launches beside them by the host's. A rank is idle
@@ -18,19 +18,25 @@ from statistics import median_low
 from threading import Thread
 from typing import Any
 
-from rrfp.runtime.begun import begun_task
-from rrfp.runtime.device import device as seam
+from rrfp.runtime.device import interface as seam
 from rrfp.runtime.pace import StepPace
 from rrfp.runtime.protocols import Compute, Ended, StallError, StepSummary
 from rrfp.runtime.stall import LOOK_S
-from rrfp.runtime.worker import Worker
+from rrfp.runtime.worker import Worker, begun_task
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.instructions import RunTask, StepDone, Wait, Waited
-from rrfp.schedule.patience.just_in_time import JustInTime
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, Stimulus, TaskAgreed
-from rrfp.schedule.tasks import Kind
-from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord
-from rrfp.trace.steps import step_name
+from rrfp.schedule.patience import JustInTime
+from rrfp.schedule.tasks import (
+    ComputeIdle,
+    DecideAhead,
+    Kind,
+    RunTask,
+    StepDone,
+    Stimulus,
+    TaskAgreed,
+    Wait,
+    Waited,
+)
+from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, WaitRecord, step_name
 
 _MOST_LAUNCHED = 2
 """The running task, and one behind it."""

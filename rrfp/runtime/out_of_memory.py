@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.schedule.hold import Bytes, told_bytes
+from rrfp.schedule.knobs import Bytes, told_bytes
 from rrfp.schedule.tasks import Task
 
 _SHARE = 0.9

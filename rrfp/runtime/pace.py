@@ -5,15 +5,40 @@ around a task's work, and for each message before it leaves.
 """
 
 import ctypes
+import random
 import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
 from rrfp.trace.records import NS_PER_S
+
+# Random delays injected into tasks and messages, to show that a result does not depend on them.
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Delays of one rank, uniform between 0 and `longest_s` and reproducible by seed."""
+
+    seed: int
+    rank: int
+    longest_s: float
+
+    def draws(self, name: str) -> Callable[[], float]:
+        """A function that draws the next delay of this stream, in seconds. Give each thread its own
+        stream, so that its sequence does not depend on other threads."""
+        source = random.Random(f"{self.seed}/{self.rank}/{name}")
+        return lambda: source.uniform(0.0, self.longest_s)
+
+    def stream(self, name: str) -> Callable[[], None]:
+        """A function that sleeps for the next delay of this stream."""
+        draw = self.draws(name)
+        return lambda: time.sleep(draw())
+
 
 MOST_OVER_PACE = 0.02
 """If a larger share of tasks takes longer than modelled, the run's times are not the model's."""

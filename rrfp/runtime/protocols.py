@@ -16,8 +16,7 @@ import torch
 
 from rrfp.errors import RrfpError
 from rrfp.schedule.dispatcher import Group
-from rrfp.schedule.stimuli import InputArrived
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import InputArrived, Task
 from rrfp.trace.outcome import Culprit
 
 Clock = Callable[[], int]
@@ -181,7 +180,7 @@ class Links(Protocol):
 
 
 class Transport(Links, Protocol):
-    """A rank's links and their life cycle; `rrfp.runtime.transport.factory` picks the right one.
+    """A rank's links and their life cycle; `rrfp.runtime.net.transport` picks the right one.
 
     Its owner opens it once, before anything else, and closes it once. A constructor contacts no
     peer and starts no thread.

@@ -5,7 +5,7 @@ wait for the flush between steps. Records beyond the recorder's capacity are cou
 the next step is recorded again. If the disk fails, recording switches itself off with one warning
 and training goes on.
 
-Each record also goes at once into the rank's flight record (`rrfp.trace.ending.flight`), so that
+Each record also goes at once into the rank's flight record (`rrfp.trace.flight_record`), so that
 those of the step that was running are there however the rank ends.
 """
 
@@ -21,7 +21,7 @@ from typing import Self
 
 from rrfp.errors import reason_of
 from rrfp.runtime.protocols import Clock, monotonic
-from rrfp.trace.ending.flight import FlightRing, ring_of
+from rrfp.trace.flight_record import FlightRing, ring_of
 from rrfp.trace.records import (
     BegunRecord,
     CostRecord,
@@ -30,9 +30,9 @@ from rrfp.trace.records import (
     RankInfo,
     Record,
     TaskRecord,
+    step_name,
 )
-from rrfp.trace.spills.spill import Row, SpillWriter, row_of, step_of
-from rrfp.trace.steps import step_name
+from rrfp.trace.spill import Row, SpillWriter, row_of, step_of
 
 CAPACITY = 6_000_000
 """Records of one step: a minute's worth at 100,000 per second, 1.2 GB at 0.2 kB each."""

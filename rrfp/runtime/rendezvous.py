@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,10 +20,12 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from rrfp.errors import RrfpError, numbered
-from rrfp.runtime import variables
-from rrfp.runtime.decoding import integer, integers, items, member, parsed, text
+from rrfp.runtime import launchers as variables
+from rrfp.runtime.device.interface import Device
 from rrfp.runtime.protocols import Clock, PeerLostError, monotonic
+from rrfp.strict_json import instance, integer, integers, items, member, parsed, text
 from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.records import RankInfo
 
 T = TypeVar("T")
 
@@ -381,3 +385,44 @@ def _play_ping_pong(rendezvous: Rendezvous, speaker: int, clock: Clock) -> Clock
             best = ClockOffset(reference_ns - (sent_ns + received_ns) // 2, error_ns)
     assert best is not None
     return best
+
+
+# How ranks introduce themselves to each other, with their clocks compared, through the store.
+
+
+def introduce(
+    store: Store, prefix: str, own: RankInfo, num_ranks: int, device: Device, *, timeout_s: float
+) -> RankInfo:
+    """Publish who this rank is; all ranks call it. Returns `own` with its clock's offset to rank
+    0's host, and with how far times may be off that its device tells. Raises PeerLostError naming a
+    rank that does not appear by the one deadline, and as soon as a rank reports below the prefix
+    that it has failed."""
+    rank = own.rank
+    rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    hosts = exchange_hosts(store, prefix, rank, num_ranks, timeout_s=timeout_s)
+    offset = clock_offset(store, prefix, rank, hosts, timeout_s=rendezvous.remaining_s)
+    device.relate_clocks()
+    error_ns = offset.error_ns + device.clock_error_ns
+    own = replace(own, clock_offset_ns=offset.offset_ns, clock_error_ns=error_ns)
+    rendezvous.publish(f"info/{rank}", json.dumps(asdict(own)))
+    return own
+
+
+def introduced(
+    store: Store, prefix: str, rank: int, num_ranks: int, *, timeout_s: float
+) -> list[RankInfo]:
+    """Who all ranks are, by rank. Raises PeerLostError naming a rank that has not introduced itself
+    in time, and RrfpError naming one whose introduction cannot be read."""
+    rendezvous = Rendezvous(store, prefix, rank, timeout_s)
+    rendezvous.awaited = range(num_ranks)
+    return [
+        rendezvous.wait_json(f"info/{peer}", peer, partial(_info, peer))
+        for peer in range(num_ranks)
+    ]
+
+
+def _info(rank: int, told: object) -> RankInfo:
+    info = instance(RankInfo, told)
+    if info.rank != rank:
+        raise ValueError(f"it belongs to rank {info.rank}")
+    return info

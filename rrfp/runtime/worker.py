@@ -4,7 +4,7 @@ Only the compute thread runs this code. Sending never blocks it, and messages ar
 inbox, which is emptied before each decision. A step ends only once it has consumed all its own
 messages, so a message of any other step belongs to a later one (a neighbour may be ahead) and is
 kept until that step begins. Step numbers do not show which is later: those of training rise and
-those of evaluations fall (`rrfp.trace.steps`).
+those of evaluations fall (`rrfp.trace.records`).
 
 The compute thread owns the state: the dispatcher, the agreement, what has arrived. On the leader of
 a group it lends them, while a task runs, to the thread that decides on the next one
@@ -17,14 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from rrfp.runtime.ahead import AheadThread
-from rrfp.runtime.begun import begun_task, begun_wait, explained
-from rrfp.runtime.delays import Delays
-from rrfp.runtime.device.cpu import CPU
-from rrfp.runtime.device.device import Device
+from rrfp.runtime.agreement import AheadThread
+from rrfp.runtime.device.interface import CPU, Device
 from rrfp.runtime.out_of_memory import told_when_out_of_memory
-from rrfp.runtime.owed import owed, stall_row
-from rrfp.runtime.pace import StepPace
+from rrfp.runtime.pace import Delays, StepPace
 from rrfp.runtime.protocols import (
     Agreement,
     Arrived,
@@ -45,17 +41,63 @@ from rrfp.runtime.protocols import (
     StepSummary,
     monotonic,
 )
-from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid
-from rrfp.schedule.causes import Cause
+from rrfp.runtime.stall import GATHER_S, LOOK_S, StallBoard, StallRow, grid, owed, stall_row
 from rrfp.schedule.dispatcher import Dispatcher
-from rrfp.schedule.instructions import Instruction, RunTask, StepDone, Wait, Waited
-from rrfp.schedule.patience.punctuality import Durations, Punctuality, punctuality_of
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.patience import Durations, Punctuality, punctuality_of
+from rrfp.schedule.tasks import (
+    Cause,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Instruction,
+    RunTask,
+    StepDone,
+    Stimulus,
+    Task,
+    TaskAgreed,
+    Wait,
+    Waited,
+)
 from rrfp.trace.outcome import Culprit, FoundBy
-from rrfp.trace.records import NS_PER_S, Record, TaskRecord, WaitRecord
-from rrfp.trace.steps import step_name
-from rrfp.trace.stimuli import record_of
+from rrfp.trace.records import (
+    NS_PER_S,
+    BegunRecord,
+    Doing,
+    Record,
+    TaskRecord,
+    WaitRecord,
+    record_of,
+    step_name,
+)
+
+# What a rank begins, told to its flight record: a task, or a wait and what that is for.
+
+
+def begun_task(now_ns: int, step: int, task: Task) -> BegunRecord:
+    stage, kind, microbatch = task
+    return BegunRecord(now_ns, now_ns, step, Doing.TASK, kind, stage, microbatch)
+
+
+def begun_wait(now_ns: int, step: int, cause: Cause) -> BegunRecord:
+    return BegunRecord(now_ns, now_ns, step, cause)
+
+
+def explained(
+    wait: BegunRecord, dispatcher: Dispatcher, agreement: Agreement, pp_ranks: Sequence[int]
+) -> BegunRecord:
+    """The wait with the task whose output it is for, and the rank that owes it. Takes time linear
+    in the tasks of the step."""
+    story = dispatcher.story()
+    best = () if story.best_waiting is None else (story.best_waiting,)
+    for waiting in (*best, *story.tasks):
+        for stage, kind, microbatch in waiting.lacks:
+            pp_rank = dispatcher.shape.rank_of(stage)
+            if pp_rank != dispatcher.rank:
+                return wait._replace(
+                    kind=kind, stage=stage, microbatch=microbatch, peer=pp_ranks[pp_rank]
+                )
+    return wait._replace(peer=next(iter(owed(dispatcher, agreement, pp_ranks)), -1))
+
 
 _BRIEF_S = 0.05
 """A wait that lasts longer is told in full."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rrfp.errors import UsageError
-from rrfp.schedule.values import Value
+from rrfp.schedule.tasks import Value
 
 
 class Admit(StrEnum):

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.hint import Rounds, WeightGradients
+from rrfp.schedule.hints import Rounds, WeightGradients
 from rrfp.schedule.shape import FORWARD_ONLY, SPLIT_BACKWARD, WHOLE_BACKWARD, Shape
-from rrfp.schedule.tasks import Kind, Task, format_task, parse_task
-from rrfp.schedule.values import Value
+from rrfp.schedule.tasks import Kind, Task, Value, format_task, parse_task
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,22 @@ from fractions import Fraction
 from typing import Self
 
 from rrfp.errors import UsageError
-from rrfp.schedule.hints.alternation import Alternation
-from rrfp.schedule.hints.auto import AutoHint
-from rrfp.schedule.hints.hint import Hint, WeightGradients
-from rrfp.schedule.hold import (
+from rrfp.schedule.hints import Hint, WeightGradients
+from rrfp.schedule.knobs import (
+    IMPATIENT,
     Bytes,
     Hold,
+    Patience,
     check_hold,
+    check_patience,
     counts_microbatches,
     described_hold,
+    described_patience,
 )
+from rrfp.schedule.named_hints import Alternation, AutoHint
 from rrfp.schedule.order import Order
-from rrfp.schedule.patience.setting import IMPATIENT, Patience, check_patience, described_patience
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.values import plain_integer
+from rrfp.schedule.tasks import plain_integer
 
 PAPER_LIMIT = 32
 """The paper's limit on D (its App. C): the least that is usual, and what earlier versions took."""

@@ -6,8 +6,7 @@ from enum import StrEnum
 from typing import SupportsIndex
 
 from rrfp.errors import UsageError
-from rrfp.schedule.tasks import Kind, Task
-from rrfp.schedule.values import Value, whole_number
+from rrfp.schedule.tasks import Kind, Task, Value, whole_number
 
 
 class Placement(StrEnum):

@@ -8,8 +8,55 @@ of the two it is.
 """
 
 import re
+from dataclasses import fields
 from enum import StrEnum
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex
+
+from rrfp.errors import UsageError
+
+# What the core's values have in common.
+
+
+class Value:
+    """The base of frozen dataclasses. They are pickled and copied by the arguments that make them:
+    compiled, they have no other way to get their fields back."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        value: Any = self
+        names = [each.name for each in fields(value) if each.init]
+        return type(self), tuple([getattr(self, name) for name in names])
+
+
+def whole_number(value: SupportsIndex, name: str) -> int:
+    """A whole number of any library, such as numpy's or a tensor, as Python's own. Raises
+    UsageError, in which it is called `name`, for anything else."""
+    try:
+        return index(value)
+    except TypeError:
+        raise UsageError(f"{name} is {value!r:.50}; it must be a whole number") from None
+
+
+def plain_integer(value: Any) -> object:
+    """A whole number of any library as Python's own; anything else as it is."""
+    if isinstance(value, bool):  # in a conditional expression, compiled, it would be a number
+        return value
+    try:
+        return index(value)
+    except TypeError:
+        return value
+
+
+def plain_real(value: object) -> object:
+    """A number of any library as Python's own; anything else as it is."""
+    if isinstance(plain_integer(value), int) or not isinstance(value, SupportsFloat):
+        return plain_integer(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):  # several numbers
+        return value
 
 
 class Kind(StrEnum):
@@ -60,3 +107,121 @@ def format_task(task: Task, *, split: bool = False) -> str:
     """Write a task in torch's letters; `split` means that backwards leave W to another task."""
     letter = "I" if split and task.kind is Kind.B else task.kind
     return f"{task.stage}{letter}{task.microbatch}"
+
+
+# Why a rank is idle: every idle interval has exactly one of these causes.
+
+
+class Cause(StrEnum):
+    """The cause of a wait."""
+
+    WARMUP = "warmup"
+    """Before the rank's first task of the step."""
+    FORWARD_INPUT = "forward_input"
+    """Nothing is ready; the hint's best unfinished task waits for an activation."""
+    BACKWARD_INPUT = "backward_input"
+    """Nothing is ready; the hint's best unfinished task waits for a gradient."""
+    LIMIT = "limit"
+    """A task was here and the limit on D withheld it."""
+    HOLD = "hold"
+    """A forward was here and the bound on held activations withheld it."""
+    PATIENCE = "patience"
+    """A task could run, but a better one was announced and will be here soon."""
+    COORDINATION = "coordination"
+    """A task was ready here, but the group had not agreed on it yet."""
+    ORDER = "order"
+    """Fixed dispatch: a task was ready, but the order put another one first."""
+    TRANSFER = "transfer"
+    """Issuing or waiting for a blocking send or receive (Megatron's own schedule)."""
+    GRADIENT_SYNC = "gradient_sync"
+    """Data-parallel reduction not hidden behind work."""
+    DRAIN = "drain"
+    """After the rank's last task of the step."""
+
+
+# Stimuli: what a dispatcher takes in.
+
+
+class InputArrived(NamedTuple):
+    """A task's input from a neighbouring stage has arrived: on this rank (`member` 0), or on that
+    member of the group that this rank leads."""
+
+    task: Task
+    member: int = 0
+
+
+class Announced(NamedTuple):
+    """The task whose output this one takes has begun on another rank."""
+
+    task: Task
+    expected_ns: int
+    """When the input is expected here, on the clock of `Dispatcher.handle`."""
+    patience_ns: int
+    """How long this rank would wait for it."""
+
+
+class ComputeIdle(NamedTuple):
+    """The compute thread is free, and everything that has arrived was passed in."""
+
+
+class DecideAhead(NamedTuple):
+    """A task is running; decide on the next one already, if something is ready."""
+
+
+class TaskAgreed(NamedTuple):
+    """The compute thread is free, and the group's leader has decided on this task."""
+
+    task: Task
+
+
+Stimulus = InputArrived | Announced | ComputeIdle | DecideAhead | TaskAgreed
+
+
+# Instructions: what a dispatcher answers with.
+
+
+class RunTask(NamedTuple):
+    """Run this task now. Counts are as of the decision."""
+
+    task: Task
+    chunk: int
+    hint_position: int
+    """Its place in the hint's order; -1 if the dispatcher has no order."""
+    ready: int
+    """How many tasks were ready, this one included; a task that a bound withholds is not."""
+    skipped: int
+    """How many unfinished tasks the hint's order puts before it; -1 without an order."""
+    depth: int
+    """D, this task included."""
+    held: int
+    """Activations held, this task included, in slots of one chunk."""
+    ready_forwards: int
+    """The forwards among `ready`."""
+    ready_backwards: int
+    """The backwards among `ready`."""
+    held_bytes: int = 0
+    """The sizes of the activations held, this task included; 0 where sizes are not known."""
+
+
+class Wait(NamedTuple):
+    """Run nothing; ask again when something arrives."""
+
+    cause: Cause
+    deadline_ns: int | None = None
+    """Ask again at this time at the latest, because something may run by then; None: nothing may
+    before something arrives."""
+
+
+class Waited(NamedTuple):
+    """An idle interval has ended; attribute it to this cause."""
+
+    cause: Cause
+    start_ns: int
+    end_ns: int
+
+
+class StepDone(NamedTuple):
+    """Every task of the step has been dispatched."""
+
+
+Instruction = RunTask | Wait | Waited | StepDone

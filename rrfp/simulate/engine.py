@@ -4,8 +4,8 @@ Events are ordered by time, then priority. At one instant tasks end first, then 
 then free ranks decide, so that a decision takes everything that has arrived into account, as in the
 runtime. Nothing depends on the machine.
 
-What is simulated without a record goes by the numbers of tasks (`rrfp.schedule.lanes`) and asks
-dispatchers to `decide`, which leaves out what only records tell.
+What is simulated without a record goes by the numbers of tasks (`rrfp.schedule.ready_tracker`) and
+asks dispatchers to `decide`, which leaves out what only records tell.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,23 @@ from heapq import heappop, heappush
 from typing import Final, Protocol
 
 from rrfp.errors import RrfpError
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.dispatcher import Dispatcher, Group
-from rrfp.schedule.instructions import RunTask, Waited
-from rrfp.schedule.lanes import KINDS, NOTHING, Lanes, lanes_of
-from rrfp.schedule.patience.announcements import NEVER
+from rrfp.schedule.patience import NEVER
 from rrfp.schedule.policy import Policy
+from rrfp.schedule.ready_tracker import KINDS, NOTHING, Lanes, lanes_of
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
-from rrfp.schedule.stimuli import ComputeIdle, DecideAhead, InputArrived, Stimulus, TaskAgreed
-from rrfp.schedule.tasks import Task
-from rrfp.schedule.values import Value
+from rrfp.schedule.tasks import (
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    RunTask,
+    Stimulus,
+    Task,
+    TaskAgreed,
+    Value,
+    Waited,
+)
 from rrfp.simulate.world import World
 
 ENDED: Final = 0

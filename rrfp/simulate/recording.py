@@ -4,11 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from rrfp.schedule.causes import Cause
-from rrfp.schedule.instructions import RunTask, Waited
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.stimuli import Stimulus
-from rrfp.schedule.tasks import Task
+from rrfp.schedule.tasks import Cause, RunTask, Stimulus, Task, Waited
 from rrfp.trace.records import (
     AgreementRecord,
     Phase,
@@ -20,8 +17,8 @@ from rrfp.trace.records import (
     SendRecord,
     TaskRecord,
     WaitRecord,
+    record_of,
 )
-from rrfp.trace.stimuli import record_of
 
 HOST = "simulated"
 

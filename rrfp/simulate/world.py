@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rrfp.schedule.patience.just_in_time import RISK
-from rrfp.schedule.sizes import Sizes
-from rrfp.schedule.tasks import Kind, Task
-from rrfp.schedule.values import Value
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.patience import RISK
+from rrfp.schedule.tasks import Kind, Task, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class World(Value):
     None: only what their earlier tasks took."""
     launch_ns: int = 0
     """How long a rank's host takes to launch a task on its device, which decides just in time
-    (`rrfp.schedule.patience.just_in_time`). 0: ranks decide when a task has ended."""
+    (`rrfp.schedule.patience`). 0: ranks decide when a task has ended."""
     launch_risk: float = RISK
     """What a rank risks by waiting with its decision (`JustInTime`)."""
     agreement_ns: int = 0

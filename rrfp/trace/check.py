@@ -9,17 +9,17 @@ from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice, pairwise, takewhile
 from typing import Any
 
-from rrfp.trace.ending.finding import NUM_EXAMPLES, finding
-from rrfp.trace.ending.promise import (
+from rrfp.trace.completeness import (
+    NUM_EXAMPLES,
     Promise,
     check_begun,
     check_off,
     check_outcome,
     check_promise,
+    finding,
     ranks_off,
 )
-from rrfp.trace.kept_bytes import are_known, wrong_changes
-from rrfp.trace.perfetto.flows import MessageKey, TaskKey, key_of, received_by, sent_by
+from rrfp.trace.perfetto.format import MessageKey, TaskKey, key_of, received_by, sent_by
 from rrfp.trace.perfetto.reader import TraceContents
 from rrfp.trace.records import (
     Phase,
@@ -29,10 +29,34 @@ from rrfp.trace.records import (
     Recording,
     SendRecord,
     TaskRecord,
+    are_known,
+    is_evaluation,
+    step_name,
+    wrong_changes,
 )
-from rrfp.trace.rundir import expected_ranks
+from rrfp.trace.run_dir import expected_ranks
 from rrfp.trace.sessions import FIRST_KEPT_STEP
-from rrfp.trace.steps import is_evaluation, step_name
+
+# What recording cost a run, by the run's own records.
+
+
+def recording_fraction(recording: Recording) -> float | None:
+    """The time spent recording over the time of the steps, on the rank where that is largest.
+
+    None if no rank has both finished a step and recorded its cost.
+    """
+    fractions = [
+        records.costs[-1].cost_ns / steps_ns
+        for records in recording.ranks
+        if records.costs and (steps_ns := _steps_ns(records))
+    ]
+    return max(fractions, default=None)
+
+
+def _steps_ns(records: RankRecords) -> int:
+    return sum(
+        phase.end_ns - phase.start_ns for phase in records.phases if phase.phase == Phase.SCHEDULE
+    )
 
 
 def check_contents(contents: TraceContents, promise: Promise | None = None) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import quote, urlencode
 
-from rrfp.trace.steps import Window
+from rrfp.trace.records import Window
 
 _MARGIN_FRACTION = 0.02
 
@@ -22,7 +22,7 @@ class Preset(StrEnum):
     """How did messages travel from stage to stage?"""
 
 
-# Names from `rrfp.trace.perfetto.tracks`, of tracks with slices: a pinned group shows nothing.
+# Names from `rrfp.trace.perfetto.format`, of tracks with slices: a pinned group shows nothing.
 _TRACKS_OF = {
     Preset.BUBBLES: "^(compute|wait|critical path)$",
     Preset.HINTS: "^(compute|hint|D)$",

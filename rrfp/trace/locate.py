@@ -16,9 +16,9 @@ from pathlib import Path
 
 import rrfp
 from rrfp.errors import RrfpError, UsageError, did_you_mean, reason_of
-from rrfp.trace.files.whole_file import is_own
 from rrfp.trace.outcome import why_without_records
-from rrfp.trace.rundir import RUNS, RunDir, runs_in
+from rrfp.trace.run_dir import RUNS, RunDir, runs_in
+from rrfp.trace.safe_files import is_own
 
 _COUNTED = re.compile(r"@-([1-9]\d{0,8})")
 
@@ -79,7 +79,7 @@ def resolve_session(path: Path) -> Path:
     """The trace of the last session of a run that has ended, given its directory. Merges the
     session's records. Raises RrfpError if it recorded nothing."""
     # Imported late: Perfetto's module is slow to import.
-    from rrfp.trace.spills.merge import encode_session
+    from rrfp.trace.merge import encode_session
 
     sessions = RunDir(path).sessions()
     if not sessions or not encode_session(sessions[-1]):
@@ -106,7 +106,7 @@ def resolve_trace(path: Path | None) -> Path:
     if not sessions:
         raise RrfpError(why_without_records(run))
     # Imported late: Perfetto's module is slow to import, and most runs are already merged.
-    from rrfp.trace.spills.merge import encode_run
+    from rrfp.trace.merge import encode_run
 
     if is_own(path) and all(is_own(each.records) for each in sessions if each.records.exists()):
         return encode_run(path)
@@ -129,7 +129,7 @@ def encode_apart(path: Path) -> None:
     root = str(Path(rrfp.__file__).parent.parent)
     program = (
         f"import sys; sys.path[:] = {[root, *sys.path]!r}; from pathlib import Path; "
-        "from rrfp.trace.spills.merge import encode_run; encode_run(Path(sys.argv[1]))"
+        "from rrfp.trace.merge import encode_run; encode_run(Path(sys.argv[1]))"
     )
     # Isolated, so that it runs no start-up code that is meant for the job's processes.
     command = [sys.executable, "-I", "-c", program, str(path)]

@@ -12,12 +12,11 @@ from enum import StrEnum
 from typing import IO, Any, Self
 
 from rrfp.errors import RrfpError, StoppedError, first_line
-from rrfp.json_text import parsed
-from rrfp.trace.files.reading import read_small
-from rrfp.trace.files.whole_file import open_own
-from rrfp.trace.rundir import RunDir
+from rrfp.strict_json import parsed
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.safe_files import open_own, read_small
 from rrfp.trace.sessions import read_description
-from rrfp.trace.spills.spill import hold, is_being_written
+from rrfp.trace.spill import hold, is_being_written
 
 
 class Outcome(StrEnum):

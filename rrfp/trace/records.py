@@ -3,12 +3,27 @@
 All times are integer nanoseconds. A rank records on its own host's monotonic clock. In a
 `Recording` every time has been moved to the reference clock (that of rank 0's host) by the rank's
 `clock_offset_ns`, and counts from the start of the run. `step` numbers training steps and
-evaluations separately (`rrfp.trace.steps`).
+evaluations separately (`rrfp.trace.records`).
 """
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
+
+from rrfp.errors import RrfpError, numbered
+from rrfp.schedule.tasks import (
+    Announced,
+    Cause,
+    ComputeIdle,
+    DecideAhead,
+    InputArrived,
+    Kind,
+    Stimulus,
+    Task,
+    TaskAgreed,
+)
 
 NS_PER_S = 1_000_000_000
 
@@ -65,7 +80,7 @@ class SendRecord(NamedTuple):
     sequence: int
     num_bytes: int
     plane: str = "inline"
-    """What carried its tensors (`rrfp.runtime.planes.names`)."""
+    """What carried its tensors (`rrfp.runtime.planes.registry`)."""
     queued_ns: int = 0
     """How long it waited on this rank before: for the link, for a slot, for a device."""
     copy_ns: int = 0
@@ -296,3 +311,260 @@ class Recording:
 
     settings: dict[str, object]
     ranks: list[RankRecords]
+
+
+# Steps of a run: how they are numbered and named, and when each one ran.
+#
+# In every record, training steps are numbered 0, 1, 2, ... Evaluations, which run forwards only,
+# have negative numbers: -1 is evaluation 0, -2 is evaluation 1, ... So step numbers do not rise
+# with time. Earlier versions numbered evaluations among the training steps.
+
+
+Window = tuple[int, int]
+"""Start and end, in nanoseconds of the trace."""
+
+STEP, EVALUATION = "step", "evaluation"
+"""The two sorts of step."""
+
+
+def evaluation_step(number: int) -> int:
+    """The step number of a run's evaluation `number`, counted from 0."""
+    return -1 - number
+
+
+def is_evaluation(step: int) -> bool:
+    return step < 0
+
+
+def told_step(step: int) -> tuple[str, int]:
+    """The sort of a step, and its number within that sort: `("evaluation", 0)`."""
+    return (EVALUATION, -1 - step) if step < 0 else (STEP, step)
+
+
+def step_name(step: int) -> str:
+    """`step 3`, `evaluation 0`."""
+    sort, number = told_step(step)
+    return f"{sort} {number}"
+
+
+def step_names(steps: Iterable[int]) -> str:
+    """`steps 3, 4`, `evaluation 0`, or both, each in order."""
+    numbers: dict[str, list[int]] = {STEP: [], EVALUATION: []}
+    for sort, number in map(told_step, in_order(steps)):
+        numbers[sort].append(number)
+    return " and ".join(numbered(sort, found) for sort, found in numbers.items() if found)
+
+
+def count_of(steps: Collection[int]) -> str:
+    """`1 step`, `3 evaluations`, or both."""
+    num_evaluations = sum(map(is_evaluation, steps))
+    counts = {STEP: len(steps) - num_evaluations, EVALUATION: num_evaluations}
+    told = [counted(number, sort) for sort, number in counts.items() if number]
+    return " and ".join(told) or counted(0, STEP)
+
+
+def counted(number: int, sort: str) -> str:
+    """`1 step`, `3 evaluations`."""
+    return f"{number} {sort}{'' if number == 1 else 's'}"
+
+
+def in_order(steps: Iterable[int]) -> list[int]:
+    """Training steps in their order, then evaluations in theirs."""
+    return sorted(steps, key=lambda step: (is_evaluation(step), abs(step)))
+
+
+def spread_evenly(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of a run's steps, spread evenly over them.
+
+    Each comes from the middle of its share of the run, because the first step warms up caches.
+    """
+    num = min(len(steps), most)
+    return [steps[(2 * part + 1) * len(steps) // (2 * num)] for part in range(num)]
+
+
+def step_windows(recording: Recording) -> dict[int, Window]:
+    """By step: the window of each step that every rank finished."""
+    return windows_of(
+        (
+            (records.info.rank, phase.step, phase.start_ns, phase.end_ns)
+            for records in recording.ranks
+            for phase in records.phases
+            if phase.phase == Phase.SCHEDULE
+        ),
+        len(recording.ranks),
+    )
+
+
+def windows_of(schedules: Iterable[tuple[int, int, int, int]], num_ranks: int) -> dict[int, Window]:
+    """By step: the window of each step that all `num_ranks` ranks finished.
+
+    `schedules` are the run's `SCHEDULE` phases: rank, step, start and end in ns. A window extends
+    from the first rank's entry into the schedule to the last one's return from it.
+    """
+    windows: dict[int, Window] = {}
+    finished: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, step, start_ns, end_ns in schedules:
+        finished[step].add(rank)
+        first_ns, last_ns = windows.get(step, (start_ns, end_ns))
+        windows[step] = min(first_ns, start_ns), max(last_ns, end_ns)
+    return {step: windows[step] for step in sorted(windows) if len(finished[step]) == num_ranks}
+
+
+# A dispatcher's stimuli as records, and back, so that a recorded rank can be replayed.
+
+
+_KINDS = {kind.value: kind for kind in Kind}
+"""A plain dictionary: the enum's own lookup would dominate the time of reading a replay."""
+
+
+def record_of(time_ns: int, step: int, stimulus: Stimulus) -> StimulusRecord:
+    """The record of a stimulus that a dispatcher takes in at this time."""
+    stage, kind, microbatch, member, expected_in_ns, patience_ns = -1, "", -1, 0, 0, 0
+    match stimulus:
+        case InputArrived():
+            (stage, kind, microbatch), member = stimulus
+        case TaskAgreed():
+            ((stage, kind, microbatch),) = stimulus
+        case Announced():
+            # A time may be moved to another clock, but a duration stays.
+            (stage, kind, microbatch), expected_ns, patience_ns = stimulus
+            expected_in_ns = expected_ns - time_ns
+    name = stimulus.__class__.__name__
+    return StimulusRecord(
+        *(time_ns, step, name, kind, stage, microbatch, member, expected_in_ns, patience_ns)
+    )
+
+
+def stimulus_of(record: StimulusRecord) -> Stimulus:
+    """The stimulus that was recorded. Raises RrfpError if the record's name is not a stimulus."""
+    match record.name:
+        case "ComputeIdle":
+            return ComputeIdle()
+        case "DecideAhead":
+            return DecideAhead()
+        case "TaskAgreed":
+            return TaskAgreed(task_of(record))
+        case "InputArrived":
+            return InputArrived(task_of(record), record.member)
+        case "Announced":
+            expected_ns = record.time_ns + record.expected_in_ns
+            return Announced(task_of(record), expected_ns, record.patience_ns)
+    raise RrfpError(
+        f"the trace has a stimulus '{record.name}' of {step_name(record.step)}, which no "
+        "dispatcher takes; see 'rrfp trace check'"
+    )
+
+
+def task_of(record: TaskRecord | ReceiveRecord | StimulusRecord) -> Task:
+    """The task that a record is about. Raises RrfpError if its kind is unknown."""
+    kind = _KINDS.get(record.kind)
+    if kind is None:
+        raise RrfpError(
+            f"the trace has a task of kind '{record.kind}' in {step_name(record.step)}; it must be "
+            f"one of {', '.join(Kind)}; see 'rrfp trace check'"
+        )
+    return Task(record.stage, kind, record.microbatch)
+
+
+# The counts of a dispatcher, for ranks that follow a fixed schedule without one.
+
+
+class FixedScheduleCounts:
+    """Counts over the tasks of one rank's step, fed in the order in which they run."""
+
+    def __init__(self, releases: Kind) -> None:
+        """`releases` is the kind of task that frees an activation: W if the backward is split,
+        otherwise B."""
+        self._releases = releases
+        self.num_run = 0
+        self.depth = 0
+        """D: chunk-forwards minus chunk-backwards run."""
+        self.held = 0
+        self.peak_held = 0
+        """The most activations held so far, in slots of one chunk and one microbatch."""
+
+    def ran(self, kind: Kind) -> tuple[int, int, int, int, int, int, int]:
+        """Count a task; return the fields of its `TaskRecord` from `hint_position` on."""
+        place = self.num_run
+        self.num_run += 1
+        self.depth += (kind is Kind.F) - (kind is Kind.B)
+        self.held += (kind is Kind.F) - (kind is self._releases)
+        self.peak_held = max(self.peak_held, self.held)
+        # A fixed schedule considers one task and skips none.
+        ready, skipped = 1, 0
+        of_kind = int(kind is Kind.F), int(kind is Kind.B)
+        return place, ready, skipped, self.depth, self.held, *of_kind
+
+    def cause_of_transfer(self, num_tasks: int) -> Cause:
+        """The cause of a wait for a transfer at this point of a step of `num_tasks` tasks."""
+        if self.num_run == 0:
+            return Cause.WARMUP
+        return Cause.DRAIN if self.num_run == num_tasks else Cause.TRANSFER
+
+
+# The bytes that activations keep, from the sums that a rank's tasks were recorded with.
+#
+# In a step, F adds what a microbatch keeps on a chunk. B leaves what is owed to W, and W gives back
+# that. So the change from one task to the next tells every size exactly. A dispatcher's sizes never
+# grow from F to W; measured ones may, where W needs more than F kept.
+
+
+class KeptChange(NamedTuple):
+    """What one task changed."""
+
+    task: TaskRecord
+    change: int
+    """In bytes."""
+    kept: int
+    """What the microbatch still keeps on this chunk; negative if the sums do not add up."""
+
+
+def are_known(tasks: Iterable[TaskRecord]) -> bool:
+    """Whether the sizes of any of these tasks are known."""
+    return any(task.held_bytes for task in tasks)
+
+
+def kept_changes(tasks: Iterable[TaskRecord]) -> Iterator[KeptChange]:
+    """The changes of one rank's tasks, in the order in which they ran. Steps begin with nothing."""
+    step: int | None = None
+    held = 0
+    kept: dict[tuple[int, int], int] = {}
+    for task in tasks:
+        if task.step != step:
+            step, held = task.step, 0
+            kept = {}
+        change = task.held_bytes - held
+        held = task.held_bytes
+        key = task.stage, task.microbatch
+        kept[key] = kept.get(key, 0) + change
+        yield KeptChange(task, change, kept[key])
+
+
+def held_for_w(tasks: Sequence[TaskRecord]) -> list[int]:
+    """By task, the bytes that wait for weight gradients alone once it has been chosen."""
+    step: int | None = None
+    total = 0
+    found = []
+    for task, change, kept in kept_changes(tasks):
+        if task.step != step:
+            step, total = task.step, 0
+        if task.kind == Kind.B:
+            total += kept
+        elif task.kind == Kind.W:
+            total += change
+        found.append(total)
+    return found
+
+
+def wrong_changes(tasks: Iterable[TaskRecord]) -> list[TaskRecord]:
+    """The tasks of one rank whose sums do not add up: an F that gives bytes back, a W that takes
+    some, a B or W that gives back more than were kept, and a last task of a microbatch on a chunk
+    after which some are left. `tasks` are of whole steps."""
+    wrong = []
+    left: dict[tuple[int, int, int], tuple[TaskRecord, int]] = {}
+    for task, change, kept in kept_changes(tasks):
+        is_wrong_way = change < 0 if task.kind == Kind.F else task.kind == Kind.W and change > 0
+        if is_wrong_way or kept < 0:
+            wrong.append(task)
+        left[task.step, task.stage, task.microbatch] = task, kept
+    return wrong + [task for task, kept in left.values() if kept > 0]

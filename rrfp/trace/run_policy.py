@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.patience.setting import IMPATIENT, described_patience
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, described_patience
 from rrfp.schedule.policy import PAPER_LIMIT, AgreementRule, Dispatch
 
 POLICY = "policy"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rrfp.errors import RrfpError, reason_of
-from rrfp.json_text import parsed
-from rrfp.trace.files.reading import read_small
+from rrfp.strict_json import parsed
 from rrfp.trace.records import (
     CostRecord,
     RankRecords,
@@ -20,8 +19,9 @@ from rrfp.trace.records import (
     SendRecord,
     num_times,
 )
+from rrfp.trace.run_dir import RunDir
 from rrfp.trace.run_policy import FIRST_STEP, POLICIES, POLICY, stated_policy_of_step
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.safe_files import read_small
 
 SESSIONS = "sessions"
 _SESSION = "session"

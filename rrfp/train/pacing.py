@@ -14,31 +14,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rrfp.errors import UsageError
-from rrfp.inputs.admission_files import resolve_admission
-from rrfp.inputs.dealing_files import resolve_dealing
-from rrfp.replay.cost_files import resolve_costs
+from rrfp.inputs import resolve_admission, resolve_dealing
+from rrfp.planning.balanced_costs import DealtCosts
+from rrfp.planning.order_search import Known, known_of
+from rrfp.replay.cost_sources import resolve_costs
 from rrfp.runtime.pace import Sleep, sharpen_sleep, sleep_until
 from rrfp.schedule.admission import Admission, ListedOrders
-from rrfp.schedule.dealing import AdmitAcross, Hands, ListedDealings
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hold import Auto
+from rrfp.schedule.balance import AdmitAcross, Hands, ListedDealings
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.knobs import Auto
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
-from rrfp.simulate.admission import order_by_costs
-from rrfp.simulate.conditions import Conditions, conditions
-from rrfp.simulate.costs.flops import check_divided
+from rrfp.simulate.conditions import Conditions, conditions, order_by_costs
+from rrfp.simulate.costs.language_models import check_divided
 from rrfp.simulate.costs.model import Costs, Links
-from rrfp.simulate.dealing import DealtCosts
 from rrfp.simulate.jitter import Jitter, parse_jitter
-from rrfp.simulate.plan.known import Known
-from rrfp.simulate.plan.modelled import known_of
 from rrfp.simulate.world import Stretch, TaskTimes
 from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
-    from rrfp.train.ranks.parallel import Layout
+    from rrfp.train.launch.process_groups import Layout
     from rrfp.train.settings import TrainSettings
 
 

@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Hold
-from rrfp.schedule.patience.setting import IMPATIENT, Patience
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, Hold, Patience
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.schedule.shape import Placement
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from shlex import quote
 
-from rrfp.inputs.layer_layout import layout_string
+from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.patience.setting import IMPATIENT, described_patience
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.tune.candidate import Candidate

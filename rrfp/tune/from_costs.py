@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp.errors import UsageError
-from rrfp.replay.cost_files import resolve_costs
-from rrfp.replay.recorded_costs import RecordedCosts
+from rrfp.replay.cost_sources import RecordedCosts, resolve_costs
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.cut_files import Cut, Given, layered_of
-from rrfp.simulate.costs.flops import FlopCosts, check_divided
-from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.costs.uneven import Uneven
-from rrfp.simulate.costs.units import CutCosts, Layered, check_split, even_cut
+from rrfp.simulate.costs.language_models import FlopCosts, check_divided
+from rrfp.simulate.costs.layer_costs import CutCosts, Layered, check_split, even_cut
+from rrfp.simulate.costs.model import Costs, Uneven
 from rrfp.simulate.jitter import Jitter
 from rrfp.tune.source import Source
 

@@ -5,21 +5,19 @@ from dataclasses import replace
 from statistics import fmean, median_low
 
 from rrfp.errors import UsageError
-from rrfp.inputs.layer_layout import parse_layout
-from rrfp.replay.measured import measure
-from rrfp.replay.measured_step import MeasuredStep
+from rrfp.inputs import parse_layout
+from rrfp.replay.change import W_SHARE
+from rrfp.replay.cost_sources import RecordedCosts
+from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.replay.recorded_costs import RecordedCosts
-from rrfp.replay.replayed import W_SHARE
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Auto, ShareOf1F1B
+from rrfp.schedule.knobs import Auto, ShareOf1F1B
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
 from rrfp.simulate.costs.cut_files import layered_of
-from rrfp.simulate.costs.stage_layers import StageLayers
-from rrfp.simulate.costs.uneven import Uneven
-from rrfp.simulate.costs.units import CutCosts
+from rrfp.simulate.costs.layer_costs import CutCosts, StageLayers
+from rrfp.simulate.costs.model import Uneven
 from rrfp.trace.records import NS_PER_S, Recording
 from rrfp.tune.candidate import Candidate
 from rrfp.tune.from_costs import CHUNK_LAYOUTS, MOST_FORWARDS, by_stage

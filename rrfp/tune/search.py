@@ -3,21 +3,364 @@ best of these on by small changes. Everything is simulated on the same steps, an
 predicted for others, which the search has not seen."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
 from statistics import fmean
 from time import monotonic
 
 import numpy as np
 
-from rrfp.errors import UsageError
-from rrfp.schedule.hold import Bytes, Hold, told_bytes
+from rrfp.errors import RrfpError, UsageError
+from rrfp.planning.trials import Setting, Trial, run_settings
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, AutoPatience, Bytes, Hold, told_bytes
+from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.shape import Placement, Shape
+from rrfp.simulate.costs.model import Costs
 from rrfp.trace.records import NS_PER_S
 from rrfp.tune.candidate import Candidate
-from rrfp.tune.evaluate import Budget, Evaluator, Outcome
-from rrfp.tune.imbalance import imbalance
-from rrfp.tune.source import Source
-from rrfp.tune.space import Space
+from rrfp.tune.source import Source, balanced, imbalance, loads, moves, work_of
+
+# What candidates would take, by simulation: each step once.
+
+
+_AT_ONCE = 32
+"""Candidates that are simulated in one go: those of one layout share what is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A candidate's step under one seed."""
+
+    makespan_ns: int
+    peak_bytes: int | None
+    """The most that a rank held; None where the costs say nothing of memory."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much may be simulated."""
+
+    simulations: int
+    until: float | None = None
+    """When to stop, by the monotonic clock."""
+
+    def is_spent(self) -> bool:
+        """Whether nothing more may be."""
+        return self.simulations <= 0 or (self.until is not None and monotonic() >= self.until)
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Simulates candidates of a source, and remembers what came out."""
+
+    source: Source
+    memory: Hold
+    budget: Budget
+    told: Callable[[], None] = lambda: None
+    """Called after each simulation."""
+    _outcomes: dict[tuple[Candidate, int], Outcome | None] = field(default_factory=dict)
+    _costs: dict[object, Costs] = field(default_factory=dict)
+    _least: dict[object, int] = field(default_factory=dict)
+    _fitted: dict[object, tuple[Policy, Shape] | None] = field(default_factory=dict)
+
+    def run(self, candidates: Iterable[Candidate], seed: int) -> list[Outcome | None]:
+        """The outcome of each under a seed; None for one that cannot run, or not in the memory."""
+        asked = list(candidates)
+        new = [each for each in dict.fromkeys(asked) if (each, seed) not in self._outcomes]
+        for first in range(0, len(new), _AT_ONCE):
+            self._simulate(new[first : first + _AT_ONCE], seed)
+        return [self._outcomes[each, seed] for each in asked]
+
+    def mean_ns(self, candidate: Candidate, seeds: Sequence[int]) -> float:
+        """The mean over seeds; infinite for one that cannot run under one of them."""
+        total = 0
+        for seed in seeds:
+            (outcome,) = self.run([candidate], seed)
+            if outcome is None:
+                return float("inf")
+            total += outcome.makespan_ns
+        return total / len(seeds)
+
+    def least_bytes(self, candidate: Candidate, seeds: Iterable[int]) -> int:
+        """The least bound in bytes with which no rank can get stuck under any of the seeds."""
+        return max((self._least_of(candidate, seed) for seed in seeds), default=0)
+
+    def _least_of(self, candidate: Candidate, seed: int) -> int:
+        shape, costs = self.source.shape_of(candidate), self._costs_of(candidate)
+        key = (id(costs), shape.num_chunks, shape.placement, seed)
+        if key not in self._least:
+            least = 0
+            for replica in range(self.source.num_replicas):
+                sizes = costs.step(shape, seed, replica).sizes
+                if sizes is not None:
+                    of_ranks = (sizes.of(shape.stages_of(r)) for r in range(shape.num_ranks))
+                    least = max(least, *(each.least_budget for each in of_ranks))
+            self._least[key] = least
+        return self._least[key]
+
+    def _simulate(self, candidates: Sequence[Candidate], seed: int) -> None:
+        settings = {}
+        for each in candidates:
+            setting = self._setting(each, seed)
+            if setting is None:
+                self._outcomes[each, seed] = None
+            else:
+                settings[each] = setting
+        rows = run_settings(list(settings.values()), [seed], finished=self._count)
+        for (each, setting), row in zip(settings.items(), rows, strict=True):
+            self._outcomes[each, seed] = self._outcome(each, setting, row.trials[0])
+
+    def _count(self) -> None:
+        self.budget.simulations -= 1
+        self.told()
+
+    def _setting(self, candidate: Candidate, seed: int) -> Setting | None:
+        """None for a candidate that cannot run."""
+        source = self.source
+        found = self._policy_and_shape(candidate)
+        if found is None:
+            return None
+        policy, shape = found
+        try:
+            if isinstance(policy.hold, Bytes) and (
+                self.least_bytes(candidate, [seed]) > policy.hold.num
+            ):
+                return None
+            costs = self._costs_of(candidate)
+        except UsageError:
+            return None
+        return Setting(
+            shape=shape,
+            policy=policy,
+            costs=costs,
+            jitter=source.jitter,
+            admit=candidate.admit,
+            num_members=source.num_members,
+            num_replicas=source.num_replicas,
+        )
+
+    def _policy_and_shape(self, candidate: Candidate) -> tuple[Policy, Shape] | None:
+        given = self.source.shape.num_microbatches
+        if given * candidate.divided % candidate.joined:
+            return None
+        shape = self.source.shape_of(candidate)
+        key = (candidate.family, candidate.hold, candidate.limit, candidate.patience, shape)
+        if key not in self._fitted:
+            try:
+                self._fitted[key] = fitted(candidate.policy, shape, counts_places=False)
+            except RrfpError:
+                self._fitted[key] = None
+        return self._fitted[key]
+
+    def _costs_of(self, candidate: Candidate) -> Costs:
+        """One object for all candidates with the same costs, so that draws are shared."""
+        key = (candidate.split, candidate.joined, candidate.divided)
+        if key not in self._costs:
+            self._costs[key] = self.source.costs_of(candidate)
+        return self._costs[key]
+
+    def _outcome(self, candidate: Candidate, setting: Setting, trial: Trial) -> Outcome | None:
+        peaks = trial.peak_held_bytes
+        peak_bytes = None if peaks is None else max(peaks)
+        if isinstance(self.memory, Bytes):
+            if peak_bytes is None or peak_bytes > self.memory.num:
+                return None
+        else:
+            assert isinstance(self.memory, int | Fraction)
+            held = Fraction(max(trial.peak_held), setting.shape.num_chunks)
+            if held * candidate.joined > self.memory * candidate.divided:
+                return None
+        return Outcome(trial.makespan_ns + self.source.tail_ns, peak_bytes)
+
+
+# The space that is searched: where it begins, and what is next to a candidate.
+
+
+_READY, _FIXED = Dispatch.READY, Dispatch.FIXED
+_IDLE, _RANKED = WeightGradients.IDLE, WeightGradients.RANKED
+
+Way = tuple[str, Dispatch, WeightGradients]
+"""A hint, and what is made of it."""
+
+_PATIENT = (("zb-h1", _READY, _RANKED), ("zb-v", _READY, _RANKED), ("v-half", _READY, _RANKED))
+"""What patience may make the best of all."""
+
+_ONE_CHUNK: tuple[Way, ...] = (
+    ("bf", _READY, _IDLE),
+    ("bfw", _READY, _IDLE),
+    ("b-first", _READY, _IDLE),
+    ("fb", _READY, _IDLE),
+    ("1f1b", _READY, _IDLE),
+    ("zb-h1", _READY, _IDLE),
+    ("zb-h1", _READY, _RANKED),
+    ("1f1b", _FIXED, _IDLE),
+    ("zb-h1", _FIXED, _IDLE),
+)
+_LOOP: tuple[Way, ...] = (
+    ("bf", _READY, _IDLE),
+    ("bfw", _READY, _IDLE),
+    ("bf-deep", _READY, _IDLE),
+    ("bfw-deep", _READY, _IDLE),
+    ("interleaved", _READY, _IDLE),
+    ("interleaved", _FIXED, _IDLE),
+)
+_V: tuple[Way, ...] = (
+    ("bf-deep", _READY, _IDLE),
+    ("bfw", _READY, _IDLE),
+    ("bfw-deep", _READY, _IDLE),
+    ("zb-v", _READY, _IDLE),
+    ("zb-v", _READY, _RANKED),
+    ("v-half", _READY, _IDLE),
+    ("v-half", _READY, _RANKED),
+    ("v-min", _READY, _RANKED),
+    ("zb-v", _FIXED, _IDLE),
+    ("v-half", _FIXED, _IDLE),
+    ("v-min", _FIXED, _IDLE),
+)
+
+_SHARES_OF_A_HOLD = tuple(map(Fraction, ("1/2", "3/4", "1", "5/4", "3/2", "2")))
+"""Holds in microbatches that are tried, as multiples of the number of ranks."""
+
+_NUM_EVEN, _NUM_OTHERS = 12, 8
+"""Splits that are tried from another one."""
+
+
+@dataclass(slots=True)
+class Space:
+    """What may be chosen for a source under a bound on memory."""
+
+    source: Source
+    memory: Hold
+    """A number of bytes or of microbatches."""
+    work: Sequence[float] = field(init=False, default=())
+    """By unit; empty where layers cannot be told apart."""
+
+    def __post_init__(self) -> None:
+        source = self.source
+        if source.layered is not None:
+            num = source.shape.num_microbatches
+            seeds = list(source.seeds[:4]) or range(4)
+            self.work = work_of(source.layered, source.shape.num_ranks, num, seeds)
+
+    def ways(self, chunks: int, placement: Placement) -> tuple[Way, ...]:
+        """The hints that go with a layout."""
+        found = _ONE_CHUNK if chunks == 1 else _V if placement is Placement.V else _LOOP
+        if self.source.splits_backward:
+            return found
+        return tuple(way for way in found if not HINTS[way[0]].splits_backward)
+
+    def begin(self) -> list[Candidate]:
+        """Every layout with every hint, order of entry and size, the layers divided evenly, and so
+        that the ranks' loads are."""
+        source = self.source
+        found = []
+        for chunks, placement in source.layouts:
+            for split in self.splits(chunks, placement):
+                for hint, dispatch, w in self.ways(chunks, placement):
+                    for joined, divided in source.sizes:
+                        plain = Candidate(
+                            hint=hint,
+                            dispatch=dispatch,
+                            w=w,
+                            chunks=chunks,
+                            placement=placement,
+                            split=split,
+                            hold=None if dispatch is _FIXED else self.memory_in(joined, divided),
+                            joined=joined,
+                            divided=divided,
+                        )
+                        found += [replace(plain, admit=admit) for admit in source.admissions]
+                        if (hint, dispatch, w) in _PATIENT and (joined, divided) == (1, 1):
+                            patient = replace(plain, patience=AutoPatience.AUTO)
+                            found += [replace(patient, admit=each) for each in source.admissions]
+        if source.own is not None:
+            found.append(source.own)
+        return list(dict.fromkeys(found))
+
+    def memory_in(self, joined: int, divided: int) -> Hold:
+        """The memory, where it is in microbatches, in those of another size."""
+        if isinstance(self.memory, Bytes):
+            return self.memory
+        assert isinstance(self.memory, int | Fraction)
+        return max(1, int(self.memory * divided / joined))
+
+    def splits(self, chunks: int, placement: Placement) -> list[tuple[int, ...] | None]:
+        """The splits to begin with."""
+        source = self.source
+        shape = Shape(source.shape.num_ranks, 1, chunks, placement)
+        even = source.even(shape.num_stages)
+        if even is None or source.layered is None:
+            return [None]
+        if not source.moves_layers:
+            return [even]
+        slowness = source.layered.slowness(shape.num_ranks)
+        return list(dict.fromkeys([even, balanced(even, self.work, slowness, shape)]))
+
+    def holds(self, candidate: Candidate) -> Iterator[Hold]:
+        """The bounds that may be worth a try: all of the memory, or fewer microbatches."""
+        whole = self.memory_in(candidate.joined, candidate.divided)
+        yield whole
+        ranks = self.source.shape.num_ranks
+        most = candidate.microbatches(self.source.shape.num_microbatches)
+        for share in _SHARES_OF_A_HOLD:
+            hold = ceil(share * ranks)
+            if hold <= most and (isinstance(whole, Bytes) or hold < whole):  # type: ignore[operator]
+                yield hold
+
+    def near(self, candidate: Candidate, draw: random.Random) -> list[Candidate]:
+        """Candidates that differ in one thing, in random order."""
+        source, found = self.source, []
+        if candidate.limit is None and candidate.dispatch is _READY:
+            found += [replace(candidate, hold=hold) for hold in self.holds(candidate)]
+            found += [replace(candidate, patience=each) for each in (IMPATIENT, AutoPatience.AUTO)]
+        found += [replace(candidate, admit=Admit(admit)) for admit in source.admissions]
+        for hint, dispatch, w in self.ways(candidate.chunks, candidate.placement):
+            hold = candidate.hold or self.memory_in(candidate.joined, candidate.divided)
+            found.append(
+                replace(
+                    candidate,
+                    hint=hint,
+                    dispatch=dispatch,
+                    w=w,
+                    limit=None,
+                    hold=None if dispatch is _FIXED else hold,
+                    patience=IMPATIENT if dispatch is _FIXED else candidate.patience,
+                )
+            )
+        for joined, divided in source.sizes:
+            if (joined, divided) != (candidate.joined, candidate.divided):
+                of_size = None if candidate.dispatch is _FIXED else self.memory_in(joined, divided)
+                found.append(
+                    replace(candidate, joined=joined, divided=divided, hold=of_size, limit=None)
+                )
+        if candidate.split is not None and source.moves_layers:
+            found += [candidate.with_split(split) for split in self._moved(candidate, draw)]
+        found = [each for each in dict.fromkeys(found) if each != candidate]
+        draw.shuffle(found)
+        return found
+
+    def _moved(self, candidate: Candidate, draw: random.Random) -> list[tuple[int, ...]]:
+        """Splits with one layer moved: those that even out the ranks' loads best, and a few
+        others."""
+        source = self.source
+        assert candidate.split is not None
+        assert source.layered is not None
+        shape = Shape(source.shape.num_ranks, 1, candidate.chunks, candidate.placement)
+        slowness = source.layered.slowness(shape.num_ranks)
+
+        def unevenness(split: tuple[int, ...]) -> float:
+            return sum(each**2 for each in loads(split, self.work, slowness, shape))
+
+        ranked = sorted(moves(candidate.split), key=unevenness)
+        rest = ranked[_NUM_EVEN:]
+        return [*ranked[:_NUM_EVEN], *draw.sample(rest, min(_NUM_OTHERS, len(rest)))]
+
 
 NUM_SEARCHED = 6
 """Steps that candidates are compared on, at most."""

@@ -1,23 +1,126 @@
 """What is tuned: costs, the pipeline that they are of, and what may be chosen about it."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
+from statistics import fmean
 
 import numpy as np
 
 from rrfp.errors import UsageError
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import kinds_of
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.knobs import Bytes, Hold, ShareOf1F1B
+from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.shape import SPLIT_BACKWARD, Placement, Shape
-from rrfp.simulate.budgets import peak_of_1f1b
-from rrfp.simulate.costs.flops import FlopCosts
-from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.costs.units import CutCosts, Layered, even_cut
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.layer_costs import CutCosts, Layered, even_cut
+from rrfp.simulate.costs.model import Costs, StepCosts
 from rrfp.simulate.jitter import NO_JITTER, Jitter
+from rrfp.simulate.memory_budgets import peak_of_1f1b
+from rrfp.simulate.world import TaskTimes
 from rrfp.tune.candidate import Candidate
-from rrfp.tune.overheads import WithOverheads
+
+# Costs with the runtime's own time: what lies between two tasks, and what a message takes beyond
+# its costs.
+
+
+_REMEMBERED = 64
+
+
+@dataclass(frozen=True)
+class WithOverheads:
+    """A `Costs`: other costs, with the runtime's time as a part of every task and message."""
+
+    costs: Costs
+    task_ns: int
+    message_ns: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_step", lru_cache(_REMEMBERED)(self._longer))
+
+    def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        return self._step(shape, seed, replica)  # type: ignore[attr-defined,no-any-return]
+
+    def _longer(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        found = self.costs.step(shape, seed, replica)
+        times, links, more = found.times, found.links, self.task_ns
+        # A backward that is not split is one task.
+        of_weights = more if shape.splits_backward else 0
+        return replace(
+            found,
+            times=TaskTimes(
+                [[each + more for each in row] for row in times.forward],
+                [[each + more for each in row] for row in times.input_gradient],
+                [[each + of_weights for each in row] for row in times.weight_gradient],
+            ),
+            links=replace(links, latency_ns=links.latency_ns + self.message_ns),
+        )
+
+
+# Splits of a model's layers over stages, by the work of each rank alone.
+
+
+def loads(
+    split: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
+) -> list[float]:
+    """The work of each pipeline rank; `work` is by unit, embedding and head included."""
+    sums = list(accumulate(work, initial=0.0))
+    ends = list(accumulate(split, initial=1))
+    ends[0], ends[-1] = 0, len(work)
+    found = [0.0] * shape.num_ranks
+    for stage in range(shape.num_stages):
+        rank = shape.rank_of(stage)
+        found[rank] += slowness[rank] * (sums[ends[stage + 1]] - sums[ends[stage]])
+    return found
+
+
+def work_of(
+    layered: Layered, num_ranks: int, num_microbatches: int, seeds: Sequence[int]
+) -> list[float]:
+    """The mean time of a microbatch for each unit, all kinds together, on a rank of speed 1."""
+    totals: list[float] = []
+    for seed in seeds:
+        units = layered.units(num_ranks, num_microbatches, seed, 0)
+        of_step = sum(rows.mean(axis=1) for rows in units.times_ns.values())
+        found = [float(each) for each in of_step]
+        totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+    return [each / len(seeds) for each in totals]
+
+
+def moves(split: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every split with one layer moved from a stage to another."""
+    last = len(split) - 1
+    for giver, layers in enumerate(split):
+        # Only the first and the last stage have something else to do.
+        if layers <= (0 if giver in (0, last) else 1):
+            continue
+        for taker in range(len(split)):
+            if taker != giver:
+                moved = list(split)
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield tuple(moved)
+
+
+def balanced(
+    begin: Sequence[int], work: Sequence[float], slowness: Sequence[float], shape: Shape
+) -> tuple[int, ...]:
+    """The split in which the most loaded rank has least to do, found from `begin` by moving one
+    layer after the other; of equals, the one with the most even loads."""
+
+    def badness(split: Sequence[int]) -> tuple[float, float]:
+        found = loads(split, work, slowness, shape)
+        return max(found), sum(each * each for each in found)
+
+    best, least = tuple(begin), badness(begin)
+    while True:
+        better = min((badness(each), each) for each in (best, *moves(best)))
+        if better[0] >= least:
+            return best
+        least, best = better
+
 
 _WEIGHED = 4
 """Steps that tell whether microbatches weigh differently."""
@@ -175,3 +278,46 @@ class Source:
             noise += float((rows - weights).var()) / len(rows)
         differ = between > max(_SIGNAL * noise, _EVEN)
         return [Admit.GIVEN, Admit.PYRAMID] if differ else [Admit.GIVEN]
+
+
+# Whether the ranks' loads are uneven for good, which no order of tasks mends.
+
+
+_EVEN_LOADS = 0.03
+"""The most loaded rank may have so much more than the mean, as a share."""
+
+
+def imbalance(
+    source: Source, work: Sequence[float], best: Candidate, seeds: Sequence[int]
+) -> str | None:
+    """A sentence on the loads of the ranks as the costs have them, and what the best candidate's
+    split makes of them; None where they are even. `work` is by unit, or empty."""
+    found = _loads(source, seeds)
+    excess = max(found) / fmean(found) - 1
+    if excess <= _EVEN_LOADS:
+        return None
+    rank = found.index(max(found))
+    sentence = (
+        f"Pipeline rank {rank} has {excess:.0%} more to do than the mean of all; no order of tasks "
+        "fixes that, only the split of the layers"
+    )
+    if source.layered is None:
+        return f"{sentence}, which --layers N lets be searched."
+    if not source.moves_layers or best.split is None:
+        return f"{sentence}, which cannot be changed here."
+    shape = Shape(source.shape.num_ranks, 1, best.chunks, best.placement)
+    after = loads(best.split, work, source.layered.slowness(shape.num_ranks), shape)
+    left = max(after) / fmean(after) - 1
+    return f"{sentence}: that of the first proposal leaves {left:.0%}."
+
+
+def _loads(source: Source, seeds: Sequence[int]) -> list[float]:
+    """The mean time of each pipeline rank in a step."""
+    shape = source.shape
+    totals = [0.0] * shape.num_ranks
+    for seed in seeds:
+        times = source.costs.step(shape, seed, 0).times
+        for rows in (times.forward, times.input_gradient, times.weight_gradient):
+            for stage, row in enumerate(rows):
+                totals[shape.rank_of(stage)] += sum(row)
+    return totals

@@ -9,18 +9,17 @@ from typing import Any
 
 import torch
 
-from rrfp.runtime.delays import Delays
-from rrfp.trace.files.whole_file import create_new
+from rrfp.runtime.pace import Delays
 from rrfp.trace.records import Record
-from rrfp.trace.rundir import RunDir
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.safe_files import create_new
 from rrfp.train.data.open import open_data
+from rrfp.train.launch.process_groups import Layout, seed_random_states
+from rrfp.train.loop import Trainer, schedule_of
 from rrfp.train.models.model import build_model
 from rrfp.train.models.parameters import whole_name
-from rrfp.train.rank import schedule_of
-from rrfp.train.ranks.parallel import Layout, seed_random_states
 from rrfp.train.settings import TrainSettings
-from rrfp.train.training import Trainer
-from rrfp.verify.learned import Learned, learned_file, variants_file
+from rrfp.verify.sameness import Learned, learned_file, variants_file
 
 _MAX_DELAY_S = 1e-3
 

@@ -13,8 +13,7 @@ from math import log
 from statistics import fmean, median
 from typing import NamedTuple
 
-from rrfp.trace.records import NS_PER_S, Phase, RankInfo, RankRecords
-from rrfp.trace.steps import is_evaluation
+from rrfp.trace.records import NS_PER_S, Phase, RankInfo, RankRecords, is_evaluation
 
 _MOST_OF_MEDIAN = log(2)
 

@@ -7,14 +7,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rrfp.train.checkpoints.directory import CheckpointDir
-from rrfp.train.checkpoints.manifest import FILE, METRICS, Manifest
-from rrfp.train.checkpoints.matching import check_continues
-from rrfp.train.data.contents import data_contents
-from rrfp.train.data.documents import Part
-from rrfp.train.data.indexed import write_index
-from rrfp.train.data.picture_folder import PictureFolder
-from rrfp.train.data.sources import check_data, open_corpus
+from rrfp.train.checkpoints.directory import FILE, METRICS, CheckpointDir, Manifest
+from rrfp.train.checkpoints.resuming import check_continues
+from rrfp.train.data.images import Part, PictureFolder
+from rrfp.train.data.sources import check_data, data_contents, open_corpus
+from rrfp.train.data.tokens import write_index
 from rrfp.train.settings import TrainSettings
 from tests.fuzz.reader import Reader
 from tests.test_picture_folder import write_lines

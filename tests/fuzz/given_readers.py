@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rrfp.inputs.dealing_files import resolve_dealing
-from rrfp.inputs.layer_layout import parse_layout
-from rrfp.schedule.hints.table import hint_named
+from rrfp.inputs import parse_layout, resolve_dealing
+from rrfp.schedule.named_hints import hint_named
 from rrfp.schedule.order import format_order
 from rrfp.schedule.shape import Shape
 from tests.fuzz.reader import Attempt, Reader, refusing_to_start, rrfp

@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from rrfp.analyze.cache import load_frames
+from rrfp.analyze.frame_files import load_frames
 from rrfp.race.entries import Failure, RaceFiles, Turn
-from rrfp.trace.ending.flight import FlightRing, ring_of
+from rrfp.trace.flight_record import FlightRing, ring_of
 from rrfp.trace.outcome import noting_outcome
 from rrfp.trace.perfetto.writer import write_trace
 from rrfp.trace.records import Recording
-from rrfp.trace.rundir import RunDir
-from rrfp.trace.spills.spill import SpillWriter, row_of
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.spill import SpillWriter, row_of
 from rrfp.train.settings import TrainSettings
 from tests.fuzz.reader import Reader, rrfp
 from tests.recordings import make_recording

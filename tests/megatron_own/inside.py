@@ -34,7 +34,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rrfp.runtime.at_end import at_end
+from rrfp.runtime.exit_hooks import at_end
 
 FILES = (
     "tests/unit_tests/pipeline_parallel/test_schedules.py",

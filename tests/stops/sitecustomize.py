@@ -69,7 +69,7 @@ class _Finder:
 
 # What a rank starts has its variables, too.
 _is_meant = _rank and _rank in ("*", os.environ.get("RANK"))
-if _is_meant and "rrfp.train.ranks.process" in sys.orig_argv:
+if _is_meant and "rrfp.train.launch.rank_process" in sys.orig_argv:
     _module, _name, _nth = _where.split(":")
     if _module in sys.modules:
         _stop_in(sys.modules[_module], _name, int(_nth))

@@ -8,7 +8,6 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from rrfp.analyze.charts.colours import CAUSE_COLOURS, KIND_COLOURS
 from rrfp.analyze.charts.style import (
     INK,
     WIDTH_PX,
@@ -20,13 +19,13 @@ from rrfp.analyze.charts.style import (
     shown,
     window_of,
 )
+from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
+from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.path.critical_path import critical_path
-from rrfp.analyze.path.segments import LINK
-from rrfp.analyze.path_slices import replica_of
-from rrfp.analyze.units import Unit, tell
+from rrfp.analyze.number_format import Unit, tell
+from rrfp.analyze.perfetto_overlay import replica_of
 from rrfp.errors import RrfpError
-from rrfp.trace.steps import step_name
+from rrfp.trace.records import step_name
 
 MOST_BARS = 10_000
 """More are joined: a screen has no room for them, and a browser takes its time."""

@@ -12,7 +12,7 @@ import polars as pl
 
 from rrfp.analyze.frames import Frames
 from rrfp.errors import RrfpError, UsageError
-from rrfp.trace.steps import in_order, step_name
+from rrfp.trace.records import in_order, step_name
 
 INK = "currentColor"
 WIDTH_PX = 760

@@ -17,7 +17,7 @@ from rrfp.cli.analyze.memory import memory
 from rrfp.cli.analyze.misalignment import misalignment
 from rrfp.cli.analyze.report import report
 from rrfp.cli.analyze.whatif import whatif
-from rrfp.trace.rundir import RUNS
+from rrfp.trace.run_dir import RUNS
 
 
 class _FindingsByDefault(TyperGroup):

@@ -27,7 +27,7 @@ from rrfp.cli.output import (
 from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 
 def bubbles(
@@ -50,8 +50,8 @@ def bubbles(
     asked = None if steps is None else parse_steps(steps)
 
     from rrfp.analyze.bubbles import bubbles as divide
-    from rrfp.analyze.cache import CachedTrace
-    from rrfp.analyze.chosen import NOT_REPLAYED, choose
+    from rrfp.analyze.chosen_steps import NOT_REPLAYED, choose
+    from rrfp.analyze.frame_files import CachedTrace
     from rrfp.trace.locate import resolve_trace
 
     with working("Reading the trace"):
@@ -70,7 +70,7 @@ def bubbles(
         tell_evaluations(frames)
 
     def sheets() -> "list[Sheet]":
-        from rrfp.cli.tables.reports import bubble_sheet
+        from rrfp.cli.analyze.sheets import bubble_sheet
 
         return [bubble_sheet(report, why_not, by_rank=by is By.RANK)]
 

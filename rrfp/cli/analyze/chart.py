@@ -5,11 +5,10 @@ from typing import Annotated
 
 import typer
 
-from rrfp.analyze.charts.kinds import ChartKind
+from rrfp.analyze.charts.names import ChartKind
 from rrfp.cli.analyze.frames import read_frames
 from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
-from rrfp.cli.output import tell_evaluations, tell_warm_up
-from rrfp.cli.report_extra import check_report_extra
+from rrfp.cli.output import check_report_extra, tell_evaluations, tell_warm_up
 
 
 def chart(
@@ -45,7 +44,7 @@ def chart(
     """
     check_report_extra()
 
-    from rrfp.analyze.charts.files import check_ending, draw, save
+    from rrfp.analyze.charts.export import check_ending, draw, save
 
     out = out or Path(f"{kind}.png")
     check_ending(out)

@@ -1,25 +1,107 @@
 """`rrfp analyze compare`: two runs side by side."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.completion import run_names
+from rrfp.analyze.number_format import Times
+from rrfp.cli.declared_options import run_names
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, parse_steps
 from rrfp.cli.output import (
     check_page,
+    check_report_extra,
     print_frame,
     tell_evaluations,
     tell_missing_records,
     tell_warm_up,
 )
 from rrfp.cli.progress import working
-from rrfp.cli.report_extra import check_report_extra
+from rrfp.cli.tables import Column, Sheet
 from rrfp.errors import GateError
+from rrfp.trace.records import NS_PER_S
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.analyze.compare import Comparison, Estimate
+
+
+# The sheets of a comparison of two runs: how much longer B takes, and for what.
+
+
+_NO_NOISE = "more than noise: the interval, which holds 95 of 100 bootstrap medians, is on one side"
+
+
+def compared_sheets(report: "Comparison", told: Sequence[str]) -> list[Sheet]:
+    """The ratios, that for the same work first; then the seconds of each cause."""
+    ratios = {
+        "step time, for the same work": report.same_work_ratio,
+        "step time": report.step_time_ratio,
+        "work": report.work_ratio,
+    }
+    there = {name: each for name, each in ratios.items() if each is not None}
+    times = Times(
+        ns * NS_PER_S for each in report.causes_s.values() for ns in (each.low, each.high)
+    )
+    a, b = report.num_steps
+    has_clear_cause = any(each.leaves_out(0.0) for each in report.causes_s.values())
+    return [
+        _sheet(
+            f"B over A, medians of {a} and {b} steps",
+            "B over A",
+            there,
+            {name: _ratios(each) for name, each in there.items()},
+            1.0,
+            # Said once, below the last table that has a mark.
+            mark_told="" if has_clear_cause else _NO_NOISE,
+        ),
+        _sheet(
+            f"What B has more of in a step than A, mean over {report.ranks_told}",
+            "B less A",
+            report.causes_s,
+            {
+                name: [_signed(times, s) for s in (each.median, each.low, each.high)]
+                for name, each in report.causes_s.items()
+            },
+            0.0,
+            [each for each in told if each],
+        ),
+    ]
+
+
+def _sheet(
+    title: str,
+    heading: str,
+    estimates: "dict[str, Estimate]",
+    rows: dict[str, list[str]],
+    nothing: float,
+    notes: Sequence[str] = (),
+    mark_told: str = _NO_NOISE,
+) -> Sheet:
+    clear = [row for row, each in enumerate(estimates.values()) if each.leaves_out(nothing)]
+    medians, lows, highs = zip(*rows.values(), strict=True)
+    return Sheet(
+        title,
+        [
+            Column("", list(rows), is_text=True),
+            Column(heading, medians, marked=clear),
+            Column("from", lows),
+            Column("to", highs),
+        ],
+        notes,
+        mark_told=mark_told,
+    )
+
+
+def _ratios(each: "Estimate") -> list[str]:
+    return [f"{value:.3f}" for value in (each.median, each.low, each.high)]
+
+
+def _signed(times: Times, seconds: float) -> str:
+    told = times.tell(abs(seconds) * NS_PER_S)
+    if told == "0" or told.startswith("<"):
+        return told
+    return f"{'-' if seconds < 0 else '+'}{told}"
 
 
 def compare(
@@ -63,10 +145,9 @@ def compare(
         check_page(out)
         check_report_extra()
 
-    from rrfp.analyze.cache import load_frames
     from rrfp.analyze.compare import compare as relate
-    from rrfp.analyze.comparison.differences import differences, warning
-    from rrfp.analyze.comparison.verdict import verdict
+    from rrfp.analyze.compare import differences, verdict, warning
+    from rrfp.analyze.frame_files import load_frames
     from rrfp.trace.locate import resolve_trace
 
     with working("Reading the traces"):
@@ -89,15 +170,13 @@ def compare(
     told = verdict(report, "An evaluation" if evaluations else "A step")
 
     def sheets() -> "list[Sheet]":
-        from rrfp.cli.tables.compared import compared_sheets
 
         return compared_sheets(report, [*told, report.told_memory, warning(unlike)])
 
     print_frame(report.frame, as_json, output_format, sheets)
     if out is not None:
-        from rrfp.analyze.charts.files import write_file
-        from rrfp.analyze.report.comparison import comparison_page
-        from rrfp.analyze.report.page import report_of
+        from rrfp.analyze.charts.export import write_file
+        from rrfp.analyze.report import comparison_page, report_of
 
         names = [report_of(trace) for trace in traces]
         said = [*told, *filter(None, [report.told_memory])]

@@ -9,7 +9,7 @@ from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, Tra
 from rrfp.cli.output import check_threshold
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 
 def critical_path(
@@ -36,7 +36,7 @@ def critical_path(
     The chain goes from the end of the step back to its start, each time to
     what came last of the things that a task needed.
     """
-    from rrfp.analyze.path.critical_path import critical_path as find_path
+    from rrfp.analyze.critical_path import critical_path as find_path
 
     frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
     report = find_path(frames, step_asked(frames, step, evaluations=evaluations))
@@ -44,7 +44,7 @@ def critical_path(
         report = report.of_rank(frames.rank_of(stage))
 
     def sheets() -> "list[Sheet]":
-        from rrfp.cli.tables.reports import path_sheet, stages_by_rank
+        from rrfp.cli.analyze.sheets import path_sheet, stages_by_rank
 
         return [path_sheet(report, stages_by_rank(frames.run))]
 

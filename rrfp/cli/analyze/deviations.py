@@ -5,20 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rrfp.cli.analyze.frames import print_report, read_frames
-from rrfp.cli.options import (
-    By,
-    ByRank,
-    Evaluations,
-    Format,
-    FrameFormat,
-    Stage,
-    Steps,
-    TracePath,
-)
+from rrfp.cli.options import By, ByRank, Evaluations, Format, FrameFormat, Stage, Steps, TracePath
 from rrfp.cli.output import check_threshold, tell_left_out
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 
 def deviations(
@@ -47,7 +38,7 @@ def deviations(
     tell_left_out(tuple(unfinished), "not every rank finished them")
 
     def sheets() -> "list[Sheet]":
-        from rrfp.cli.tables.reports import deviation_sheet, stages_by_rank
+        from rrfp.cli.analyze.sheets import deviation_sheet, stages_by_rank
 
         return [deviation_sheet(report, stages_by_rank(frames.run), by_rank=by is By.RANK)]
 

@@ -1,12 +1,13 @@
 """`rrfp analyze` and `rrfp analyze findings`: what makes a run's steps long, in one screen."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.cli.analyze.screen import Part, fitted
 from rrfp.cli.options import Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
 from rrfp.cli.output import (
     print_frame,
@@ -19,11 +20,120 @@ from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
     import polars as pl
+    from rich.console import Console
 
-    from rrfp.analyze.fatal import Fatal
-    from rrfp.analyze.findings.diagnosis import Diagnosis
-    from rrfp.analyze.findings.findings import Finding
+    from rrfp.analyze.failure import Fatal
+    from rrfp.analyze.findings import Diagnosis, Finding
     from rrfp.analyze.frames import Frames
+
+
+# What fits a screen of 24 lines: advice is shortened, commands never are.
+
+
+_ROWS = 24
+_ROWS_AROUND = 2
+"""The prompt, and a note on stderr."""
+_INDENT = "   "
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One finding on a screen."""
+
+    title: str
+    words: str
+    """May be shortened."""
+    command: str
+    """On one line, to be copied; a terminal breaks it where it must."""
+
+
+def fitted(console: "Console", lead: str, parts: Sequence[Part], last: Sequence[str]) -> list[str]:
+    """The lines of a screen: the lead, the parts, and what is last, with empty lines between them.
+
+    If they are more than a terminal has, or 24, words are shortened, the longest first; where that
+    is not enough, empty lines are left out, and then parts from the last one on.
+    """
+    rows = max(_ROWS, console.height if console.is_terminal else 0) - _ROWS_AROUND
+    num_parts = len(parts)
+    while True:
+        shown = parts[:num_parts]
+        left = [f"{len(parts) - num_parts} more: --format md"] if num_parts < len(parts) else []
+        words = [_wrapped(console, part.words, len(_INDENT)) for part in shown]
+        lengths = [len(lines) for lines in words]
+        blocks = _blocks(console, lead, shown, words, [*left, *last])
+        for gap in (1, 0):
+            fixed = _num_rows(console, blocks) - sum(lengths) + gap * (len(blocks) - 1)
+            if fixed <= rows or (num_parts == 0 and not gap):
+                kept = _shortened(lengths, max(0, rows - fixed))
+                cut = [
+                    _cut(lines, num, console.width) for lines, num in zip(words, kept, strict=True)
+                ]
+                final = _blocks(console, lead, shown, cut, [*left, *last])
+                empty = [""] * gap
+                lines = [line for block in final for line in (*empty, *block)]
+                return lines[gap:]
+        num_parts -= 1
+
+
+def _blocks(
+    console: "Console",
+    lead: str,
+    parts: Sequence[Part],
+    words: Sequence[Sequence[str]],
+    last: Sequence[str],
+) -> list[list[str]]:
+    return [
+        _wrapped(console, lead),
+        *(
+            [*_hanging(console, part.title), *lines, f"{_INDENT}{part.command}"]
+            for part, lines in zip(parts, words, strict=True)
+        ),
+        *([line] if line.startswith("Next: ") else _wrapped(console, line) for line in last),
+    ]
+
+
+def _num_rows(console: "Console", blocks: Sequence[Sequence[str]]) -> int:
+    """How many rows of the terminal they take."""
+    return sum(max(1, -(-len(line) // console.width)) for block in blocks for line in block)
+
+
+def _wrapped(console: "Console", words: str, indent: int = 0) -> list[str]:
+    from rich.text import Text
+
+    lines = Text(words).wrap(console, console.width - indent)
+    return [" " * indent + line.plain.rstrip() for line in lines]
+
+
+def _hanging(console: "Console", words: str) -> list[str]:
+    """Wrapped, and indented from the second line on."""
+    first = _wrapped(console, words)[0]
+    rest = words[len(first) :].strip()
+    return [first, *(_wrapped(console, rest, len(_INDENT)) if rest else ())]
+
+
+def _shortened(lengths: Sequence[int], most: int) -> list[int]:
+    """How many lines of each there is room for; the longest give way first."""
+    kept = list(lengths)
+    while sum(kept) > most:
+        longest = max(range(len(kept)), key=lambda place: (kept[place], place))
+        kept[longest] -= 1
+    return kept
+
+
+def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
+    """The first so many lines, up to the end of their last sentence; if none ends there, the last
+    of them tells that there were more."""
+    if num >= len(lines) or not num:
+        return list(lines[:num])
+    *first, last = lines[:num]
+    for place in reversed(range(num)):
+        whole, stop, _ = f"{lines[place]} ".rpartition(". ")
+        if stop:
+            return [*lines[:place], f"{whole}."]
+    while len(last) + 2 > width and " " in last:
+        last = last.rsplit(" ", 1)[0]
+    return [*first, f"{last} …"]
+
 
 _NOTABLE_ERROR = 0.01
 """Of a replay: what fixing saves is told from 1% on."""
@@ -46,9 +156,9 @@ def findings(
     """
     asked = None if steps is None else parse_steps(steps)
 
-    from rrfp.analyze.cache import CachedTrace
-    from rrfp.analyze.chosen import choose
-    from rrfp.analyze.fatal import fatal_of
+    from rrfp.analyze.chosen_steps import choose
+    from rrfp.analyze.failure import fatal_of
+    from rrfp.analyze.frame_files import CachedTrace
     from rrfp.trace.locate import find_run, resolve_trace
 
     run = find_run(path)
@@ -80,7 +190,7 @@ def findings(
         case Format.TABLE:
             parts = _parts(found, name, steps)
             lead, last = _lead(found), [*_rest(found, frames), f"Next: {following}"]
-            from rrfp.cli.terminal.console import console
+            from rrfp.cli.tables import console
 
             terminal = console()
             for line in fitted(terminal, lead, parts, last):
@@ -101,7 +211,7 @@ def findings(
 
 def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool) -> None:
     """The last moments of a run, and where to look next."""
-    from rrfp.cli.tables.fatal import fatal_sheet
+    from rrfp.cli.analyze.sheets import fatal_sheet
 
     print_sheets([fatal_sheet(fatal, is_whole=markdown)], markdown=markdown)
     if not frames.windows.is_empty():
@@ -109,7 +219,7 @@ def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool)
 
 
 def _shown(found: "Diagnosis") -> "tuple[Finding, ...]":
-    from rrfp.analyze.findings.findings import NUM_FINDINGS
+    from rrfp.analyze.findings import NUM_FINDINGS
 
     return found.findings[:NUM_FINDINGS]
 
@@ -156,7 +266,7 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
 def _markdown(
     found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
 ) -> str:
-    from rrfp.cli.tables.sheet import escaped
+    from rrfp.cli.tables import escaped
 
     paragraphs = [escaped(_lead(found))]
     for number, each in enumerate(_shown(found), start=1):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rrfp.analyze.frames import Frames
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 
 def read_frames(
@@ -21,7 +21,7 @@ def read_frames(
     """The tables of a run's steps, or of its evaluations; on stderr, what the trace lacks."""
     asked = None if steps is None else parse_steps(steps)
 
-    from rrfp.analyze.cache import load_frames
+    from rrfp.analyze.frame_files import load_frames
     from rrfp.trace.locate import resolve_trace
 
     with working("Reading the trace"):

@@ -5,20 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rrfp.cli.analyze.frames import print_report, read_frames
-from rrfp.cli.options import (
-    By,
-    ByRank,
-    Evaluations,
-    Format,
-    FrameFormat,
-    Stage,
-    Steps,
-    TracePath,
-)
+from rrfp.cli.options import By, ByRank, Evaluations, Format, FrameFormat, Stage, Steps, TracePath
 from rrfp.cli.output import check_threshold
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
 
 
 def misalignment(
@@ -40,7 +31,7 @@ def misalignment(
     report = module.misalignment(frames, stage, by_rank=by is By.RANK)
 
     def sheets() -> "list[Sheet]":
-        from rrfp.cli.tables.reports import link_sheet, stages_by_rank
+        from rrfp.cli.analyze.sheets import link_sheet, stages_by_rank
 
         return [link_sheet(report, stages_by_rank(frames.run), by_rank=by is By.RANK)]
 

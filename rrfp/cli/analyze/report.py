@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import Evaluations, Steps, TracePath, parse_steps
-from rrfp.cli.output import check_page, tell_evaluations, tell_warm_up
+from rrfp.cli.output import check_page, check_report_extra, tell_evaluations, tell_warm_up
 from rrfp.cli.progress import working
-from rrfp.cli.report_extra import check_report_extra
 
 
 def report(
@@ -28,10 +27,10 @@ def report(
     check_page(out)
     check_report_extra()
 
-    from rrfp.analyze.charts.files import write_file
-    from rrfp.analyze.chosen import choose
+    from rrfp.analyze.charts.export import write_file
+    from rrfp.analyze.chosen_steps import choose
     from rrfp.analyze.frames import frames_of
-    from rrfp.analyze.report.page import report_of, report_on
+    from rrfp.analyze.report import report_of, report_on
     from rrfp.trace.locate import resolve_trace
     from rrfp.trace.perfetto.reader import read_contents
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rrfp.cli.analyze.frames import left_out_of, read_frames
-from rrfp.cli.completion import hint_names
+from rrfp.cli.declared_options import hint_names
 from rrfp.cli.options import Format, FrameFormat, Steps, TracePath
 from rrfp.cli.output import (
     NOT_WHOLE,
@@ -19,13 +19,12 @@ from rrfp.cli.output import (
 )
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
-from rrfp.inputs.hint_files import resolve_hint
+from rrfp.inputs import resolve_hint
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hold import parse_hold
-from rrfp.schedule.patience.setting import parse_patience
+from rrfp.schedule.knobs import parse_hold, parse_patience
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables.sheet import Sheet
+    from rrfp.cli.tables import Sheet
     from rrfp.replay.change import Change
     from rrfp.replay.recorded import RecordedRun
 
@@ -138,7 +137,7 @@ def whatif(
     """
     from rrfp.analyze.frames import recording_of
     from rrfp.analyze.whatif import whatif_frame
-    from rrfp.cli.sweep import count_or_none, read_dispatch
+    from rrfp.cli.simulate.rows import count_or_none, read_dispatch
     from rrfp.replay.change import Change
     from rrfp.replay.whatif import what_if
 
@@ -188,8 +187,8 @@ def whatif(
         tell_evaluations(frames, "only steps that train are replayed")
 
     def sheets() -> "list[Sheet]":
-        from rrfp.analyze.chosen import step_time_ns
-        from rrfp.cli.tables.replays import whatif_sheet
+        from rrfp.analyze.chosen_steps import step_time_ns
+        from rrfp.cli.simulate.tables import whatif_sheet
 
         replayed = [each.step for each in report.run.steps]
         return [whatif_sheet(report, step_time_ns(frames, replayed))]

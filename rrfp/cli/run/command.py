@@ -14,17 +14,15 @@ from rrfp.cli import errors
 from rrfp.cli.declared_options import hint_help, panel_of
 from rrfp.cli.run.script import Module, Program, Script
 from rrfp.errors import RrfpError, UsageError, did_you_mean
-from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted
-from rrfp.megatron.job.stand_ins import DropIn, StandIn, put_after_import
-from rrfp.megatron.job.telling import tell
-from rrfp.megatron.native.stand_in import RecordedNative
+from rrfp.megatron.job.request import RecordingRequest, StepWindow, may_be_restarted, tell
+from rrfp.megatron.job.schedule_patches import DropIn, StandIn, put_after_import
+from rrfp.megatron.native.patch import RecordedNative
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.runtime.at_end import at_end
-from rrfp.runtime.launchers.environment import told_as_torch_reads_it
-from rrfp.schedule.hints.hint import Hint
+from rrfp.runtime.exit_hooks import at_end
+from rrfp.runtime.launchers import told_as_torch_reads_it
+from rrfp.schedule.hints import Hint
 from rrfp.schedule.policy import Dispatch
-from rrfp.train.declared import Declared
-from rrfp.train.settings import DECLARED
+from rrfp.train.settings import DECLARED, Declared
 
 _ASKER = "rrfp run"
 

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rrfp.cli.completion import Offer, cost_names, one_of, run_names
-from rrfp.cli.declared_options import OUTPUT, escaped
+from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, escaped, one_of, run_names
 from rrfp.cli.options import RowFormat
 from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, tell_left_out, tell_warm_up
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
-from rrfp.schedule.hold import parse_hold
-from rrfp.simulate.costs.uneven import Uneven
+from rrfp.schedule.knobs import parse_hold
+from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:
     from rrfp.tune.source import Source
@@ -245,7 +244,7 @@ def tune(
 
 
 def _is_costs(named: str | None) -> bool:
-    from rrfp.simulate.costs.table import PRESETS
+    from rrfp.simulate.costs.toml_files import PRESETS
 
     if named is None:
         return False
@@ -253,7 +252,7 @@ def _is_costs(named: str | None) -> bool:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    from rrfp.inputs.layer_layout import parse_layout
+    from rrfp.inputs import parse_layout
 
     found = parse_layout(text, "--layers")
     if not any(found):
@@ -314,7 +313,7 @@ def _run_source(
     from rrfp.analyze.frames import recording_of
     from rrfp.cli.analyze.frames import read_frames
     from rrfp.replay.recorded import read_run
-    from rrfp.train.models.vision_share import num_vision_stages
+    from rrfp.train.settings import num_vision_stages
     from rrfp.tune.from_run import settings_of, source_of_run
 
     frames = read_frames(None if named is None else Path(named), None, evaluations=False)

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rrfp.analyze.units import Times, tell
+from rrfp.analyze.number_format import Times, tell
 from rrfp.cli.output import print_sheets
-from rrfp.cli.tables.sheet import Column, Sheet
-from rrfp.inputs.layer_layout import layout_string
+from rrfp.cli.tables import Column, Sheet
+from rrfp.inputs import layout_string
 from rrfp.schedule.admission import Admit
-from rrfp.schedule.hints.hint import WeightGradients
-from rrfp.schedule.hold import Bytes, Hold, told_bytes
-from rrfp.schedule.patience.setting import IMPATIENT
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import IMPATIENT, Bytes, Hold, told_bytes
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement
 from rrfp.trace.records import NS_PER_S

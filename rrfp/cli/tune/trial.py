@@ -14,7 +14,7 @@ import typer
 from rrfp.cli.progress import working
 from rrfp.cli.train import tell_pace
 from rrfp.errors import UsageError
-from rrfp.simulate.costs.uneven import Uneven
+from rrfp.simulate.costs.model import Uneven
 
 if TYPE_CHECKING:
     from rrfp.train.settings import TrainSettings
@@ -60,17 +60,17 @@ class Trials:
 
     def run(self, number: int, proposal: "Predicted") -> Tried:
         """Train with a proposal; raises RrfpError if a rank fails."""
-        from rrfp.analyze.cache import load_frames
-        from rrfp.analyze.chosen import step_time_ns
+        from rrfp.analyze.chosen_steps import step_time_ns
+        from rrfp.analyze.frame_files import load_frames
         from rrfp.schedule.rehearsal import fitted
         from rrfp.trace.locate import resolve_session
         from rrfp.trace.outcome import noting_outcome
         from rrfp.trace.records import NS_PER_S
-        from rrfp.trace.rundir import own_files
-        from rrfp.train.checkpoints.beginning import beginning_of
+        from rrfp.trace.run_dir import own_files
+        from rrfp.train.checkpoints.resuming import beginning_of
         from rrfp.train.checks import check_settings
+        from rrfp.train.launch.launcher import launch
         from rrfp.train.pacing import check_pace
-        from rrfp.train.ranks.launch import launch
 
         settings = self._settings(proposal)
         check_settings(settings)
@@ -126,8 +126,8 @@ class Trials:
 
     def _settings(self, proposal: "Predicted") -> "TrainSettings":
         """The run's own settings with the proposal's."""
-        from rrfp.inputs.layer_layout import layout_string
-        from rrfp.schedule.patience.setting import described_patience
+        from rrfp.inputs import layout_string
+        from rrfp.schedule.knobs import described_patience
 
         candidate, source, own = proposal.candidate, self.source, self._own
         assert own is not None
@@ -175,10 +175,10 @@ class Trials:
     def _pace(self, text: str, proposal: "Predicted") -> str:
         """Costs of the proposal's own stages and microbatches, as a file where they are cut
         anew."""
-        from rrfp.replay.cost_files import costs_file, settled
+        from rrfp.replay.cost_sources import costs_file, settled
         from rrfp.simulate.costs.cut_files import CUT, cut_in, written_cut
-        from rrfp.trace.files.whole_file import make_directory, write_whole
-        from rrfp.trace.rundir import RUNS
+        from rrfp.trace.run_dir import RUNS
+        from rrfp.trace.safe_files import make_directory, write_whole
         from rrfp.tune.from_costs import cut_of
 
         candidate = proposal.candidate

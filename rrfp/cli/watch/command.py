@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from rrfp.cli.completion import run_names
+from rrfp.cli.declared_options import run_names
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.locate import find_run
-from rrfp.trace.rundir import RUNS, runs_in
+from rrfp.trace.run_dir import RUNS, runs_in
 
 _POLL_S = 0.5
 

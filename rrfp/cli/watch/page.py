@@ -9,9 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rrfp.schedule.hold import told_bytes
-from rrfp.trace.records import NS_PER_S
-from rrfp.trace.steps import STEP, counted
+from rrfp.schedule.knobs import told_bytes
+from rrfp.trace.records import NS_PER_S, STEP, counted
 from rrfp.watch.alarms import Alarm
 from rrfp.watch.figures import RankFigures, StepFigures, extra_work
 from rrfp.watch.follow import Follower, Stand
@@ -188,6 +187,6 @@ def _stages_of_metrics(follower: Follower) -> Table:
 
 def duration(seconds: float) -> str:
     """`0.43 s`, `12.1 ms`."""
-    from rrfp.analyze.units import tell
+    from rrfp.analyze.number_format import tell
 
     return tell(seconds * NS_PER_S)

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 from rich.live import Live
 
-from rrfp.cli.terminal.console import console
+from rrfp.cli.tables import console
 from rrfp.cli.watch.page import duration, page
-from rrfp.watch.alarms import Alarm, Alert, facts
+from rrfp.watch.alarms import Alarm, Alert, as_json, facts, of_metrics, of_step
 from rrfp.watch.figures import StepFigures
 from rrfp.watch.follow import Follower, News, Stand
-from rrfp.watch.measures import as_json, of_metrics, of_step
 
 OVER = Stand.ENDED, Stand.KILLED
 """How a run stands that nobody needs to watch any longer."""

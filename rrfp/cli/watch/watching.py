@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, MutableMapping
 
-from rrfp.cli.streams import is_heard
+from rrfp.cli.terminal import is_heard
 from rrfp.cli.watch.alert_command import AlertCommand
 from rrfp.cli.watch.telling import OVER, Teller
 from rrfp.errors import RrfpError
-from rrfp.watch.alarms import facts
+from rrfp.watch.alarms import facts, of_metrics, of_step
 from rrfp.watch.exporters.exporter import Exporter
 from rrfp.watch.follow import Follower, News
-from rrfp.watch.measures import of_metrics, of_step
 
 
 def watch_run(

@@ -17,9 +17,9 @@ Functions that Megatron compiles by ``torch.compile`` stay as they are written: 
 would take a C++ compiler, and to import what compiles takes every rank a second.
 
 What it lacks without Transformer Engine, it lacks on every device
-(`rrfp.megatron.without_transformer_engine`), and what gloo asks of it, gloo asks on GPUs, too
-(`rrfp.megatron.over_gloo`). `prepare_cpu` must run before any other part of this package imports
-megatron.
+(`rrfp.megatron.adapters.fallbacks`), and what gloo asks of it, gloo asks on GPUs, too
+(`rrfp.megatron.adapters.fallbacks`). `prepare_cpu` must run before any other part of this package
+imports megatron.
 """
 
 import contextlib
@@ -35,8 +35,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from rrfp.megatron.over_gloo import reduce_losses_among_several
-from rrfp.megatron.without_transformer_engine import prepare_without_transformer_engine
+from rrfp.megatron.adapters.fallbacks import (
+    prepare_without_transformer_engine,
+    reduce_losses_among_several,
+)
 
 _CORE = "megatron.core"
 

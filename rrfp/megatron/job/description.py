@@ -12,11 +12,10 @@ from megatron.core.utils import get_model_config
 
 from rrfp.megatron.adapters.group_collections import replicas_of
 from rrfp.megatron.settings import DispatchSettings
-from rrfp.schedule.hold import described_hold
-from rrfp.schedule.patience.setting import described_patience
+from rrfp.schedule.knobs import described_hold, described_patience
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.schedule.values import plain_integer
+from rrfp.schedule.tasks import plain_integer
 from rrfp.trace.records import RankInfo
 from rrfp.trace.run_policy import unbound_policy
 

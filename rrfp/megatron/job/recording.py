@@ -18,8 +18,6 @@ from megatron.core.utils import get_model_config
 from rrfp import requirements
 from rrfp.errors import RrfpError, UsageError
 from rrfp.megatron.adapters.group_collections import replicas_of
-from rrfp.megatron.dealing.file import DealingFile
-from rrfp.megatron.groups import Place, device_of, place_in, ranks_of, step_groups, timeout_s_of
 from rrfp.megatron.job.description import (
     Steering,
     by_stage,
@@ -28,28 +26,42 @@ from rrfp.megatron.job.description import (
     num_parameters,
     program,
 )
-from rrfp.megatron.job.meeting import Meeting
-from rrfp.megatron.job.request import RecordingRequest
-from rrfp.megatron.job.telling import tell
-from rrfp.megatron.planning.orders_file import OrdersFile, join_orders
+from rrfp.megatron.job.request import RecordingRequest, tell
+from rrfp.megatron.job.run_directory import Meeting
+from rrfp.megatron.job.step_files import DealingFile, OrdersFile, join_orders
+from rrfp.megatron.step_groups import (
+    Place,
+    device_of,
+    place_in,
+    ranks_of,
+    step_groups,
+    timeout_s_of,
+)
 from rrfp.megatron.transport_log import TransportLog
-from rrfp.runtime.at_end import at_end
-from rrfp.runtime.decoding import integers
-from rrfp.runtime.planes.settling import Taken
+from rrfp.runtime.exit_hooks import at_end
+from rrfp.runtime.planes.negotiation import Taken
 from rrfp.runtime.protocols import monotonic
 from rrfp.runtime.recorder import Recorder
 from rrfp.runtime.rendezvous import default_store
-from rrfp.schedule.dealing import Hands
+from rrfp.schedule.balance import Hands
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.trace.description import PolicyLog, describe_run
+from rrfp.strict_json import integers
 from rrfp.trace.locate import encode_apart
 from rrfp.trace.outcome import JobOutcome
-from rrfp.trace.records import BegunRecord, Phase, PhaseRecord, RankInfo, Record
-from rrfp.trace.rundir import RunDir, empty
-from rrfp.trace.spills.room import records_bytes
-from rrfp.trace.spills.spill import is_being_written
-from rrfp.trace.steps import count_of, evaluation_step, is_evaluation
+from rrfp.trace.records import (
+    BegunRecord,
+    Phase,
+    PhaseRecord,
+    RankInfo,
+    Record,
+    count_of,
+    evaluation_step,
+    is_evaluation,
+)
+from rrfp.trace.run_dir import RunDir, empty
+from rrfp.trace.run_json import PolicyLog, describe_run
+from rrfp.trace.spill import is_being_written, records_bytes
 
 T = TypeVar("T")
 
@@ -398,3 +410,36 @@ class JobRecording:
         if run.records.is_dir():
             encode_apart(run.path)
         tell(f"{told}; open it with: rrfp trace view {run.path}")
+
+
+# A drop-in's schedule function, each call of which is recorded.
+
+
+class RecordedSchedule:
+    """A schedule function of a drop-in, recorded. Its other attributes are those of the drop-in."""
+
+    def __init__(self, schedule: Callable[..., Any], recording: JobRecording) -> None:
+        self._schedule = schedule
+        self._recording = recording
+
+    def __call__(self, **arguments: Any) -> Any:
+        step = self._recording.begin(arguments)
+        data = self._schedule(**arguments)
+        steering = getattr(self._schedule, "last_steering", None)
+        if steering is not None and not arguments.get("forward_only", False):
+            self._recording.steered(step, steering.policy)
+        planes = getattr(self._schedule, "planes", None)
+        if planes is not None:
+            self._recording.connected(planes)
+        order = getattr(self._schedule, "last_order", None)
+        if order is not None and not arguments.get("forward_only", False):
+            self._recording.planned(order)
+        look_ahead = getattr(self._schedule, "look_ahead", None)
+        hands = None if look_ahead is None else look_ahead.hands
+        if hands is not None and not arguments.get("forward_only", False):
+            self._recording.dealt(hands)
+        self._recording.end(step)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._schedule, name)

@@ -1,5 +1,6 @@
 """What of a job is recorded, and where to. Imports no torch."""
 
+import logging
 import os
 import re
 import sys
@@ -8,7 +9,19 @@ from pathlib import Path
 from typing import Self
 
 from rrfp.errors import UsageError
-from rrfp.trace.rundir import RUNS
+from rrfp.trace.run_dir import RUNS
+
+# What a job is told at its end: a sentence on stderr.
+#
+# The logging of a script would hide it, or repeat it on every rank in a form of its own.
+
+
+def tell(sentence: str) -> None:
+    """Write a sentence to stderr, whatever the script's logging is. Never raises."""
+    stderr = getattr(sys, "stderr", None)
+    if stderr is not None:  # a script may have removed it
+        logging.StreamHandler(stderr).handle(logging.makeLogRecord({"msg": f"rrfp: {sentence}"}))
+
 
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """How often torchrun has started a job's processes anew, and how often Slurm has requeued it."""
@@ -80,7 +93,7 @@ class RecordingRequest:
     """Whether to replace the run in `out`."""
     runs: Path = RUNS
     trace_mb: int | None = None
-    """The most that the records and the trace take on disk (`rrfp.trace.spills.room`)."""
+    """The most that the records and the trace take on disk (`rrfp.trace.spill`)."""
 
     def __post_init__(self) -> None:
         """Paths count from where the recording was asked for: a script may change the directory

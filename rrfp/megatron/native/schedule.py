@@ -5,37 +5,198 @@ finalisation are replaced by timed versions where the schedule looks them up, an
 afterwards. A call's arguments say which task it runs.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
+from torch.profiler import record_function
 
-from rrfp.interchange.ranges import task_range, wait_range
+from rrfp.interchange.range_names import ScheduleRange, schedule_range, task_range, wait_range
 from rrfp.megatron.installation import megatrons
-from rrfp.megatron.native.pace import NativePace
-from rrfp.megatron.native.timing import HostTimer, Timer
-from rrfp.runtime.pace import Pace
-from rrfp.runtime.protocols import StepSummary, monotonic
-from rrfp.schedule.causes import Cause
+from rrfp.megatron.job.description import undispatched
+from rrfp.megatron.job.recording import JobRecording
+from rrfp.megatron.job.request import RecordingRequest
+from rrfp.runtime.pace import Pace, StepPace, sleep_until
+from rrfp.runtime.protocols import Clock, StepSummary, monotonic
+from rrfp.schedule.named_hints import hint_named
+from rrfp.schedule.rehearsal import order_of
 from rrfp.schedule.shape import FORWARD_ONLY, WHOLE_BACKWARD, Shape
-from rrfp.schedule.tasks import Kind
-from rrfp.trace.fixed_schedule import FixedScheduleCounts
+from rrfp.schedule.tasks import Cause, Kind, Task
 from rrfp.trace.records import (
     BegunRecord,
     Doing,
+    FixedScheduleCounts,
     Phase,
     PhaseRecord,
+    RankInfo,
     Record,
     TaskRecord,
     WaitRecord,
+    evaluation_step,
+    step_name,
 )
-from rrfp.trace.steps import evaluation_step, step_name
+
+# When work began and ended, on the host or on the GPU, whichever runs it.
+#
+# On CUDA the host only launches a task; events on the current stream tell when the GPU ran it.
+# Nothing here waits for the GPU while a step runs.
+
+
+_LONGEST_LOOK_NS = 100_000
+
+
+class Timer(Protocol):
+    """Marks points in the work, and later gives their times on the host's clock."""
+
+    knows_at_once: bool
+    """Whether the time of a mark is known when it is made."""
+
+    def mark(self) -> Any:
+        """Mark the end of the work issued so far."""
+
+    def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
+        """The times of marks, passed in the order in which they were made. Without `wait`, None if
+        some are not known yet."""
+
+
+class HostTimer:
+    """For work that is done when its call returns."""
+
+    knows_at_once = True
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+
+    def mark(self) -> int:
+        return self._clock()
+
+    def times_ns(self, marks: Sequence[int], *, wait: bool) -> list[int]:
+        return list(marks)
+
+
+class CudaTimer:
+    """For work that is done when the current stream reaches it.
+
+    An event's time is that of a reference event, whose time on the host's clock is known, plus the
+    time between the two. The last mark whose time was read becomes the next reference. Before a
+    step, if the GPU is idle, a new reference is made, because the two clocks drift.
+    """
+
+    knows_at_once = False
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._spare: list[Any] = []
+        torch.cuda.synchronize()
+        self._reference = self.mark()
+        self._reference.synchronize()
+        self._reference_ns = clock()
+
+    def look_at_clock(self) -> None:
+        """Compare the clocks if the stream is idle, by an event that completes at once. Gives up
+        after a tenth of a millisecond."""
+        if not torch.cuda.current_stream().query():
+            return
+        event = self.mark()
+        began_ns = self._clock()
+        while not event.query():
+            if self._clock() - began_ns > _LONGEST_LOOK_NS:
+                return
+        self._reference, self._reference_ns = event, (began_ns + self._clock()) // 2
+
+    def mark(self) -> Any:
+        event = self._spare.pop() if self._spare else _new_event()
+        event.record()
+        return event
+
+    def times_ns(self, marks: Sequence[Any], *, wait: bool) -> list[int] | None:
+        if marks and wait:
+            marks[-1].synchronize()
+        if not all(mark.query() for mark in marks):
+            return None
+        times = [
+            self._reference_ns + round(self._reference.elapsed_time(mark) * 1_000_000)
+            for mark in marks
+        ]
+        if marks:
+            # The time between two events has single precision: the closer they are, the better.
+            self._spare += [self._reference, *marks[:-1]]
+            self._reference, self._reference_ns = marks[-1], times[-1]
+        return times
+
+
+def _new_event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+# The pace of a step under Megatron's own schedule, whose transfers block the compute path.
+#
+# Megatron's `_communicate` does not say which microbatches it exchanges. But in each direction a
+# rank sends and receives in the order of its tasks, so the calls are counted.
+
+
+class NativePace:
+    """Paces what one rank does in one step."""
+
+    def __init__(self, pace: StepPace, shape: Shape, pp_rank: int) -> None:
+        self._pace = pace
+        self._messages = _messages(shape, pp_rank)
+
+    def task(self, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        """Wrap a task's work."""
+        return self._pace.task(Task(stage, kind, microbatch))
+
+    def transfer(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap Megatron's `_communicate` so that both ends return only when the modelled time has
+        passed since the exchange; for concurrent messages, the longest time."""
+
+        def paced(*args: Any, **kwargs: Any) -> Any:
+            result = communicate(*args, **kwargs)
+            now_ns = time.monotonic_ns()
+            exchanged = [
+                next(messages)
+                for name, messages in self._messages.items()
+                # Arguments are tensors to send, or whether to receive one.
+                if kwargs[name] is not None and kwargs[name] is not False
+            ]
+            sleep_until(now_ns + max(map(self._pace.message_ns, exchanged), default=0))
+            return result
+
+        return paced
+
+
+def _messages(shape: Shape, pp_rank: int) -> dict[str, Iterator[Task]]:
+    """By argument of `_communicate`: the messages that it requests, in order, named by the tasks
+    that consume them."""
+    if shape.num_ranks == 1:
+        return {}
+    name = "1f1b" if shape.num_chunks == 1 else "interleaved"
+    row = order_of(hint_named(name).on(shape), shape).rows[pp_rank]
+    forwards = [task for task in row if task.kind is Kind.F]
+    backwards = [task for task in row if task.kind is Kind.B]
+    return {
+        "tensor_send_next": _sent(shape, forwards),
+        "tensor_send_prev": _sent(shape, backwards),
+        "recv_prev": _received(shape, forwards),
+        "recv_next": _received(shape, backwards),
+    }
+
+
+def _sent(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
+    return (receiver for task in tasks if (receiver := shape.receiver(task)) is not None)
+
+
+def _received(shape: Shape, tasks: Iterable[Task]) -> Iterator[Task]:
+    return (task for task in tasks if shape.sender(task) is not None)
+
 
 Named = Callable[[str], AbstractContextManager[Any]]
 """Opens a range of a given name in a profile, as `torch.profiler.record_function` does."""
@@ -57,7 +218,7 @@ class NativeSchedule:
         """`timer` is the host's by default. `named` opens a range around each task, each wait and
         each step; `name_of_step` names the last. Records come when their times are known, the
         host's at once, in the order of the calls; training steps and evaluations are numbered
-        separately (`rrfp.trace.steps`). `pace` holds tasks and transfers of training steps to
+        separately (`rrfp.trace.records`). `pace` holds tasks and transfers of training steps to
         modelled times, if work runs on the host. `num_ranks` of the pipeline are those of
         Megatron's parallel state by default."""
         self._pp_rank = pp_rank
@@ -338,3 +499,60 @@ def _replace(
     original = getattr(owner, name)
     restored.callback(setattr, owner, name, original)
     setattr(owner, name, wrap(original))
+
+
+# Records a user's own training script under Megatron's own schedule.
+
+
+class NativeTrace:
+    """Runs Megatron's own schedule functions, recorded."""
+
+    def __init__(self, request: RecordingRequest) -> None:
+        self._recording = JobRecording(request, undispatched())
+        self._schedule: NativeSchedule | None = None
+        self._cuda_timer: CudaTimer | None = None
+
+    def run(self, schedule: Callable[..., list[Any]], arguments: dict[str, Any]) -> list[Any]:
+        """Run one step by one of Megatron's functions, with Megatron's arguments and return
+        value."""
+        recording = self._recording
+        step = recording.begin(arguments)
+        if step is None:
+            data = schedule(**arguments)
+            recording.end(None)
+            return data
+        if self._schedule is None:
+            self._schedule = recording.safely(self._open)
+        if self._schedule is None:
+            return schedule(**arguments)
+        if self._cuda_timer is not None:
+            # Most scripts read the loss between steps, which leaves the GPU idle for a moment.
+            recording.safely(self._cuda_timer.look_at_clock)
+        data = self._schedule.run(partial(schedule, **arguments), step, arguments)
+        recording.safely(self._schedule.settle)
+        recording.end(step)
+        return data
+
+    def _open(self) -> NativeSchedule:
+        recording = self._recording
+        info = recording.info
+        assert info is not None, "a step has begun"
+        if recording.is_on_gpu:
+            self._cuda_timer = CudaTimer()
+        found = NativeSchedule(
+            info.pp_rank,
+            recording.record,
+            self._cuda_timer or HostTimer(),
+            record_function,
+            partial(_range_of, info),
+            num_ranks=recording.num_pipeline_ranks,
+        )
+        recording.before_close = partial(found.settle, wait=True)
+        return found
+
+
+def _range_of(info: RankInfo, step: int) -> str:
+    """The name of a step's range in a profile."""
+    return schedule_range(
+        ScheduleRange(step, info.rank, info.pp_rank, info.tp_rank, info.dp_rank, info.stages)
+    )

@@ -21,20 +21,18 @@ import torch.distributed as dist
 
 from rrfp.errors import RrfpError
 from rrfp.megatron.adapters.group_collections import data_parallel_of
-from rrfp.megatron.admission import told_by_first
-from rrfp.megatron.planning.choosing import NUM_STEPS, ChoiceRequest, Choices
-from rrfp.megatron.planning.cost_model import Numbers
-from rrfp.megatron.planning.measured import MeasuredTasks
+from rrfp.megatron.collectives import told_by_first
 from rrfp.megatron.planning.planner import Gathering
 from rrfp.megatron.step_policy import ChoiceFigures, StepPolicy, step_policy
-from rrfp.runtime.at_end import at_end
-from rrfp.schedule.hints.auto import AutoHint
-from rrfp.schedule.hints.table import HINTS
-from rrfp.schedule.hold import counts_microbatches
+from rrfp.planning.candidates import Candidate
+from rrfp.planning.forecast import MeasuredTasks, Numbers
+from rrfp.planning.hint_process import NUM_STEPS, ChoiceRequest, Choices
+from rrfp.planning.process_pool import PlannerProcess
+from rrfp.runtime.exit_hooks import at_end
+from rrfp.schedule.knobs import counts_microbatches
+from rrfp.schedule.named_hints import HINTS, AutoHint
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.choice.candidates import Candidate
-from rrfp.simulate.plan.process import PlannerProcess
 from rrfp.trace.records import NS_PER_S, Record
 
 _log = logging.getLogger(__name__)
@@ -200,7 +198,7 @@ class HintChooser:
         )
         self.close()
         try:
-            self._process = PlannerProcess("rrfp.megatron.planning.choosing", _NICENESS)
+            self._process = PlannerProcess("rrfp.planning.hint_process", _NICENESS)
             if not self._process.send(request):
                 raise RrfpError("the process that chooses takes no request")
         except RrfpError as error:

@@ -19,18 +19,17 @@ import torch
 import torch.distributed as dist
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.megatron.admission import told_by_first
+from rrfp.megatron.collectives import told_by_first
 from rrfp.megatron.item_costs import ItemCost, resolve_cost
-from rrfp.megatron.memory.features import features_of
-from rrfp.megatron.planning.cost_model import Numbers
-from rrfp.megatron.planning.measured import NUM_ROWS, MeasuredTasks
-from rrfp.megatron.planning.worker import Learned, Modelled, PlanRequest, Setting
-from rrfp.runtime.at_end import at_end
+from rrfp.planning.forecast import NUM_ROWS, MeasuredTasks, Numbers
+from rrfp.planning.memory_model import features_of
+from rrfp.planning.order_process import Learned, Modelled, PlanRequest, Setting
+from rrfp.planning.order_search import Known
+from rrfp.planning.process_pool import PlannerProcess
+from rrfp.runtime.exit_hooks import at_end
 from rrfp.schedule.admission import pyramid
 from rrfp.schedule.policy import Policy
 from rrfp.schedule.shape import Shape
-from rrfp.simulate.plan.known import Known
-from rrfp.simulate.plan.process import PlannerProcess
 from rrfp.trace.records import NS_PER_S, Phase, PhaseRecord, Record
 
 _log = logging.getLogger(__name__)
@@ -254,7 +253,7 @@ class EntryPlanner:
         self._setting = setting
         try:
             if self._process is None:
-                self._process = PlannerProcess("rrfp.megatron.planning.worker", _NICENESS)
+                self._process = PlannerProcess("rrfp.planning.order_process", _NICENESS)
             is_sent = self._process.send(request)
         except RrfpError as error:
             self._give_up(str(error))

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import torch
 
 from rrfp.errors import UsageError
-from rrfp.runtime.device.device import Event, Stream
+from rrfp.runtime.device.interface import Event, Stream
 
 _GOOD_ERROR_NS = 10_000
 """Of a look at the device's clock, after which no better one is sought."""
@@ -24,7 +24,7 @@ _WATCH_NS = 300_000
 
 
 class CudaDevice:
-    """Implements `rrfp.runtime.device.device.Device`."""
+    """Implements `rrfp.runtime.device.interface.Device`."""
 
     is_synchronous = False
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime.device.device import Event
-from rrfp.runtime.planes.packing import Forms, flat, forms_of, packed_bytes, unpacked
+from rrfp.runtime.device.interface import Event
+from rrfp.runtime.planes.codec import Forms, flat, forms_of, packed_bytes, unpacked
 from rrfp.runtime.planes.plane import Plane, Posted
 from rrfp.runtime.planes.slots import Slots
 from rrfp.runtime.protocols import Clock, Message, monotonic

@@ -7,13 +7,10 @@ from typing import Any
 
 from rrfp.errors import UsageError
 from rrfp.schedule.shape import Placement, Shape
-from rrfp.simulate.costs.flops import FlopCosts
-from rrfp.simulate.costs.model import Costs
-from rrfp.simulate.costs.stage_layers import StageLayers
-from rrfp.simulate.costs.table import TableCosts
-from rrfp.simulate.costs.toml_tables import ranged, read_table
-from rrfp.simulate.costs.uneven import Uneven
-from rrfp.simulate.costs.units import CutCosts, Layered, check_split
+from rrfp.simulate.costs.language_models import FlopCosts
+from rrfp.simulate.costs.layer_costs import CutCosts, Layered, StageLayers, check_split
+from rrfp.simulate.costs.model import Costs, Uneven
+from rrfp.simulate.costs.toml_files import TableCosts, ranged, read_table
 
 CUT = "cut"
 """The key that only such a document has."""

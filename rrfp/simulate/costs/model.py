@@ -1,14 +1,52 @@
 """What the tasks and messages of a step are known to cost, before jitter."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Protocol
 
 from rrfp.errors import UsageError
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Task
 from rrfp.simulate.world import TaskTimes
+
+# Ranges of numbers as people write them: ``0-2,5``.
+
+
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+
+
+def parse_ranges(text: str, where: str) -> tuple[range, ...]:
+    """Read ``0-2,5``; `where` is what errors call it.
+
+    Raises UsageError for any other text, and for a descending range.
+    """
+    ranges = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        first, last = match.groups() if match else ("1", "0")
+        last = first if last is None else last
+        if int(first) > int(last):
+            raise UsageError(
+                f"{where}: '{text}' names no pipeline ranks; write them as 0-2 or 0-2,5"
+            )
+        ranges.append(range(int(first), int(last) + 1))
+    return tuple(ranges)
+
+
+# Whose fault it is that stages differ: a choice of `rrfp tune`.
+
+
+class Uneven(StrEnum):
+    """Why stages in the middle with equally many layers do not take equally long."""
+
+    RANKS = "ranks"
+    """Their ranks are slower or faster, whatever layers they hold."""
+    LAYERS = "layers"
+    """Their layers are heavier or lighter, on whatever rank they lie."""
+
 
 LONGEST_S = 3600.0
 """The longest time that a user may write for a task; a longer one is a typing error."""
@@ -143,3 +181,29 @@ def check_link(sender: int, receiver: int, shape: Shape, name: str) -> None:
             f"{name} names the link from rank {sender} to rank {receiver}, which carries no "
             "message; name two neighbours"
         )
+
+
+# Costs with every task longer or shorter by one factor.
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCosts:
+    """A `Costs`: other costs with their tasks' times multiplied; messages are unchanged."""
+
+    costs: Costs
+    factor: float
+
+    def step(self, shape: Shape, seed: int, replica: int) -> StepCosts:
+        costs = self.costs.step(shape, seed, replica)
+        times = costs.times
+        return replace(
+            costs,
+            times=TaskTimes(
+                self._rows(times.forward),
+                self._rows(times.input_gradient),
+                self._rows(times.weight_gradient),
+            ),
+        )
+
+    def _rows(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [[round(time_ns * self.factor) for time_ns in row] for row in rows]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rrfp.errors import UsageError
+from rrfp.schedule.bounds import Sizes
 from rrfp.schedule.shape import Shape
-from rrfp.schedule.sizes import Sizes
 from rrfp.schedule.tasks import Kind, Task
 from rrfp.simulate.costs.model import (
     LONGEST_S,

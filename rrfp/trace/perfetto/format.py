@@ -1,7 +1,24 @@
 """What the writer and the reader of traces agree on."""
 
-from rrfp.trace.records import RECORD_TYPES
-from rrfp.trace.steps import STEP
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rrfp.schedule.tasks import Kind
+from rrfp.trace.records import (
+    RECORD_TYPES,
+    STEP,
+    Phase,
+    RankInfo,
+    RankRecords,
+    ReceiveRecord,
+    SendRecord,
+    TaskRecord,
+    are_known,
+    held_for_w,
+)
 
 VERSION = 3
 """The format version that is written. The reader refuses later ones and reads all earlier ones:
@@ -45,3 +62,314 @@ def bounds_of(field: str) -> tuple[int, int]:
     if field == "expected_in_ns":
         return -_MOST_NS, _MOST_NS
     return -1, MOST_OF_A_KIND if field in _PLACES else 1 << 53
+
+
+# Which send, receive and task belong to one message, and the id of its arrow.
+
+
+class MessageKey(NamedTuple):
+    """A message of the run: number `sequence` on the directed link source -> destination."""
+
+    source: int
+    destination: int
+    sequence: int
+
+    @property
+    def flow_id(self) -> int:
+        """The id of the message's arrow, unique in the run for up to 65,536 ranks and 4 G messages
+        per link."""
+        ranks = (self.source & 0xFFFF) << 16 | self.destination & 0xFFFF
+        return ranks << 32 | self.sequence & 0xFFFFFFFF
+
+
+class TaskKey(NamedTuple):
+    """A task on one rank, by which a received message finds its consumer."""
+
+    step: int
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def sent_by(rank: int, send: SendRecord) -> MessageKey:
+    return MessageKey(rank, send.peer, send.sequence)
+
+
+def received_by(rank: int, receive: ReceiveRecord) -> MessageKey:
+    return MessageKey(receive.peer, rank, receive.sequence)
+
+
+def key_of(record: TaskRecord | SendRecord | ReceiveRecord) -> TaskKey:
+    """The task itself, or the task that consumes the message."""
+    return TaskKey(record.step, record.kind, record.stage, record.microbatch)
+
+
+# Compares the order in which a rank ran its tasks with the order that its hint wanted.
+
+
+MAX_SKIPPED_NAMED = 8
+"""How many of the tasks that a dispatch skipped are named; the rest are only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class HintedDispatch:
+    """One dispatch, number k of its step on the rank, compared with the hint."""
+
+    wanted: TaskRecord
+    """Task number k of the step in the hint's order."""
+    wanted_place: int
+    """When that task was dispatched, counting from 0: k where the hint was followed."""
+    skipped: tuple[TaskRecord, ...]
+    """The unfinished tasks that the hint ranks above the one dispatched, best first; at most
+    `MAX_SKIPPED_NAMED` + 1 of them."""
+
+
+def beside_hint(tasks: Sequence[TaskRecord]) -> list[HintedDispatch | None]:
+    """By task, its dispatch; None where the hint's order for the step is unknown.
+
+    `tasks` are one rank's, in the order of their dispatch. In a step that was cut short, only the
+    tasks that ran are compared.
+    """
+    dispatches: list[HintedDispatch | None] = [None] * len(tasks)
+    steps: defaultdict[int, list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        steps[task.step].append(index)
+    for indices in steps.values():
+        if all(tasks[index].hint_position >= 0 for index in indices):
+            _compare_step(tasks, indices, dispatches)
+    return dispatches
+
+
+def _compare_step(
+    tasks: Sequence[TaskRecord], indices: Sequence[int], dispatches: list[HintedDispatch | None]
+) -> None:
+    # Sort by hint position; the place of dispatch breaks ties, which a sound trace does not have.
+    ranks = [(tasks[index].hint_position, place) for place, index in enumerate(indices)]
+    hinted = sorted(ranks)
+    unfinished = hinted.copy()
+    for place, index in enumerate(indices):
+        num_above = bisect_left(unfinished, ranks[place])
+        named = unfinished[: min(num_above, MAX_SKIPPED_NAMED + 1)]
+        del unfinished[num_above]
+        _, wanted_place = hinted[place]
+        dispatches[index] = HintedDispatch(
+            tasks[indices[wanted_place]],
+            wanted_place,
+            tuple(tasks[indices[above]] for _, above in named),
+        )
+
+
+# The tree of tracks in a trace: pipeline > stage > compute, hint, wait, send, receive, ...
+#
+# Every track has an explicit place among its siblings. Slices of one Perfetto track must nest, so
+# each link has its own track below `send` and `receive`. Slices that would still overlap go to
+# another lane: a sibling of the same name, which the viewer shows as a further row of the track.
+
+
+Node = tuple[int, str]
+"""One step of a path in the tree: a place among siblings, and a name."""
+
+COUNTERS = (7, "counters")
+_DETAILS = (9, "details")
+
+PATH_OF_CATEGORY: dict[str, tuple[Node, ...]] = {
+    "task": ((0, "compute"),),
+    HINT: ((1, "hint"),),
+    "wait": ((2, "wait"),),
+    "begun": ((3, "never ended"),),
+    "agreement": ((4, "agreement"),),
+    "send": ((5, "send"),),
+    "receive": ((6, "receive"),),
+    "phase": ((8, "phases"),),
+    "stimulus": (_DETAILS, (0, "stimuli")),
+    "cost": (_DETAILS, (1, "recording")),
+    "loss": (_DETAILS, (1, "recording")),
+    RANK: (_DETAILS, (2, "rank")),
+}
+"""Where the events of each category are shown below their stage. Events that only a replay or an
+audit of the recording needs are in a group that the viewer keeps closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A track as its descriptor states it; `parent` is 0 at the top."""
+
+    uuid: int
+    parent: int
+    name: str
+    place: int
+    """Its place among its siblings."""
+    is_counter: bool = False
+
+
+class Tracks:
+    """Hands out tracks by path, and keeps new ones until they are described."""
+
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
+        self._tracks: dict[tuple[tuple[int, str, int], ...], Track] = {}
+        self._new: list[Track] = []
+
+    def get(self, *path: Node, lane: int = 0, is_counter: bool = False) -> int:
+        """The uuid of the track at a path of (place, name) from the top; makes missing tracks."""
+        key: tuple[tuple[int, str, int], ...] = ()
+        parent = 0
+        for depth, (place, name) in enumerate(path, start=1):
+            is_leaf = depth == len(path)
+            key = (*key, (place, name, lane if is_leaf else 0))
+            track = self._tracks.get(key)
+            if track is None:
+                uuid = self._first + len(self._tracks)
+                track = Track(uuid, parent, name, place, is_counter and is_leaf)
+                self._tracks[key] = track
+                self._new.append(track)
+            parent = track.uuid
+        return parent
+
+    def take_new(self) -> Iterator[Track]:
+        """The tracks made since the last call, parents first."""
+        new, self._new = self._new, []
+        yield from new
+
+
+def stage_name(info: RankInfo) -> str:
+    """`stage 0`, or `stages 0 7` on a rank with chunks."""
+    label = "stage" if len(info.stages) == 1 else "stages"
+    return " ".join((label, *map(str, info.stages)))
+
+
+def stage_path(info: RankInfo, ranks: Sequence[RankInfo]) -> tuple[Node, ...]:
+    """The path of a rank's stage: pipelines ordered by replica, stages by model order."""
+    pipelines = sorted({(other.dp_rank, other.tp_rank) for other in ranks})
+    name = "pipeline"
+    if len(pipelines) > 1:
+        name = f"pipeline dp{info.dp_rank} tp{info.tp_rank}"
+    place = pipelines.index((info.dp_rank, info.tp_rank))
+    return (place, name), (info.pp_rank, stage_name(info))
+
+
+class Lanes:
+    """Hands out the lanes of a track: no two slices on one lane overlap."""
+
+    def __init__(self) -> None:
+        self._ends_ns: list[int] = []
+
+    def assign(self, intervals: Sequence[tuple[int, int]]) -> list[int]:
+        """A lane for each (start, end), after those of earlier calls; uses as few as possible."""
+        lanes = [0] * len(intervals)
+        ends_ns = self._ends_ns
+        ordered = sorted((*interval, index) for index, interval in enumerate(intervals))
+        for start_ns, end_ns, index in ordered:
+            for lane, lane_end_ns in enumerate(ends_ns):
+                if lane_end_ns <= start_ns:
+                    ends_ns[lane] = end_ns
+                    break
+            else:
+                lane = len(ends_ns)
+                ends_ns.append(end_ns)
+            lanes[index] = lane
+        return lanes
+
+
+def assign_lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """A lane for each (start, end), so that no two on one lane overlap; uses as few as possible."""
+    return Lanes().assign(intervals)
+
+
+# The counter tracks of a rank: what its tasks' records count, and where sizes are known, bytes of
+# memory: held, held for W alone, gradients and messages that wait, and the budget.
+
+
+_COUNTED_FIELDS = {
+    "D": "depth",
+    "held": "held",
+    "ready forwards": "ready_forwards",
+    "ready backwards": "ready_backwards",
+}
+_BYTES, _BYTES_FOR_W, _WAITING = "bytes held", "bytes held for W", "bytes of waiting gradients"
+_OUTBOX, _BUDGET = "bytes in outbox", "budget of bytes"
+
+COUNTERS_IN_ORDER = (*_COUNTED_FIELDS, _BYTES, _BYTES_FOR_W, _WAITING, _OUTBOX, _BUDGET)
+
+Points = list[tuple[int, int]]
+"""Of a counter: times in ns, and the value from each on."""
+
+_Task = tuple[int, str, int, int]
+
+
+def counters_of(records: RankRecords) -> dict[str, Points]:
+    """The counters of all that a rank recorded."""
+    return Counters().add(records, is_last=True)
+
+
+class Counters:
+    """The counters of a rank, from its records a part at a time. A counter begins with the part
+    that first has something to count."""
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()
+        self._outbox = _Outbox()
+
+    def add(self, records: RankRecords, *, is_last: bool) -> dict[str, Points]:
+        """The points that the next part adds. The tasks of a step come in one part."""
+        tasks = records.tasks
+        starts_ns = [task.start_ns for task in tasks]
+
+        def by_task(values: Iterable[int]) -> Points:
+            return list(zip(starts_ns, values, strict=True))
+
+        found = {
+            name: by_task(getattr(task, field) for task in tasks)
+            for name, field in _COUNTED_FIELDS.items()
+        }
+        if not self._has_begun(_BYTES, are_known(tasks)):
+            return found
+        found[_BYTES] = by_task(task.held_bytes for task in tasks)
+        for_w = held_for_w(tasks)
+        if self._has_begun(_BYTES_FOR_W, any(for_w)):
+            found[_BYTES_FOR_W] = by_task(for_w)
+        if self._has_begun(_WAITING, any(task.waiting_bytes for task in tasks)):
+            found[_WAITING] = by_task(task.waiting_bytes for task in tasks)
+        if self._has_begun(_OUTBOX, bool(records.sends)):
+            found[_OUTBOX] = self._outbox.add(tasks, records.sends, is_last=is_last)
+        budgets = {p.step: p.budget_bytes for p in records.phases if p.phase == Phase.SCHEDULE}
+        if self._has_begun(_BUDGET, any(budgets.values())):
+            found[_BUDGET] = by_task(budgets.get(task.step, 0) for task in tasks)
+        return found
+
+    def _has_begun(self, name: str, begins: bool) -> bool:
+        if begins:
+            self._begun.add(name)
+        return name in self._begun
+
+
+class _Outbox:
+    """The bytes of messages from the end of the task that made them to their last byte sent."""
+
+    def __init__(self) -> None:
+        self._ends_ns: dict[_Task, int] = {}
+        self._changes: defaultdict[int, int] = defaultdict(int)
+        """Those that a message of the next part may still precede."""
+        self._total = 0
+
+    def add(
+        self, tasks: Iterable[TaskRecord], sends: Iterable[SendRecord], *, is_last: bool
+    ) -> Points:
+        ends_ns = {(t.step, t.kind, t.stage, t.microbatch): t.end_ns for t in tasks}
+        # A message of a part's last step may be recorded with the part after it.
+        known_ns = self._ends_ns | ends_ns
+        self._ends_ns = ends_ns
+        changes = self._changes
+        for send in sends:
+            made_on = send.stage + (-1 if send.kind == Kind.F else 1)
+            made_ns = known_ns.get((send.step, send.kind, made_on, send.microbatch), send.start_ns)
+            changes[min(made_ns, send.end_ns)] += send.num_bytes
+            changes[send.end_ns] -= send.num_bytes
+        settled_ns = min(ends_ns.values(), default=0)
+        points: Points = []
+        for time_ns in sorted(changes):
+            if time_ns >= settled_ns and not is_last:
+                break
+            self._total += changes.pop(time_ns)
+            points.append((time_ns, self._total))
+        return points

@@ -6,12 +6,22 @@ second of each, and so on, with arrays where a parser has variables
 (https://protobuf.dev/programming-guides/encoding).
 """
 
+import mmap
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
+
+from rrfp.errors import RrfpError
+from rrfp.trace.perfetto.format import FIELDS, RANK, RUN
+from rrfp.trace.records import EVALUATION, RECORD_TYPES
+from rrfp.trace.safe_files import open_regular
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
@@ -219,3 +229,215 @@ def _joined(rounds: Sequence[Fields]) -> Fields:
     )
     starts, ends = (np.concatenate([each.spans[place] for each in rounds]) for place in range(2))
     return Fields(owners, numbers, values, Spans(starts, ends))
+
+
+# Decodes the track events of a trace into columns, a batch of packets at a time.
+
+
+_BEGIN = pb.TrackEvent.TYPE_SLICE_BEGIN
+_END = pb.TrackEvent.TYPE_SLICE_END
+INSTANT = pb.TrackEvent.TYPE_INSTANT
+
+_PACKET_TAG = 0x0A
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def _numbers(message: Any, *names: str) -> list[int]:
+    fields = message.DESCRIPTOR.fields_by_name
+    return [fields[name].number for name in names]
+
+
+_TIMESTAMP, _SEQUENCE, _EVENT = _numbers(
+    pb.TracePacket, "timestamp", "trusted_packet_sequence_id", "track_event"
+)
+_TYPE, _TRACK, _CATEGORIES, _NOTES, *_FLOWS = _numbers(
+    pb.TrackEvent,
+    *("type", "track_uuid", "categories", "debug_annotations"),
+    *("flow_ids", "terminating_flow_ids"),
+)
+# An annotation's number or text is in one of these fields.
+_NOTE_NAME, INT, TEXT = _numbers(pb.DebugAnnotation, "name", "int_value", "string_value")
+
+CATEGORIES_READ = (*RECORD_TYPES, RUN, RANK)
+"""The categories of events that are read; annotations of other events are skipped."""
+_FIELD_NAMES = tuple(sorted({EVALUATION, *(n for fields in FIELDS.values() for n, _ in fields)}))
+
+
+class Packets(NamedTuple):
+    """Packets, one after the other in one buffer."""
+
+    octets: bytes
+    spans: Spans
+
+    def behind(self, packets: Sequence[bytes]) -> "Packets":
+        """These packets, after others."""
+        if not packets:
+            return self
+        ends = np.cumsum([len(packet) for packet in packets])
+        starts = np.concatenate(([0], ends, self.spans.starts + ends[-1]))
+        return Packets(
+            b"".join(packets) + self.octets,
+            Spans(np.delete(starts, len(ends)), np.concatenate((ends, self.spans.ends + ends[-1]))),
+        )
+
+
+class EventBatch:
+    """The track events of some packets, in columns."""
+
+    def __init__(self, packets: Packets) -> None:
+        self.octets = packets.octets
+        self.data = data = buffer_of(packets.octets)
+        self._spans = packets.spans
+        fields = read_fields(data, self._spans)
+        events = fields.of(_EVENT)
+        num_packets, self._num_events = len(packets.spans.starts), len(events.owners)
+        self._packets = events.owners
+        self.times = fields.last(_TIMESTAMP, num_packets)[events.owners]
+        self.sequences = fields.last(_SEQUENCE, num_packets)[events.owners]
+        self._fields = read_fields(data, events.spans)
+        self.types = self._fields.last(_TYPE, self._num_events)
+        self._tracks = self._fields.last(_TRACK, self._num_events)
+        self.categories = self._find_categories(data)
+        """By event: the index of its first category among those that are read, or -1."""
+        self.num_stray_ends = 0
+        self.unended: list[int] = []
+        """The slices that begin in these packets and do not end in them."""
+        self._read_notes(data)
+
+    def packet(self, event: int) -> bytes:
+        """The packet that holds an event."""
+        packet = self._packets[event]
+        return self.octets[self._spans.starts[packet] : self._spans.ends[packet]]
+
+    def instants_in(self, *categories: str) -> Rows:
+        chosen = [CATEGORIES_READ.index(name) for name in categories]
+        return np.flatnonzero(np.isin(self.categories, chosen) & (self.types == INSTANT))
+
+    def flows(self, num_packets_passed: int) -> Numbers:
+        """The arrows of all events after the first `num_packets_passed` packets, once per event."""
+        found = [self._fields.of(number) for number in _FLOWS]
+        return np.concatenate(
+            [each.values[self._packets[each.owners] >= num_packets_passed] for each in found]
+        )
+
+    def pair_slices(self) -> tuple[Rows, Rows]:
+        """The events that begin a slice and those that end it, pairwise, ordered by the end.
+
+        Most slices end in the very next event. The rest nest, as the slices of a track do; slices
+        without an end are left in `unended`.
+        """
+        slices = np.flatnonzero((self.types == _BEGIN) | (self.types == _END))
+        begins, tracks = self.types[slices] == _BEGIN, self._tracks[slices]
+        at_once = np.flatnonzero(begins[:-1] & ~begins[1:] & (tracks[:-1] == tracks[1:]))
+        rest = np.delete(slices, np.concatenate((at_once, at_once + 1)))
+        stacks: defaultdict[int, list[int]] = defaultdict(list)
+        nested = []
+        for event, track, event_type in zip(
+            rest.tolist(), self._tracks[rest].tolist(), self.types[rest].tolist(), strict=True
+        ):
+            if event_type == _BEGIN:
+                stacks[track].append(event)
+            elif stacks[track]:
+                nested.append((stacks[track].pop(), event))
+            else:
+                self.num_stray_ends += 1
+        self.unended = sorted(chain.from_iterable(stacks.values()))
+        pairs = np.concatenate(
+            (
+                np.stack((slices[at_once], slices[at_once + 1]), axis=1),
+                np.array(nested, np.intp).reshape(-1, 2),
+            )
+        )
+        pairs = pairs[np.argsort(pairs[:, 1])]
+        return pairs[:, 0], pairs[:, 1]
+
+    def notes(self, events: Rows, name: str, number: int) -> Rows:
+        """By event: its annotation of this name, or -1 if it has none of that type."""
+        found = self._notes[events, _FIELD_NAMES.index(name)]
+        return np.where(self._note_types[found] == number, found, -1)
+
+    def _find_categories(self, data: Bytes) -> Rows:
+        categories = self._fields.of(_CATEGORIES)
+        owners, firsts = np.unique(categories.owners, return_index=True)
+        found = np.full(self._num_events, -1, np.intp)
+        found[owners] = find(data, categories.spans.take(firsts), CATEGORIES_READ)
+        return found
+
+    def _read_notes(self, data: Bytes) -> None:
+        notes = self._fields.of(_NOTES)
+        notes = notes.take(np.flatnonzero(self.categories[notes.owners] >= 0))
+        num_notes = len(notes.owners)
+        fields = read_fields(data, notes.spans)
+        names = fields.of(_NOTE_NAME)
+        columns = np.full(num_notes, -1, np.intp)
+        columns[names.owners] = find(data, names.spans, _FIELD_NAMES)
+        # One extra entry at the end, so that index -1 (no annotation) has no type.
+        self._note_types = np.zeros(num_notes + 1, np.int64)
+        for number in (INT, TEXT):
+            self._note_types[fields.of(number).owners] = number
+        self.note_values = fields.last(INT, num_notes)
+        texts = fields.of(TEXT)
+        starts, ends = np.zeros(num_notes, np.int64), np.zeros(num_notes, np.int64)
+        starts[texts.owners], ends[texts.owners] = texts.spans
+        self.note_texts = Spans(starts, ends)
+        self._notes = np.full((self._num_events, len(_FIELD_NAMES)), -1, np.intp)
+        known = np.flatnonzero(columns >= 0)
+        self._notes[notes.owners[known], columns[known]] = known
+
+
+def cut_packets(path: Path, data: mmap.mmap, start: int, num_bytes: int) -> tuple[Packets, int]:
+    """The next packets of a trace, about `num_bytes` of them, and where they end.
+
+    This loop runs once per packet and dominates the time of reading.
+    """
+    octets = data[start : start + num_bytes]
+    size = len(octets)
+    tags: list[int] = []
+    end = 0
+    while end < size:
+        tags.append(end)
+        if octets[end] != _PACKET_TAG:
+            raise foreign(path)
+        begin = end + 2
+        # A length takes one or two bytes; a longer one, or one cut off here, is read again below.
+        if begin < size:
+            length = octets[begin - 1]
+            if length >= 0x80:
+                length += (octets[begin] << 7) - 0x80
+                begin += 1
+        if begin >= size or length >= 1 << 14:
+            begin, length = _read_length(path, data, start + end + 1)
+            begin -= start
+        end = begin + length
+    if start + end > len(data):
+        raise truncated(path)
+    if end > size:
+        octets = data[start : start + end]
+    starts = np.array(tags)
+    _, begins = read_varints(buffer_of(octets), starts + 1)
+    return Packets(octets, Spans(begins, np.append(starts[1:], end))), start + end
+
+
+def _read_length(path: Path, data: mmap.mmap, position: int) -> tuple[int, int]:
+    """Read a packet's length: where its contents begin, and how long they are."""
+    length = 0
+    for shift in range(0, 35, 7):
+        if position >= len(data):
+            raise truncated(path)
+        octet = data[position]
+        position += 1
+        length |= (octet & 0x7F) << shift
+        if octet < 0x80:
+            return position, length
+    raise foreign(path)
+
+
+def foreign(path: Path) -> RrfpError:
+    with open_regular(path) as file:
+        is_gzipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    remedy = "; unpack it first, with gunzip" if is_gzipped else ""
+    return RrfpError(f"{path} is not an uncompressed Perfetto trace{remedy}")
+
+
+def truncated(path: Path) -> RrfpError:
+    return RrfpError(f"the trace {path} is truncated: it ends in the middle of a packet")

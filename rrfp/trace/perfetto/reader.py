@@ -20,17 +20,6 @@ from google.protobuf import message
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from rrfp.errors import RrfpError
-from rrfp.trace.files.reading import open_regular
-from rrfp.trace.perfetto.event_columns import (
-    CATEGORIES_READ,
-    INSTANT,
-    INT,
-    TEXT,
-    EventBatch,
-    Packets,
-    cut_packets,
-    foreign,
-)
 from rrfp.trace.perfetto.format import (
     END_MARK,
     FIELDS,
@@ -41,16 +30,32 @@ from rrfp.trace.perfetto.format import (
     bounds_of,
 )
 from rrfp.trace.perfetto.protobuf import (
+    CATEGORIES_READ,
+    INSTANT,
+    INT,
     LONGEST_NAME,
+    TEXT,
     Bytes,
     DecodeError,
+    EventBatch,
     Numbers,
+    Packets,
     Rows,
     Spans,
+    cut_packets,
     find,
+    foreign,
 )
-from rrfp.trace.records import RECORD_TYPES, RankInfo, RankRecords, Recording
-from rrfp.trace.steps import EVALUATION, STEP, evaluation_step
+from rrfp.trace.records import (
+    EVALUATION,
+    RECORD_TYPES,
+    STEP,
+    RankInfo,
+    RankRecords,
+    Recording,
+    evaluation_step,
+)
+from rrfp.trace.safe_files import open_regular
 
 _NUM_BYTES_OF_A_BATCH = 1 << 20
 _NUM_BYTES_FREED = 24 << 20

@@ -3,34 +3,257 @@
 `step-00000012/` holds the state after 12 steps. It is written under another name and gets this one
 when every file is on the disk, so a save that was cut short never has it. One that was damaged
 later is recognised by its manifest, which lists every file with its size and its digest
-(`rrfp.train.checkpoints.wholeness`).
+(`rrfp.train.checkpoints.directory`).
 
 Imports no torch: the launcher looks before it starts any process.
 """
 
 import errno
 import fcntl
+import grp
+import hashlib
+import json
 import os
+import pwd
 import re
 import shutil
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import IO
+from threading import Event
+from typing import IO, Any, Self
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.train.checkpoints.manifest import FILE, Manifest
-from rrfp.train.checkpoints.wholeness import (
-    digest_of,
-    files_in,
-    missing_part,
-    problem_of,
-    why_foreign,
-)
+from rrfp.strict_json import parsed
+from rrfp.system import num_cores
+
+# What a checkpoint says about itself: `checkpoint.json`, which is written last.
+#
+# Imports no torch: the launcher reads it before it starts any process.
+
+
+FILE = "checkpoint.json"
+METRICS = "metrics.jsonl"
+"""The run's metrics up to the checkpoint's step, so that a run that goes on has every line once."""
+
+_FORMAT = "rrfp checkpoint"
+_VERSION = 2
+_WITHOUT_DIGESTS = 1
+"""The version before digests."""
+
+_SEAL = b',\n  "sha256": "%s"\n}\n'
+"""The end of the file: the SHA-256 of all bytes before it."""
+_MOST_BYTES = 64 << 20
+"""A larger file is no manifest; some 100,000 ranks fill that much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's description."""
+
+    step: int
+    """Finished steps, which is also the number of the next one."""
+    settings: Mapping[str, Any]
+    """The settings of the run that saved it, by flag."""
+    run: str
+    """The run's directory, as an absolute path."""
+    versions: Mapping[str, str]
+    """Those of Python and of the packages that saved it."""
+    files: Mapping[str, int]
+    """Every other file of the checkpoint with its size in bytes."""
+    contents: Mapping[str, str]
+    """What the data were (`rrfp.train.data.sources`); empty if the file does not say, and then no
+    run goes on from here."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """The SHA-256 of each of the files, in hexadecimal; empty if an older version saved it."""
+
+    def to_json(self) -> str:
+        """The text of the file, which ends with its own digest."""
+        told = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return _sealed(json.dumps(told, indent=2).encode().removesuffix(b"\n}")).decode()
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Read a checkpoint's manifest. Raises OSError, or ValueError saying what is wrong."""
+        data = _read(directory / FILE)
+        try:
+            told = parsed(data)
+        except ValueError as error:
+            raise ValueError(f"{FILE} is not JSON") from error
+        if not isinstance(told, dict) or told.get("format") != _FORMAT:
+            raise ValueError(f"{FILE} does not describe a checkpoint of rrfp")
+        version = told.get("version")
+        if version == _WITHOUT_DIGESTS and not told.keys() & {"digests", "sha256"}:
+            told["digests"] = {}
+        elif version != _VERSION:
+            raise ValueError(f"{FILE} has version {version} and not {_VERSION}")
+        elif _sealed(data[: -len(_sealed(b""))]) != data:
+            raise ValueError(f"{FILE} does not have the SHA-256 that it ends with")
+        # Refused when a run is to go on from it, and not passed over: it may be whole otherwise.
+        told.setdefault("contents", {})
+        kinds = {
+            "step": int,
+            "settings": dict,
+            "run": str,
+            "versions": dict,
+            "files": dict,
+            "contents": dict,
+            "digests": dict,
+        }
+        for name, kind in kinds.items():
+            if not isinstance(told.get(name), kind):
+                raise ValueError(f"{FILE} has no valid '{name}'")
+        if version == _VERSION and told["files"].keys() != told["digests"].keys():
+            raise ValueError(f"{FILE} does not have a digest of each file")
+        return cls(**{name: told[name] for name in kinds})
+
+
+def _sealed(body: bytes) -> bytes:
+    """The text of an open JSON object, closed behind its digest."""
+    return body + _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def _read(path: Path) -> bytes:
+    """A small regular file. Raises OSError, or ValueError for another one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        if status.st_size > _MOST_BYTES:
+            raise ValueError(f"{path.name} has {status.st_size} bytes, more than {_MOST_BYTES}")
+        return file.read()
+
+
+# Decides whether a checkpoint is whole: its files are those that were saved, and nobody but their
+# owner can have changed them.
+#
+# Imports no torch: the launcher looks before it starts any process.
+
+
+_PIECE_BYTES = 1 << 20
+_THREADS_PER_CORE = 2
+"""One thread computes while the other reads."""
+
+
+def problem_of(directory: Path, *, with_content: bool) -> tuple[Manifest | None, str]:
+    """A checkpoint's manifest, and what keeps the checkpoint from being whole; empty if it is.
+
+    Without `with_content` the digests of the files are not compared, which reads all of them.
+    """
+    try:
+        # Whoever owns the directory of the checkpoints can replace everything in it.
+        owners = {os.geteuid(), 0, directory.parent.stat().st_uid}
+        foreign = why_foreign(directory.lstat(), owners)
+        if foreign is not None:
+            return None, f"it {foreign}"
+        manifest = Manifest.read(directory)
+        problem = _problem_of_files(directory, manifest, owners)
+        if not problem and with_content:
+            problem = _problem_of_content(directory, manifest.digests)
+    except FileNotFoundError:
+        return None, f"{FILE} is missing"
+    except OSError as error:
+        return None, f"{FILE} cannot be read: {error.strerror}"
+    except ValueError as error:
+        return None, str(error)
+    return manifest, problem
+
+
+def missing_part(found: Mapping[str, int], manifest: Manifest) -> str:
+    """What files, with their sizes, lack of what a manifest lists; empty if nothing."""
+    for name, size in manifest.files.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != size:
+            return f"{name} has {found[name]} bytes and not {size}"
+    return ""
+
+
+def _problem_of_files(directory: Path, manifest: Manifest, owners: Collection[int]) -> str:
+    """How the files differ from what the manifest lists, but for their content."""
+    found = {}
+    for name, status in files_in(directory):
+        foreign = why_foreign(status, owners)
+        if foreign is not None:
+            return f"{name} {foreign}"
+        if not stat.S_ISDIR(status.st_mode):
+            found[name] = status.st_size
+    missing = missing_part(found, manifest)
+    extra = sorted(found.keys() - manifest.files.keys() - {FILE})
+    return missing or (f"{extra[0]} is not one of its files" if extra else "")
+
+
+def files_in(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Everything below a directory, by its path from there; links are not followed. May raise
+    OSError."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, folders, files in os.walk(directory, onerror=fail):
+        for name in sorted([*folders, *files]):
+            path = Path(folder, name)
+            yield str(path.relative_to(directory)), path.lstat()
+
+
+def why_foreign(status: os.stat_result, owners: Collection[int]) -> str | None:
+    """How others than these users can change a file or a directory, behind its name; None if they
+    cannot. A group of which its owner is the only member is no other, as in Debian's ssh."""
+    if status.st_uid not in owners:
+        return f"belongs to user {status.st_uid}"
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        return "is neither a file nor a directory"
+    by_group = bool(status.st_mode & stat.S_IWGRP) and not _has_alone(status.st_uid, status.st_gid)
+    if by_group or status.st_mode & stat.S_IWOTH:
+        return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return None
+
+
+@cache
+def _has_alone(user: int, group: int) -> bool:
+    """Whether a user is the only member of a group."""
+    try:
+        name, members = pwd.getpwuid(user).pw_name, {*grp.getgrgid(group).gr_mem}
+    except KeyError:
+        return False
+    return members | {each.pw_name for each in pwd.getpwall() if each.pw_gid == group} == {name}
+
+
+def digest_of(path: Path, stop: Event | None = None) -> str:
+    """The SHA-256 of a file; of its beginning once `stop` is set. May raise OSError."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while (stop is None or not stop.is_set()) and (size := file.readinto(piece)):
+            digest.update(piece[:size])
+    return digest.hexdigest()
+
+
+def _problem_of_content(directory: Path, digests: Mapping[str, str]) -> str:
+    """The first file found to differ from its digest, in words; empty if none does."""
+    stop = Event()
+    num_threads = max(1, min(len(digests), _THREADS_PER_CORE * num_cores()))
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="rrfp-digest") as pool:
+        names = {pool.submit(digest_of, directory / name, stop): name for name in digests}
+        try:
+            for future in as_completed(names):
+                name = names[future]
+                try:
+                    if future.result() != digests[name]:
+                        return f"{name} does not have the SHA-256 that {FILE} gives it"
+                except OSError as error:
+                    return f"{name} cannot be read: {error.strerror}"
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return ""
+
 
 _WHOLE = re.compile(r"step-(\d{8,})")
 _SAVING = ".saving-"

@@ -2,8 +2,8 @@
 
 `dist_checkpointing` plans who writes and reads what by torch's object collectives. These pickle,
 and whoever can write to a connection could make a rank that unpickles run any code, so our ranks
-disable them (`rrfp.train.ranks.exchange`). While a checkpoint is planned they carry JSON instead:
-plain values, and the data classes of plans by their names.
+disable them (`rrfp.train.launch.collectives`). While a checkpoint is planned they carry JSON
+instead: plain values, and the data classes of plans by their names.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
-from rrfp.runtime.decoding import integer, items, text
-from rrfp.train.ranks.exchange import all_gather_json, broadcast_json
+from rrfp.strict_json import integer, items, text
+from rrfp.train.launch.collectives import all_gather_json, broadcast_json
 
 _COORDINATOR = 0
 """The rank that plans for all."""

@@ -9,11 +9,14 @@ does not end the training. All ranks learn of it and go on together, and those t
 
 import errno
 import logging
+import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -24,25 +27,122 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rrfp.errors import RrfpError, first_line
 from rrfp.megatron.cpu.checkpoints import prepare_checkpoints, writes_digested, writes_put_off
-from rrfp.runtime.decoding import integer, items, text
-from rrfp.trace.description import versions
-from rrfp.train.checkpoints import random_states
-from rrfp.train.checkpoints.directory import CheckpointDir
-from rrfp.train.checkpoints.manifest import METRICS, Manifest
+from rrfp.strict_json import integer, items, member, text
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import versions
+from rrfp.trace.safe_files import open_whole, remove_unfinished
+from rrfp.trace.sessions import next_session
+from rrfp.train.checkpoints import tensors as random_states
+from rrfp.train.checkpoints.directory import METRICS, Checkpoint, CheckpointDir, Manifest
 from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
-from rrfp.train.checkpoints.session import Session
-from rrfp.train.checkpoints.tensors import TrainedTensors
-from rrfp.train.ranks.exchange import all_gather_json, broadcast_json
-from rrfp.train.ranks.parallel import Layout
-from rrfp.train.ranks.stopping import agree
+from rrfp.train.checkpoints.resuming import check_continues, check_unused
+from rrfp.train.checkpoints.tensors import TrainedTensors, load
+from rrfp.train.data.sources import data_contents
+from rrfp.train.launch.collectives import all_gather_json, broadcast_json
+from rrfp.train.launch.process_groups import Layout
+from rrfp.train.launch.stopping import agree
+from rrfp.train.models.model import ModelChunks
 from rrfp.train.settings import TrainSettings
+
+# A session: what one call of `rrfp train` adds to a run that saves checkpoints.
+
+
+_AGREE_S = 10.0
+"""How often ranks hear from rank 0 while it reads a checkpoint: collectives give a rank up after
+some minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Where a session begins, and where it writes."""
+
+    run: RunDir
+    checkpoint: Checkpoint | None = None
+    """What it goes on from; None for a start from the seed."""
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """What the data are, for the description of the checkpoints."""
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+@contextmanager
+def session_of(run: RunDir, settings: TrainSettings, layout: Layout) -> Iterator[Session]:
+    """Begin a session of the run in this directory; every rank calls this. Until the block ends no
+    other run saves to the same checkpoints.
+
+    Rank 0 decides for all which checkpoint to go on from, because only the holder of the
+    directory's lock can be sure that no other is being finished.
+    """
+    if settings.run.save is None:
+        yield Session(run)
+        return
+    # Only rank 0 needs them. But reading may take long, and if rank 0 read alone, the others would
+    # give it up in their collective.
+    contents = data_contents(settings)
+    directory = CheckpointDir(settings.run.save)
+    leads = layout.rank == 0
+    with directory.locked() if leads else nullcontext():
+        told: dict[str, object] = {}
+        found = _newest(directory, leads=leads) if settings.run.resume else None
+        if leads:
+            if not settings.run.resume:
+                check_unused(directory.path, directory.newest(with_content=False))
+            elif found is not None:
+                check_continues(settings, contents, found)
+            for file in (run.run_json, run.metrics):
+                remove_unfinished(file)
+            run = next_session(run.path)
+            restore_metrics(run, found)
+            told = {"session": run.session, "name": "" if found is None else found.path.name}
+
+        def decode(value: object) -> tuple[int, Path | None]:
+            name = text(member(value, "name"))
+            return integer(member(value, "session")), directory.path_of(name) if name else None
+
+        number, path = broadcast_json(told, decode)
+        checkpoint = None
+        if path is not None:
+            try:
+                checkpoint = Checkpoint(path, Manifest.read(path))
+            except (OSError, ValueError) as error:
+                raise RrfpError(
+                    f"rank {layout.rank} cannot read the checkpoint {path} ({error}); see whether "
+                    "all hosts share that directory"
+                ) from error
+        yield Session(RunDir(run.path, number), checkpoint, contents)
+
+
+def _newest(directory: CheckpointDir, *, leads: bool) -> Checkpoint | None:
+    """The newest whole checkpoint, on rank 0, for which the other ranks wait."""
+    with ThreadPoolExecutor(1, thread_name_prefix="rrfp-checkpoint") as pool:
+        looking = [pool.submit(directory.newest)] if leads else []
+        is_busy = True
+        while is_busy:
+            _, is_busy = agree(is_busy=bool(wait(looking, _AGREE_S).not_done))
+        return looking[0].result() if leads else None
+
+
+def restore_metrics(run: RunDir, checkpoint: Checkpoint | None) -> None:
+    """Give a run the metrics of the steps that a checkpoint has, and no others.
+
+    May raise OSError.
+    """
+    if checkpoint is None:
+        if run.metrics.exists():
+            with open_whole(run.metrics):
+                pass
+        return
+    with (checkpoint.path / METRICS).open("rb") as saved, open_whole(run.metrics) as file:
+        shutil.copyfileobj(saved, file)
+
 
 _log = logging.getLogger(__name__)
 
 GO_ON = ", then go on from the last one with --resume"
 """What to do when a run has ended on a disk's failure, behind what to do about that."""
 
-_AGREE_S = 10.0
 """How often ranks that wait for writers hear from each other. Collectives give a rank up after some
 minutes, and files may take longer than that."""
 _WRITING_S = 3600.0
@@ -351,3 +451,47 @@ def _of_system(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
+
+
+# When a run saves, and when it ends early.
+
+
+class RunCheckpoints:
+    """The checkpoints of a session. Every rank calls its methods, at the same steps."""
+
+    def __init__(
+        self,
+        session: Session,
+        settings: TrainSettings,
+        layout: Layout,
+        model: ModelChunks,
+        copy_metrics: Callable[[Path], None],
+    ) -> None:
+        """Loads the checkpoint that the session goes on from, if there is one. `copy_metrics`
+        writes the metrics so far into a file, on rank 0."""
+        assert settings.run.save is not None
+        self._settings = settings
+        tensors = TrainedTensors(model, settings, layout)
+        if session.checkpoint is not None:
+            load(session.checkpoint, settings, layout, tensors)
+        directory = CheckpointDir(settings.run.save)
+        self._saver = Saver(directory, session, settings, layout, tensors, copy_metrics)
+
+    def finish_step(self, step: int) -> bool:
+        """Save after a step if it is time to. Returns whether the run ends here: a rank was asked
+        to end by SIGTERM. One that cannot be written is warned of, and the next is tried."""
+        is_asked, is_busy = agree(is_busy=self._saver.is_writing)
+        if self._saver.is_pending and not is_busy:
+            self._saver.finish()
+        finished = step + 1
+        every = self._settings.run.save_every
+        is_due = every is not None and finished % every == 0
+        if is_asked or is_due or finished == self._settings.num_steps:
+            self._saver.save(finished)
+        return is_asked
+
+    def close(self) -> None:
+        """Wait for the last checkpoint. Raises RrfpError if it could not be written."""
+        self._saver.finish()
+        if self._saver.failure:
+            raise RrfpError(self._saver.failure + GO_ON)

@@ -11,18 +11,102 @@ as many parts as tensor parallelism has cut it. So every layout can read what an
 | `optimizer.state.param.<parameter>` | the fp32 copy that is trained, where the parameter is bf16 |
 """
 
+import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
+from rrfp.errors import RrfpError, is_torchs_loss, is_torchs_silence
+from rrfp.megatron.cpu.checkpoints import prepare_checkpoints
+from rrfp.megatron.step.random_streams import advance_named_states
+from rrfp.schedule.policy import Dispatch
+from rrfp.train.checkpoints.directory import Checkpoint
+from rrfp.train.checkpoints.plans import plans_exchanged, reason_of
+from rrfp.train.checkpoints.reading import executing_nothing
+from rrfp.train.launch.process_groups import Layout, seed_random_states
 from rrfp.train.models.model import ModelChunks
 from rrfp.train.models.parameters import is_second_copy, whole_name
-from rrfp.train.ranks.parallel import Layout
-from rrfp.train.settings import TrainSettings
+from rrfp.train.settings import DeviceKind, TrainSettings
+
+# The random states of a rank in a checkpoint.
+#
+# They belong to a rank's place in the layout. Under another layout there is nobody to take them
+# over: ranks then start from the seed, as in a new run, and their states advance by as many steps
+# as are finished. That is where these ranks would stand if they had trained from the start. Under
+# Megatron's own schedule only training itself can tell how far that is, and the same seed would
+# repeat the first steps' masks, so these ranks start from another seed, made of the run's and the
+# step.
+
+
+def captured(layout: Layout) -> ShardedObject:
+    """This rank's random states: those of torch, numpy and Python, its GPU's if it has one, and
+    Megatron's named ones."""
+    told: Any = np.random.get_state()
+    _, keys, place, has_gauss, gauss = told
+    version, numbers, next_gauss = random.getstate()
+    return _sharded_states(
+        layout,
+        {
+            "torch": torch.get_rng_state(),
+            **({"gpu": torch.cuda.get_rng_state()} if _has_gpu(layout) else {}),
+            "numpy": [torch.from_numpy(keys.astype(np.int64)), place, has_gauss, gauss],
+            "python": [version, list(numbers), next_gauss],
+            "megatron": dict(get_cuda_rng_tracker().get_states()),
+        },
+    )
+
+
+def to_load(layout: Layout) -> ShardedObject:
+    """What to read from a checkpoint of the same layout."""
+    return _sharded_states(layout, None)
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Set what `captured` took."""
+    torch.set_rng_state(states["torch"])
+    if "gpu" in states:
+        torch.cuda.set_rng_state(states["gpu"])
+    keys, place, has_gauss, gauss = states["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), place, has_gauss, gauss))
+    version, numbers, next_gauss = states["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
+    get_cuda_rng_tracker().set_states(states["megatron"])
+
+
+def start_again(settings: TrainSettings, layout: Layout, step: int) -> None:
+    """Set the random states of ranks that begin after `step` steps of another layout."""
+    if settings.policy.dispatch is Dispatch.MEGATRON:
+        digest = hashlib.sha256(f"{settings.run.seed} {step}".encode()).digest()
+        seed_random_states(settings.changed(seed=int.from_bytes(digest[:4], "big")), layout)
+    else:
+        advance_named_states(step, layout.device)
+
+
+def _sharded_states(layout: Layout, data: object) -> ShardedObject:
+    return ShardedObject(
+        f"random_states.{layout_name(layout)}",
+        data,
+        (layout.pp, layout.tp, layout.dp),
+        (layout.pp_rank, layout.tp_rank, layout.dp_rank),
+    )
+
+
+def layout_name(layout: Layout) -> str:
+    """Names the layouts that share random states: those of a GPU are of another kind."""
+    return f"pp{layout.pp}-tp{layout.tp}-dp{layout.dp}{'-gpu' if _has_gpu(layout) else ''}"
+
+
+def _has_gpu(layout: Layout) -> bool:
+    return layout.device.type == "cuda"
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "param"
@@ -197,3 +281,52 @@ def _make_states(optimizer: Any, step: int) -> None:
                 _STEP: torch.tensor(float(step)),
                 **{name: torch.zeros_like(main) for name in _MOMENTS},
             }
+
+
+# Loads a checkpoint into a model that was built for any layout.
+
+
+def load(
+    checkpoint: Checkpoint, settings: TrainSettings, layout: Layout, tensors: TrainedTensors
+) -> None:
+    """Load parameters, the optimizer's state and random states; every rank calls this.
+
+    Raises RrfpError if the checkpoint cannot be read, or does not fit the model, and what torch
+    raises if another rank is lost meanwhile.
+    """
+    from megatron.core import dist_checkpointing
+
+    prepare_checkpoints()
+    # The optimizer makes an update in each step.
+    parts = tensors.to_load(checkpoint.step)
+    state: dict[str, Any] = {"tensors": {str(n): part.sharded for n, part in enumerate(parts)}}
+    same_layout = _saved_layout(checkpoint) == layout_name(layout)
+    if same_layout:
+        state["random_states"] = to_load(layout)
+    with plans_exchanged(), executing_nothing():
+        try:
+            loaded = dist_checkpointing.load(
+                state, str(checkpoint.path), validate_access_integrity=False
+            )
+        except RrfpError:
+            raise
+        except (Exception, CheckpointException) as error:
+            if is_torchs_loss(error) or is_torchs_silence(error):
+                raise
+            raise RrfpError(
+                f"the checkpoint {checkpoint.path} cannot be loaded ({reason_of(error)}); choose a "
+                "--tp that divides 64 as did that of the run that saved it, or move the checkpoint "
+                "away to go on from the one before"
+            ) from error
+    for number, part in enumerate(parts):
+        part.finish(loaded["tensors"][str(number)])
+    if same_layout:
+        restore(loaded["random_states"])
+    else:
+        start_again(settings, layout, checkpoint.step)
+
+
+def _saved_layout(checkpoint: Checkpoint) -> str:
+    told = checkpoint.manifest.settings
+    on_gpu = told.get("device") == DeviceKind.CUDA
+    return f"pp{told['pp']}-tp{told['tp']}-dp{told['dp']}{'-gpu' if on_gpu else ''}"

@@ -1,19 +1,24 @@
 """Finds and checks the data that the settings name, without torch, so that the launcher reports
 problems before it starts any process."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 from rrfp.errors import UsageError
-from rrfp.train.data.corpus import ByteCorpus, Corpus, Tokens, count_samples
-from rrfp.train.data.documents import Documents
-from rrfp.train.data.indexed import IndexedCorpus, indexed_documents, indexed_prefix
-from rrfp.train.data.picture_folder import PictureFolder
-from rrfp.train.data.scenes import Scenes
+from rrfp.train.data.images import Documents, PictureFolder, Scenes
 from rrfp.train.data.text_files import texts
-from rrfp.train.data.token_cache import encoded
-from rrfp.train.setting_groups import DataSettings, ModelKind
-from rrfp.train.settings import TrainSettings
+from rrfp.train.data.tokens import (
+    ByteCorpus,
+    Corpus,
+    IndexedCorpus,
+    Tokens,
+    count_samples,
+    encoded,
+    indexed_documents,
+    indexed_prefix,
+)
+from rrfp.train.settings import DataSettings, ModelKind, TrainSettings
 
 
 def open_documents(settings: TrainSettings) -> Documents:
@@ -85,3 +90,32 @@ def _byte_corpus(data: DataSettings) -> ByteCorpus:
     if not found:
         raise UsageError(f"the data {data.path} holds no text; give --data something to train on")
     return ByteCorpus(found)
+
+
+# What the data of a run are, by content: two runs with the same contents train on the same items,
+# wherever the files lie.
+#
+# Imports no torch: the launcher compares contents before it starts any process.
+
+
+_DRAWN = "scenes drawn at run time"
+
+
+def data_contents(settings: TrainSettings) -> dict[str, str]:
+    """What identifies the data, by the flag of the setting that names it.
+
+    `data` is a SHA-256 over an index of the documents, not over every byte: for text the number of
+    tokens of each, for images their captions, paths and sizes in bytes. `tokenizer` is the SHA-256
+    of its file, `end_of_document` the token. Scenes that are drawn follow from the settings and are
+    only named. Raises UsageError for data that cannot be used.
+    """
+    if settings.model.kind is ModelKind.VLM:
+        documents = open_documents(settings)
+        return {"data": documents.digest() if isinstance(documents, PictureFolder) else _DRAWN}
+    lengths = document_lengths(settings.data)
+    found = {"data": hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest()}
+    if settings.data.tokenizer is not None:
+        tokenizer = encoded(settings.data).tokenizer
+        found["tokenizer"] = str(tokenizer["sha256"])
+        found["end_of_document"] = str(tokenizer["end_of_document"])
+    return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from rrfp.errors import UsageError, first_line
-from rrfp.train.open_files import is_of_too_many
+from rrfp.system import is_of_too_many
 
 _MAX_LIBRARY_BYTES = 8_000_000
 """How much of the standard library is read: little enough for a run to start at once."""

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from rrfp.train.data.batches import Batch
+from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
 from rrfp.train.models.parameters import finish_chunk
-from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
-from rrfp.train.setting_groups import ModelKind
-from rrfp.train.settings import TrainSettings
+from rrfp.train.settings import ModelKind, TrainSettings
 
 _VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this for every tensor-parallel size. Padded tokens have

@@ -6,10 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
-from rrfp.train.models.configuration import transformer_config
-from rrfp.train.ranks.parallel import Layout
-from rrfp.train.setting_groups import ModelKind
-from rrfp.train.settings import TrainSettings
+from rrfp.train.launch.process_groups import Layout
+from rrfp.train.models.parameters import transformer_config
+from rrfp.train.settings import ModelKind, TrainSettings
 
 _CLIP_NORM = 1.0
 _ADAM_BETA2 = 0.95

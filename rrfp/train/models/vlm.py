@@ -25,12 +25,11 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.utils import make_viewless_tensor
 
-from rrfp.train.data.image_batches import ImageBatch
+from rrfp.train.data.open import ImageBatch
+from rrfp.train.launch.process_groups import Layout, virtual_pipeline_size
 from rrfp.train.models.gpt import gpt_stage, mean_loss
 from rrfp.train.models.parameters import finish_chunk
-from rrfp.train.models.vision_share import num_vision_stages
-from rrfp.train.ranks.parallel import Layout, virtual_pipeline_size
-from rrfp.train.settings import TrainSettings
+from rrfp.train.settings import TrainSettings, num_vision_stages
 
 _NUM_COLOURS = 3
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from rrfp.errors import RrfpError, UsageError, did_you_mean
-from rrfp.watch.measures import Measure
+from rrfp.watch.alarms import Measure
 
 
 class Exporter(Protocol):

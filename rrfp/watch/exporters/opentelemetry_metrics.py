@@ -9,7 +9,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, MetricExportR
 from opentelemetry.sdk.resources import Resource
 
 from rrfp.errors import RrfpError, UsageError
-from rrfp.watch.measures import TOLD, Measure
+from rrfp.watch.alarms import TOLD, Measure
 
 _PATH = "/v1/metrics"
 _PATIENCE_S = 5

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily
 
 from rrfp.errors import UsageError
-from rrfp.trace.files.whole_file import write_whole
-from rrfp.watch.measures import TOLD, Measure
+from rrfp.trace.safe_files import write_whole
+from rrfp.watch.alarms import TOLD, Measure
 
 
 def open_at(where: str, run: str) -> "PrometheusFile":

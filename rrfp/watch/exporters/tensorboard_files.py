@@ -6,7 +6,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from rrfp.errors import UsageError
-from rrfp.watch.measures import Measure
+from rrfp.watch.alarms import Measure
 
 
 def open_at(where: str, run: str) -> "TensorboardFiles":

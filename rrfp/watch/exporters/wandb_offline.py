@@ -7,7 +7,7 @@ from typing import Any
 import wandb
 
 from rrfp.errors import UsageError
-from rrfp.watch.measures import Measure
+from rrfp.watch.alarms import Measure
 
 
 def open_at(where: str, run: str) -> "WandbOffline":

@@ -1,0 +1,217 @@
+"""What a culprit is, what it does, and what to try, in words."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import polars as pl
+
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.memory import memory
+from rrfp.analyze.misalignment import timed_messages
+from rrfp.analyze.number_format import tell
+from rrfp.replay.bottlenecks import LEAST_SAVING, Culprit, CulpritKind
+from rrfp.replay.layer_split import even_split
+from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.knobs import Auto, told_bytes
+from rrfp.trace.records import step_name
+
+_MOST_OF_THEM = 0.8
+"""In so large a share of the steps must a rank be slow to be slow throughout, or since a step."""
+
+
+class CulpritWords:
+    """Puts the culprits of one run into words: a title, figures, and advice."""
+
+    def __init__(self, frames: Frames, run: RecordedRun) -> None:
+        self._frames = frames
+        self._run = run
+
+    def tell(self, culprit: Culprit) -> tuple[str, str, str]:
+        change = culprit.change
+        longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
+        match culprit.kind:
+            case CulpritKind.SLOW_STAGE:
+                stage = change.median_stage
+                assert stage is not None
+                return (
+                    f"Stage {stage} has more work than the median stage",
+                    f"Its tasks take {longer} than those of the stage in the middle, and the "
+                    "others wait for it.",
+                    f"{self._on_layers(culprit)} Or give stage {stage} a faster device.",
+                )
+            case CulpritKind.SLOW_RANK:
+                assert change.usual_rank is not None
+                return (
+                    f"Rank {change.usual_rank} is slower than its peers",
+                    f"Its tasks{self._on_host(change.usual_rank)} take {longer} than those of "
+                    f"{self._peers()}, "
+                    f"{self._since(change.usual_rank, culprit.excess)}.",
+                    "Look at that device and its host: clocks, temperature, what else runs there.",
+                )
+            case CulpritKind.REPLICA:
+                return (
+                    f"Replica {change.usual_replica} is slower than the others",
+                    f"Its tasks take {longer}, and the others wait for it at the end of a step.",
+                    "Look at its hosts, and at what its share of the data costs: longer sequences "
+                    "take longer.",
+                )
+            case CulpritKind.SLOW_LINK:
+                assert change.usual_link is not None
+                sender, receiver = change.usual_link
+                return (
+                    f"Messages from pipeline rank {sender} to {receiver} are slower than others",
+                    f"One takes {self._message_time(sender, receiver)} there, the median, {longer} "
+                    "than on the link in the middle.",
+                    "Look at that link: its bandwidth, and what else it carries.",
+                )
+            case CulpritKind.UNEVEN_MICROBATCHES:
+                return (
+                    "Some microbatches are heavier than others",
+                    "All stages take longer for them, and light ones elsewhere do not make up for "
+                    "it.",
+                    "Pack sequences to one length, or try --admit pyramid, which lets light "
+                    f"microbatches go first and last{_alone(culprit)}.",
+                )
+            case CulpritKind.UNEVEN_LAYERS:
+                return (
+                    "The stages differ in work",
+                    "Not one stage alone: a step waits for those with more than their share.",
+                    self._on_layers(culprit),
+                )
+            case CulpritKind.LINKS:
+                most = "" if self._run.tells_arrivals else "at most "
+                return (
+                    "Messages take long on all links",
+                    f"One takes {most}{self._message_time()}, the median, and no link stands out.",
+                    "Look at the transport, and at what shares the network; larger microbatches "
+                    "send fewer messages.",
+                )
+            case CulpritKind.ORDER:
+                return (
+                    "A binding order keeps ready work waiting",
+                    "Each rank runs the next task of its order, also while another one is ready"
+                    + (", and its transfers block it." if self._run.is_blocking else "."),
+                    f"Try {change.flags}: the hint then ranks what is ready."
+                    + self._readiness_alone(culprit),
+                )
+            case CulpritKind.BOUND:
+                return (
+                    f"The bound on what a rank holds withholds forwards ({self._run.told})",
+                    "They were ready, and would have filled gaps.",
+                    "The device has no more memory: recompute activations, or make microbatches "
+                    f"smaller. {change.flags} shows what twice as much would save."
+                    if self._run.policy.hold is Auto.AUTO
+                    else f"Try {change.flags}, if memory allows.",
+                )
+            case CulpritKind.MEMORY:
+                found = memory(self._frames)
+                worst, roomy = found.worst, found.roomiest
+                return (
+                    "Ranks hold less than their memory takes, as their bound counts microbatches",
+                    f"Rank {worst.rank} held {told_bytes(worst.peak_held_bytes)} at most; rank "
+                    f"{roomy.rank} could have held {told_bytes(roomy.room_bytes)} more before it "
+                    "held as much.",
+                    f"Try {change.flags}: at that bound a step takes {culprit.saving:.0%} less, in "
+                    "no more memory on the rank that held most.",
+                )
+            case CulpritKind.UNEVEN_TASKS:
+                return (
+                    "Task times scatter",
+                    "Tasks of one stage and kind take different times, and a step waits for the "
+                    "long ones.",
+                    "See what makes them long: their data, or what else ran on the machine.",
+                )
+            case CulpritKind.PIPELINE_DEPTH:
+                return (
+                    "Stages work one after another while the pipeline fills and drains",
+                    f"{self._run.shape.num_microbatches} microbatches a step fill "
+                    f"{self._run.shape.num_stages} stages.",
+                    f"Try {change.flags}: weight gradients then fill the drain. More microbatches "
+                    "a step make it a smaller share.",
+                )
+
+    def _on_layers(self, culprit: Culprit) -> str:
+        """Which split of the layers evens out the stages."""
+        shape, layers = self._run.shape, self._run.layers
+        if layers is None:
+            return "Move layers from the stages that take longest to those that take least."
+        by_stage = self._frames.tasks.group_by("stage").agg(
+            (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+        )
+        work_ns = dict(by_stage.select("stage", "ns").iter_rows())
+        split = [layers // shape.num_stages] * shape.num_stages
+        even = even_split([work_ns[stage] for stage in range(shape.num_stages)], split, shape)
+        if list(even) == split:
+            return f"No other split of the {layers} layers is more even."
+        told = " ".join(map(str, even))
+        return f"Split the {layers} layers as {told} over the stages{_alone(culprit)}."
+
+    @staticmethod
+    def _readiness_alone(culprit: Culprit) -> str:
+        """What it saves without splitting the backward."""
+        if culprit.remedy is None:
+            return ""
+        return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
+
+    def _peers(self) -> str:
+        """With whom a slow rank is compared."""
+        several = len(self._run.steps[0].replicas) > 1
+        return (
+            "the same stages in other replicas"
+            if several
+            else "the ranks that run the same tasks with it"
+        )
+
+    def _on_host(self, rank: int) -> str:
+        """Imported traces do not tell the host."""
+        host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
+        return "" if host in ("unknown", "simulated") else f" on {host}"
+
+    def _since(self, rank: int, excess: float) -> str:
+        """Since when a rank is slower than its peers, by half of what it is over all steps."""
+        run = self._frames.run
+        own = run.filter(pl.col("rank") == rank).row(0, named=True)
+        several = len(self._run.steps[0].replicas) > 1
+        peers = run.filter(
+            (pl.col("pp_rank") == own["pp_rank"])
+            & ((pl.col("tp_rank") == own["tp_rank"]) | (not several))
+        )
+        busy = (
+            self._frames.tasks.filter(pl.col("rank").is_in(peers["rank"].implode()))
+            .group_by("step", "rank")
+            .agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+            .sort("step")
+        )
+        excesses = [
+            (step, _excess(dict(of_step.select("rank", "ns").iter_rows()), rank))
+            for (step,), of_step in busy.group_by("step", maintain_order=True)
+        ]
+        slow = [of_step > excess / 2 for _, of_step in excesses]
+        if sum(slow) >= _MOST_OF_THEM * len(slow):
+            return "in all steps" if all(slow) else "in most steps"
+        first = slow.index(True) if True in slow else len(slow)
+        is_since = 1 < sum(slow[first:]) >= _MOST_OF_THEM * len(slow[first:])
+        return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
+
+    def _message_time(self, *link: int) -> str:
+        """The median, of one link if it is given."""
+        messages = timed_messages(self._frames)
+        if link:
+            sender, receiver = link
+            messages = messages.filter(
+                (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
+            )
+        times: Sequence[int] = (messages["came_ns"] - messages["left_ns"]).to_list()
+        return tell(median(times) if times else 0)
+
+
+def _alone(culprit: Culprit) -> str:
+    """What the remedy at hand would save by itself."""
+    is_worth = culprit.remedy_saving >= LEAST_SAVING
+    return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
+
+
+def _excess(busy_ns: dict[int, int], rank: int) -> float:
+    """By how much more than its peers a rank works in a step."""
+    others = [ns for each, ns in busy_ns.items() if each != rank]
+    return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

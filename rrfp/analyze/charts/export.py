@@ -1,0 +1,111 @@
+"""Every kind of chart by name, and the files and specifications made from charts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from rrfp.analyze.bubbles import structural_shares
+from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
+from rrfp.analyze.charts.gantt import gantt
+from rrfp.analyze.charts.names import ChartKind
+from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, memory_held, progress
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.html import figure, page
+from rrfp.errors import UsageError
+from rrfp.trace.safe_files import open_whole
+
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+"""The version whose language altair speaks, as vl-convert names it."""
+_PNG_SCALE = 2
+
+_OF_A_STEP: dict[ChartKind, Callable[[Frames, int | None], Any]] = {
+    ChartKind.GANTT: gantt,
+    ChartKind.HINT: hint_order,
+    ChartKind.MEMORY: memory_held,
+    ChartKind.PROGRESS: progress,
+}
+_OF_A_RUN: dict[ChartKind, Callable[[Frames], Any]] = {
+    ChartKind.BUBBLES: lambda frames: bubble_causes(frames, structural_shares(frames)),
+    ChartKind.MISALIGNMENT: misalignment_map,
+    ChartKind.TASK_TIMES: task_times,
+    ChartKind.MESSAGE_TIMES: message_times,
+}
+
+
+def draw(kind: ChartKind, frames: Frames, step: int | None = None) -> Any:
+    """A chart of a run. A kind that shows one step shows the slowest, or that of the highest peak,
+    unless `step` names another.
+
+    Raises RrfpError when the run has nothing to show, and UsageError for a step that it lacks, or
+    for any step with a kind that shows all.
+    """
+    if kind in _OF_A_STEP:
+        return _OF_A_STEP[kind](frames, step)
+    if step is not None:
+        raise UsageError(f"the {kind} chart shows all steps; leave out --step, or choose --steps")
+    return _OF_A_RUN[kind](frames)
+
+
+def spec_of(chart: Any) -> dict[str, Any]:
+    """The Vega-Lite specification of a chart, its data inside."""
+    with alt.data_transformers.enable("default", max_rows=None):
+        spec: dict[str, Any] = chart.to_dict()
+    return spec
+
+
+def save(chart: Any, path: Path) -> None:
+    """Write a chart as .png, .svg or .html, whole or not at all.
+
+    Raises UsageError for another ending, or if the file cannot be written.
+    """
+    check_ending(path)
+    write_file(path, _ENDINGS[path.suffix.lower()](spec_of(chart)))
+
+
+def check_ending(path: Path) -> None:
+    """Raise UsageError for a name that does not end as a chart's."""
+    if path.suffix.lower() not in _ENDINGS:
+        raise UsageError(
+            f"'{path}' is no file for a chart; give it a name that ends in {' or '.join(_ENDINGS)}"
+        )
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all. Raises UsageError if it cannot be written."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory; name a file in it with -o")
+    try:
+        with open_whole(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}); choose another file with -o"
+        ) from error
+
+
+def _as_png(spec: dict[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_png(_on_white(spec), VEGA_LITE, scale=_PNG_SCALE)
+
+
+def _as_svg(spec: dict[str, Any]) -> bytes:
+    return vl_convert.vegalite_to_svg(_on_white(spec), VEGA_LITE).encode()
+
+
+def _as_page(spec: dict[str, Any]) -> bytes:
+    title = str(spec["title"]["text"])
+    return page(title, figure("chart", spec), {"chart": spec}, VEGA_LITE).encode()
+
+
+def _on_white(spec: dict[str, Any]) -> dict[str, Any]:
+    """The specification on white: a file has no page behind it."""
+    return {**spec, "background": "white"}
+
+
+_ENDINGS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    ".png": _as_png,
+    ".svg": _as_svg,
+    ".html": _as_page,
+}

@@ -1,1 +1,0 @@
-"""What two runs have to be asked before they are compared, and what their comparison says."""

@@ -1,0 +1,444 @@
+"""Which chain of tasks, messages and waits made a step as long as it was, and who owns it.
+
+The chain is followed from the end of the step back to its start. A task began when the last thing
+it needed was there. If its message came after its rank was free, that was the message, and the
+chain goes on with the task that sent it; otherwise it was the task before it on its rank.
+
+Every nanosecond of the step has an owner: the task that ran, the link (counted for its receiver)
+while a message was under way, or what a rank waited for; of overlapping waits, the earlier one. The
+rank that synchronises gradients longest owns the time after the last task. The members of a group
+run their tasks as one: the last member's message counts for all.
+
+Of transfers that block, a simulated run tells who met whom (`BlockingBacktrace`). Megatron's own
+schedule waits for several transfers in one call, and its records do not tell for which: there the
+chain goes on with whichever ended last, the task that gave the input or the one before it on the
+rank, and what lies between belongs to the rank's wait for the transfer.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import polars as pl
+
+from rrfp.analyze.bubbles import OVERHEAD
+from rrfp.analyze.frames import Frames
+from rrfp.analyze.misalignment import (
+    MetReplica,
+    is_imported,
+    is_simulated,
+    met_replicas,
+    transfers_block,
+)
+from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.blocking import BlockingRank, Meeting
+from rrfp.schedule.shape import sending_stage
+from rrfp.schedule.tasks import Cause, Kind, Task
+from rrfp.trace.records import NS_PER_S, Phase, Window, in_order, step_name, told_step
+
+# The parts of a chain, from the end of a step back to its start.
+
+
+LINK = "link"
+
+
+class Segment(NamedTuple):
+    """A part of the chain that one rank owns."""
+
+    start_ns: int
+    end_ns: int
+    pp_rank: int
+    kind: str
+    """F, B or W; `link`; or the cause of a wait."""
+    sender: int | None = None
+    """The pipeline rank that sent what is on a `link`; `pp_rank` takes it."""
+
+
+class Wait(NamedTuple):
+    """A wait of a rank."""
+
+    start_ns: int
+    end_ns: int
+    cause: str
+
+
+def disjoint(waits: Iterable[Wait]) -> list[Wait]:
+    """The waits in order of time, each cut to what lies after the earlier ones."""
+    found: list[Wait] = []
+    for wait in sorted(waits):
+        begin_ns = max(wait.start_ns, found[-1].end_ns) if found else wait.start_ns
+        if begin_ns < wait.end_ns:
+            found.append(wait._replace(start_ns=begin_ns))
+    return found
+
+
+def idle(
+    pp_rank: int, waits: list[Wait], start_ns: int, end_ns: int, rest: str
+) -> Iterator[Segment]:
+    """Why a rank ran nothing, from the end back: its disjoint waits, and `rest` for what they leave
+    unexplained."""
+    cursor_ns = end_ns
+    index = bisect_left(waits, end_ns, key=lambda wait: wait.start_ns)
+    while index and waits[index - 1].end_ns > start_ns:
+        index -= 1
+        wait = waits[index]
+        begin_ns, stop_ns = max(wait.start_ns, start_ns), min(wait.end_ns, cursor_ns)
+        yield Segment(stop_ns, cursor_ns, pp_rank, rest)
+        yield Segment(begin_ns, stop_ns, pp_rank, wait.cause)
+        cursor_ns = begin_ns
+    yield Segment(start_ns, cursor_ns, pp_rank, rest)
+
+
+# Follows the chain of one step from its end, message by message.
+
+
+Place = tuple[int, int]
+"""A pipeline rank of a replica. Its members, if there are several, run its tasks as one."""
+
+
+class ChainTask(NamedTuple):
+    """A task, from when the last member began it to when the last one ended it."""
+
+    start_ns: int
+    end_ns: int
+    place: Place
+    rank: int
+    """The member that ended it last."""
+    kind: str
+    stage: int
+    microbatch: int
+
+    @property
+    def key(self) -> tuple[Place, str, int, int]:
+        return self.place, self.kind, self.stage, self.microbatch
+
+
+@dataclass(slots=True)
+class RankInChain:
+    """What one rank did in the step, besides tasks."""
+
+    place: Place
+    entry_ns: int
+    waits: list[Wait]
+    """In order of time, without overlaps."""
+
+    @property
+    def pp_rank(self) -> int:
+        return self.place[0]
+
+
+class Backtrace:
+    """Follows the chain of one step from its end."""
+
+    def __init__(self, frames: Frames, step: int, window: tuple[int, int]) -> None:
+        self._step = step
+        self._window = window
+        self._is_imported = is_imported(frames)
+        self._ranks: dict[int, RankInChain] = {}
+        schedules = frames.phases.filter(pl.col("phase") == Phase.SCHEDULE)
+        for row in schedules.select("rank", "pp_rank", "dp_rank", "start_ns").iter_rows():
+            rank, pp_rank, dp_rank, entry_ns = row
+            self._ranks[rank] = RankInChain((pp_rank, dp_rank), entry_ns, [])
+        for rank, *wait in frames.waits.select("rank", "start_ns", "end_ns", "cause").iter_rows():
+            self._ranks[rank].waits.append(Wait(*wait))
+        self._syncs = [
+            (rank, wait)
+            for rank, of_rank in self._ranks.items()
+            for wait in of_rank.waits
+            if wait.cause == Cause.GRADIENT_SYNC
+        ]
+        for of_rank in self._ranks.values():
+            of_rank.waits = disjoint(of_rank.waits)
+        self._tasks = self._run_as_one(frames)
+        self._rows: defaultdict[Place, list[ChainTask]] = defaultdict(list)
+        for task in sorted(self._tasks.values()):
+            self._rows[task.place].append(task)
+        # The last message for a task: when it came, and the ranks that sent and took it.
+        self._came: dict[tuple[Place, str, int, int], tuple[int, int, int]] = {}
+        names = ("to_rank", "kind", "stage", "microbatch", "came_ns", "from_rank")
+        for to_rank, kind, stage, microbatch, came_ns, from_rank in frames.messages.select(
+            names
+        ).iter_rows():
+            key = (self._ranks[to_rank].place, kind, stage, microbatch)
+            self._came[key] = max(self._came.get(key, (0, 0, 0)), (came_ns, from_rank, to_rank))
+        if transfers_block(frames):
+            self._assume_messages()
+
+    def _assume_messages(self) -> None:
+        """Take each message to have come when the task that gave it ended."""
+        givers = {
+            (task.place[1], task.kind, task.stage, task.microbatch): task
+            for task in self._tasks.values()
+        }
+        for key, task in self._tasks.items():
+            stage = sending_stage(task.kind, task.stage)
+            if stage is None:
+                continue
+            giver = givers.get((task.place[1], task.kind, stage, task.microbatch))
+            if giver is not None and giver.place != task.place:
+                self._came[key] = giver.end_ns, giver.rank, task.rank
+
+    def _run_as_one(self, frames: Frames) -> dict[tuple[Place, str, int, int], ChainTask]:
+        """The tasks, those of all members of a place as one."""
+        found: dict[tuple[Place, str, int, int], ChainTask] = {}
+        columns = ("start_ns", "end_ns", "rank", "kind", "stage", "microbatch")
+        for start_ns, end_ns, rank, *what in frames.tasks.select(columns).iter_rows():
+            task = ChainTask(start_ns, end_ns, self._ranks[rank].place, rank, *what)
+            other = found.get(task.key, task)
+            last = max(task, other, key=lambda each: (each.end_ns, -each.rank))
+            found[task.key] = last._replace(start_ns=max(task.start_ns, other.start_ns))
+        return found
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The chain, in order of time and without gaps."""
+        start_ns, end_ns = self._window
+        if not self._tasks:
+            raise RrfpError(
+                f"{step_name(self._step)} of the trace has no tasks; see 'rrfp trace check'"
+            )
+        last = max(self._tasks.values(), key=lambda task: (task.end_ns, -task.rank))
+        back = [*self._tail(last, end_ns)]
+        back += self.chain(last)
+        until_ns = back[-1].start_ns
+        if until_ns > start_ns:
+            back.append(Segment(start_ns, until_ns, back[-1].pp_rank, Cause.WARMUP))
+        # A damaged trace may have tasks outside of their step.
+        within = (
+            each._replace(start_ns=max(each.start_ns, start_ns), end_ns=min(each.end_ns, end_ns))
+            for each in reversed(back)
+        )
+        return tuple(each for each in within if each.start_ns < each.end_ns)
+
+    def chain(self, last: ChainTask) -> Iterator[Segment]:
+        """From the end of the last task back to the entry of the rank that the chain begins on."""
+        task: ChainTask | None = last
+        until_ns = last.end_ns
+        passed: set[ChainTask] = set()
+        while task is not None:
+            if task in passed:
+                raise RrfpError(
+                    f"in {step_name(self._step)} of the trace tasks wait for each other in a ring, "
+                    "so that its times cannot be right; choose another step with --step"
+                )
+            passed.add(task)
+            begin_ns = min(task.start_ns, until_ns)
+            yield Segment(begin_ns, until_ns, task.place[0], task.kind)
+            back: list[Segment] = []
+            task, until_ns = self._before(task, begin_ns, back)
+            yield from back
+
+    def _before(
+        self, task: ChainTask, begin_ns: int, back: list[Segment]
+    ) -> tuple[ChainTask | None, int]:
+        """The task that this one waited for, and when the wait for it began; adds to `back` what
+        lies between the two."""
+        row = self._rows[task.place]
+        number = bisect_left(row, task)
+        if number:
+            previous, free_ns, last = row[number - 1], row[number - 1].end_ns, row[number - 1].rank
+        else:
+            previous, (free_ns, last) = None, self._entered(task.place)
+        came_ns, from_rank, to_rank = self._came.get(task.key, (0, 0, 0))
+        sender = self._sender(task, from_rank) if came_ns > free_ns else None
+        if sender is not None and self._is_imported and sender.end_ns <= free_ns:
+            # It may have come any time from when it left, and need not have been waited for.
+            sender = None
+        pp_rank = task.place[0]
+        if sender is None:
+            reached_ns = min(free_ns, begin_ns)
+            back += idle(pp_rank, self._ranks[last].waits, reached_ns, begin_ns, OVERHEAD)
+            return previous, reached_ns
+        came_ns = min(came_ns, begin_ns)
+        back += idle(pp_rank, self._ranks[to_rank].waits, came_ns, begin_ns, OVERHEAD)
+        left_ns = min(sender.end_ns, came_ns)
+        back.append(Segment(left_ns, came_ns, pp_rank, LINK, sender.place[0]))
+        return sender, left_ns
+
+    def _entered(self, place: Place) -> tuple[int, int]:
+        """When the last member of a place entered the schedule, and which one. An imported run does
+        not tell: its ranks may have been there before the first thing that they did."""
+        return max(
+            (self._window[0] if self._is_imported else of_rank.entry_ns, rank)
+            for rank, of_rank in self._ranks.items()
+            if of_rank.place == place
+        )
+
+    def _sender(self, task: ChainTask, from_rank: int) -> ChainTask | None:
+        """The task whose output the message for this one carried."""
+        stage = sending_stage(task.kind, task.stage)
+        sends = self._ranks.get(from_rank)
+        if sends is None or stage is None:
+            return None
+        return self._tasks.get((sends.place, task.kind, stage, task.microbatch))
+
+    def _tail(self, last: ChainTask, end_ns: int) -> Iterator[Segment]:
+        """Why the step went on after its last task, from the end back: a rank synchronised
+        gradients, or the pipeline drained."""
+        synced_ns = defaultdict(int, {last.rank: 0})
+        for rank, sync in self._syncs:
+            synced_ns[rank] += max(0, min(sync.end_ns, end_ns) - max(sync.start_ns, last.end_ns))
+        longest = max(synced_ns, key=lambda rank: (synced_ns[rank], rank == last.rank))
+        syncs = disjoint(sync for _, sync in self._syncs)
+        return idle(self._ranks[longest].pp_rank, syncs, last.end_ns, end_ns, Cause.DRAIN)
+
+
+# Follows the chain of one step whose transfers block, from meeting to meeting.
+#
+# A transfer begins when both its ranks are there, and the chain goes on with the one that came
+# last: the other one waited for it. That may be a rank that neither sends nor takes what the chain
+# is at, as where a rank was held up by an earlier transfer of its own.
+
+
+class BlockingBacktrace(Backtrace):
+    """Follows the chain of a step whose transfers block."""
+
+    def __init__(self, frames: Frames, step: int, window: Window) -> None:
+        super().__init__(frames, step, window)
+        ((_, replicas),) = met_replicas(frames, {step: window})
+        self._replicas = {
+            rank: replica for replica in replicas for members in replica.members for rank in members
+        }
+
+    def chain(self, last: ChainTask) -> Iterator[Segment]:
+        replica = self._replicas[last.rank]
+        rank = replica.ranks[self._ranks[last.rank].pp_rank]
+        tasks = {each.pp_rank: list(each.spans.items()) for each in replica.ranks}
+        gap = list(rank.spans).index(Task(last.stage, Kind(last.kind), last.microbatch))
+        until_ns = last.end_ns
+        passed: set[Task] = set()
+        while gap >= 0:
+            task, (start_ns, _) = tasks[rank.pp_rank][gap]
+            begin_ns = min(start_ns, until_ns)
+            yield Segment(begin_ns, until_ns, rank.pp_rank, task.kind)
+            until_ns = begin_ns
+            while (meeting := _latest(rank, gap, until_ns, passed)) is not None:
+                passed.add(meeting.task)
+                yield from self._idle(replica, rank, meeting.passed_ns, until_ns)
+                until_ns = meeting.began_ns
+                ends = meeting.receiver.pp_rank, LINK, meeting.sender.pp_rank
+                yield Segment(until_ns, meeting.passed_ns, *ends)
+                rank, gap = replica.ranks[meeting.last.pp_rank], meeting.last.gap
+            free_ns = min(rank.free_ns[gap], until_ns)
+            yield from self._idle(replica, rank, free_ns, until_ns)
+            until_ns = free_ns
+            gap -= 1
+
+    def _idle(
+        self, replica: MetReplica, rank: BlockingRank, start_ns: int, end_ns: int
+    ) -> Iterator[Segment]:
+        waits = self._ranks[replica.members[rank.pp_rank][0]].waits
+        return idle(rank.pp_rank, waits, start_ns, end_ns, OVERHEAD)
+
+
+def _latest(
+    rank: BlockingRank, gap: int, until_ns: int, passed: Collection[Task]
+) -> Meeting | None:
+    """The last message that a rank waited for in a gap before `until_ns`."""
+    return max(
+        (
+            each
+            for each in rank.meetings[gap]
+            if rank.free_ns[gap] < each.passed_ns <= until_ns and each.task not in passed
+        ),
+        key=lambda each: each.passed_ns,
+        default=None,
+    )
+
+
+class Owner(NamedTuple):
+    """Who owns how much of the step."""
+
+    pp_rank: int
+    kind: str
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """The chain of one step, in order of time and without gaps."""
+
+    step: int
+    segments: tuple[Segment, ...]
+    pp_rank: int | None = None
+    """Only this pipeline rank's owners are reported; None reports all."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.segments[-1].end_ns - self.segments[0].start_ns
+
+    def of_rank(self, pp_rank: int) -> "CriticalPath":
+        """The same chain, its owners those of one pipeline rank."""
+        return replace(self, pp_rank=pp_rank)
+
+    @property
+    def owners(self) -> list[Owner]:
+        """The largest first; their times sum to the length."""
+        times_ns: defaultdict[tuple[int, str], int] = defaultdict(int)
+        for start_ns, end_ns, pp_rank, kind, _ in self.segments:
+            if self.pp_rank in (None, pp_rank):
+                times_ns[pp_rank, kind] += end_ns - start_ns
+        owners = [Owner(*who, time_ns) for who, time_ns in times_ns.items() if time_ns]
+        return sorted(owners, key=lambda owner: (-owner.time_ns, owner.pp_rank, owner.kind))
+
+    @property
+    def idle_fraction(self) -> float:
+        """The share of the whole chain that links and waits own, whoever's owners are reported."""
+        idle_ns = sum(
+            segment.end_ns - segment.start_ns
+            for segment in self.segments
+            if segment.kind not in list(Kind)
+        )
+        return idle_ns / self.length_ns
+
+    @property
+    def frame(self) -> pl.DataFrame:
+        """A row an owner, the largest first."""
+        return pl.DataFrame(
+            [(*owner[:2], owner.time_ns / NS_PER_S) for owner in self.owners],
+            schema={"pp_rank": pl.Int32, "kind": pl.String, "seconds": pl.Float64},
+            orient="row",
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """The object that `rrfp analyze critical-path --format json` prints."""
+        sort, number = told_step(self.step)
+        return {
+            sort: number,
+            "length_s": self.length_ns / NS_PER_S,
+            "owners": [
+                {"pp_rank": pp_rank, "kind": kind, "seconds": time_ns / NS_PER_S}
+                for pp_rank, kind, time_ns in self.owners
+            ],
+        }
+
+
+def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
+    """The chain of a step; by default, of the longest one.
+
+    Raises RrfpError when no step was finished by every rank or the step takes no time, and
+    UsageError for a step that some rank did not finish.
+    """
+    spans = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
+    if not spans:
+        raise RrfpError("the trace has no step that every rank finished; see 'rrfp trace check'")
+    if step is None:
+        step = max(spans, key=lambda each: spans[each][1] - spans[each][0])
+    if step not in spans:
+        nearest = sorted(spans, key=lambda each: abs(each - step))[:2]
+        raise UsageError(
+            f"{step_name(step)} was not finished by every rank; choose another one, such as "
+            f"{' or '.join(map(step_name, in_order(nearest)))}"
+        )
+    start_ns, end_ns = spans[step]
+    if start_ns >= end_ns:
+        raise RrfpError(f"{step_name(step)} takes no time in this trace; see 'rrfp trace check'")
+    of_step = frames.of_steps(range(step, step + 1))
+    back = Backtrace(of_step, step, spans[step])
+    if transfers_block(of_step) and is_simulated(of_step):
+        # Without whole groups nobody can tell who met whom.
+        with suppress(RrfpError):
+            back = BlockingBacktrace(of_step, step, spans[step])
+    return CriticalPath(step, back.segments())

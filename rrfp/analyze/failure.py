@@ -1,0 +1,117 @@
+"""The last moments of a run that ended before its time: what each rank did and waited for."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import polars as pl
+
+from rrfp.analyze.frames import Frames
+from rrfp.trace.completeness import ending_sentence
+from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
+
+BETWEEN = "between tasks"
+"""Neither in a task nor in a wait: it decided, or took in what had arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastMoments:
+    """A rank at the end of its run. Times count back from the last that is known of the run."""
+
+    rank: int
+    pp_rank: int
+    step: int | None
+    """The step that it was in; None where nothing is known of that."""
+    last: str | None
+    """What it ended last: `F3`, `B0 of step 7`, `optimizer`."""
+    last_ended_s: float | None
+    amid: str | None
+    """What it was in: `F3`, the cause of a wait, `optimizer`."""
+    amid_s: float | None
+    """For how long."""
+    awaited_task: str | None
+    """The task whose output it waited for."""
+    awaited_rank: int | None
+    """The rank that it waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """The step in which a run ended, rank by rank."""
+
+    sentence: str
+    """Why it ended, as far as anybody wrote it."""
+    step: int
+    ranks: tuple[LastMoments, ...]
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def fatal_of(frames: Frames) -> Fatal | None:
+    """How the run ended; None if no rank of it ended in the middle of something."""
+    begun = {row["rank"]: row for row in frames.table("begun").iter_rows(named=True)}
+    if not begun:
+        return None
+    end_ns = max(row["end_ns"] for row in begun.values())
+    steps = in_order(row["step"] for row in begun.values())
+    trained = [step for step in steps if not is_evaluation(step)]
+    ended = _last_ended(frames)
+    return Fatal(
+        ending_sentence(frames.settings) or "the run did not come to its end",
+        (trained or steps)[-1],
+        tuple(
+            _moments(rank, pp_rank, begun.get(rank), ended.get(rank), end_ns)
+            for rank, pp_rank in frames.run.select("rank", "pp_rank").sort("rank").iter_rows()
+        ),
+    )
+
+
+def _last_ended(frames: Frames) -> dict[int, Mapping[str, Any]]:
+    """By rank: the task or phase that it ended last."""
+    columns = ("rank", "end_ns", "step", "kind", "microbatch")
+    tasks = frames.scan("task").select(*columns)
+    phases = (
+        frames.scan("phase")
+        .filter(pl.col("phase").is_in([Phase.DATA, Phase.OPTIMIZER]))
+        .select("rank", "end_ns", "step", kind="phase", microbatch=pl.lit(-1, pl.Int64))
+    )
+    last = pl.concat([tasks, phases]).sort("end_ns").group_by("rank").last().collect()
+    return {row["rank"]: row for row in last.iter_rows(named=True)}
+
+
+def _moments(
+    rank: int,
+    pp_rank: int,
+    begun: Mapping[str, Any] | None,
+    ended: Mapping[str, Any] | None,
+    end_ns: int,
+) -> LastMoments:
+    last = last_s = None
+    step = None if begun is None else begun["step"]
+    if ended is not None:
+        last = _named(ended)
+        if step is None:
+            step = ended["step"]
+        if ended["step"] != step:
+            last = f"{last} of {step_name(ended['step'])}"
+        last_s = (end_ns - ended["end_ns"]) / NS_PER_S
+    if begun is None:
+        return LastMoments(rank, pp_rank, step, last, last_s, None, None, None, None)
+    amid, task = begun["doing"], _named(begun) if begun["kind"] else None
+    if amid == Doing.TASK:
+        amid, task = task, None
+    elif amid == Phase.SCHEDULE and ended is not None and ended["step"] == step:
+        amid = BETWEEN
+    return LastMoments(
+        *(rank, pp_rank, step, last, last_s),
+        amid,
+        (end_ns - begun["start_ns"]) / NS_PER_S if amid != BETWEEN else last_s,
+        task,
+        begun["peer"] if begun["peer"] >= 0 else None,
+    )
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """`F3`, `optimizer`."""
+    return f"{row['kind']}{row['microbatch']}" if row["microbatch"] >= 0 else row["kind"]

@@ -1,1 +1,0 @@
-"""What makes the steps of a run long, in words, and what mending it would save."""

@@ -1,0 +1,373 @@
+"""The tables of a trace, kept beside it, so that the second command on it is instant.
+
+They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with notes of what was found
+in replays. A trace that has changed has another digest, and its new tables replace the old ones;
+tables and notes that were damaged no longer fit their seals, and are made anew. If nothing can be
+written beside a trace, the tables are made anew each time.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import polars as pl
+from polars.exceptions import PolarsError
+
+import rrfp
+from rrfp.analyze.chosen_steps import choose
+from rrfp.analyze.frames import PLACE, SCHEMAS, Frames, run_frame
+from rrfp.errors import RrfpError
+from rrfp.strict_json import parsed
+from rrfp.trace.perfetto.format import FIELDS
+from rrfp.trace.perfetto.protobuf import foreign
+from rrfp.trace.records import EVALUATION, STEP, evaluation_step
+from rrfp.trace.safe_files import (
+    create_new,
+    is_own,
+    make_directory,
+    open_regular,
+    open_whole,
+    read_small,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from rrfp.analyze.findings import Diagnosis
+    from rrfp.trace.perfetto.reader import Table, TraceReader
+
+
+# The tables of a run as Parquet files: in one folder, one or more files a table.
+
+
+_NUM_ROWS_OF_A_FILE = 500_000
+_RUN = "run.parquet"
+PARQUET_FILES = "*.parquet"
+"""All files of the tables in their folder."""
+
+
+def read_tables(folder: Path) -> Frames:
+    """The tables that `write_tables` has written there; each is read when it is first asked for.
+
+    May raise OSError and PolarsError.
+    """
+    # A path may hold any character; none of them is a wildcard.
+    run = pl.read_parquet(folder / _RUN, glob=False, hive_partitioning=False)
+    sources = run.lazy().select("source", *PLACE)
+    return Frames(
+        run.drop("source"),
+        {
+            name: pl.scan_parquet(
+                sorted(folder.glob(f"{name}-*.parquet")), glob=False, hive_partitioning=False
+            )
+            .join(sources, on="source", maintain_order="left")
+            .select(*schema)
+            for name, schema in SCHEMAS.items()
+        },
+    )
+
+
+def write_tables(reader: "TraceReader", folder: Path) -> None:
+    """Read a trace into files of tables, with a bounded number of rows in memory."""
+    writers = {name: _TableWriter(name, folder, reader) for name in SCHEMAS}
+    for tables in reader.tables():
+        for name, table in tables.items():
+            writers[name].add(table)
+    reader.check_whole()
+    for writer in writers.values():
+        writer.write()
+    run = run_frame(iter(reader.infos.values()), reader.settings).with_columns(
+        pl.Series("source", list(reader.infos), pl.Int64)
+    )
+    with create_new(folder / _RUN) as file:
+        run.write_parquet(file)
+
+
+def _file(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}-{number:05}.parquet"
+
+
+class _TableWriter:
+    """Writes the rows of one table, several files if there are many."""
+
+    def __init__(self, name: str, folder: Path, reader: "TraceReader") -> None:
+        self._name = name
+        self._folder = folder
+        self._reader = reader
+        self._schema = {"source": pl.Int64} | {
+            column: dtype for column, dtype in SCHEMAS[name].items() if column not in PLACE
+        }
+        self._tables: list[Table] = []
+        self._num_rows = 0
+        self._num_files = 0
+
+    def add(self, table: "Table") -> None:
+        self._tables.append(table)
+        self._num_rows += len(table["source"])
+        if self._num_rows >= _NUM_ROWS_OF_A_FILE:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was added since the last file; the first file is written even if empty."""
+        if not self._tables and self._num_files:
+            return
+        texts = pl.Series(self._reader.texts, dtype=pl.String)
+        frame = pl.concat(
+            [pl.DataFrame(table) for table in self._tables]
+            or [pl.DataFrame(schema=dict.fromkeys(self._schema, pl.Int64))]
+        )
+        for name, is_text in FIELDS[self._name]:
+            if is_text:
+                frame = frame.with_columns(texts.gather(frame[name]).alias(name))
+        with create_new(_file(self._folder, self._name, self._num_files)) as file:
+            frame.select(*self._schema).write_parquet(file, compression="lz4")
+        self._num_files += 1
+        self._tables, self._num_rows = [], 0
+
+
+# Seals on files that keep what can be made anew: a damaged one is as good as none.
+#
+# A seal holds digests, not secrets. It shows that a disk, a copy or an editor has changed a file,
+# and that a file was moved to another place. It does not show who wrote the file.
+
+
+_SEAL = "seal.json"
+
+
+def seal(folder: Path, place: str) -> None:
+    """Seal the files that are in a folder now; `place` says what they belong to. May raise
+    OSError."""
+    digests = {file.name: _digest(file) for file in folder.iterdir()}
+    write_whole(folder / _SEAL, sealed(place, json.dumps(digests).encode()))
+
+
+def is_sealed(folder: Path, place: str, pattern: str) -> bool:
+    """Whether the files that match the pattern are those that were sealed for this place, and as
+    they were then."""
+    try:
+        digests = parsed(unsealed(place, read_small(folder / _SEAL)))
+        found = {file.name: _digest(file) for file in folder.glob(pattern)}
+    except (OSError, ValueError):
+        return False
+    return bool(found == digests)
+
+
+def sealed(place: str, content: bytes) -> bytes:
+    """Content under its seal."""
+    return f"{_digest_of(place, content)}\n".encode() + content
+
+
+def unsealed(place: str, data: bytes) -> bytes:
+    """Content without its seal. Raises ValueError if either has changed, or the place has."""
+    digest, _, content = data.partition(b"\n")
+    if digest != _digest_of(place, content).encode():
+        raise ValueError("the seal does not fit")
+    return content
+
+
+def _digest(file: Path) -> str:
+    with open_regular(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of(place: str, content: bytes) -> str:
+    return hashlib.sha256(f"{place}\n".encode() + content).hexdigest()
+
+
+T = TypeVar("T")
+
+_LAYOUT = 7
+"""Part of the folder's name; a new number makes every table anew."""
+_NOTES = 6
+"""Part of the notes' names; to be raised when the same trace would get other notes."""
+_FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
+
+_TRACE_BEGINS = b"\n"
+"""The tag of a trace's first packet."""
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
+"""Folders of traces beside which nothing can be written; removed when the process ends."""
+
+
+def load_frames(
+    trace: Path,
+    steps: range | None = None,
+    *,
+    evaluations: bool = False,
+    with_warm_up: bool = False,
+) -> Frames:
+    """The tables of a trace's steps that train, or of its evaluations. `steps` chooses among these
+    by number; None takes all but the warm-up (`rrfp.analyze.chosen_steps.warm_up_of`), or with
+    `with_warm_up` all.
+
+    Raises RrfpError for a file that is missing, empty, cut off, or not a trace of a run, and
+    UsageError when the run has none of the steps asked for.
+    """
+    whole = CachedTrace(trace).frames()
+    return choose(whole, steps, evaluations=evaluations, with_warm_up=with_warm_up)
+
+
+class CachedTrace:
+    """A trace whose tables lie beside it; they are made if they do not yet.
+
+    Raises RrfpError as `load_frames` does.
+    """
+
+    def __init__(self, trace: Path) -> None:
+        self._folder = _folder_of(trace)
+
+    def frames(self) -> Frames:
+        """The tables of all steps, evaluations among them."""
+        return read_tables(self._folder)
+
+    def structural(self, steps: range | None = None) -> tuple[list[float], str]:
+        """The structural part of the bubble of these steps that train: by pipeline rank, as shares
+        of the window. Empty when the run cannot be replayed; the text then says why."""
+
+        def find() -> tuple[list[float], str]:
+            # The simulator is slow to import, and a trace needs it once.
+            from rrfp.analyze.bubbles import structural_of
+
+            try:
+                frames = choose(self.frames(), steps)
+                return [part.structural for part in structural_of(frames).ranks], ""
+            except RrfpError as error:
+                return [], str(error)
+
+        def read(note: Any) -> tuple[list[float], str]:
+            shares, why = note
+            return shares, why
+
+        return self._noted(f"structural{_told(steps)}", find, read, list)
+
+    def diagnosis(self, steps: range | None = None, *, evaluations: bool = False) -> "Diagnosis":
+        """What makes these steps long. Raises RrfpError as `diagnose` does."""
+        from rrfp.analyze.findings import Diagnosis, diagnose
+
+        name = f"findings{'-evaluations' if evaluations else ''}{_told(steps)}"
+
+        def find() -> Diagnosis:
+            return diagnose(choose(self.frames(), steps, evaluations=evaluations))
+
+        return self._noted(name, find, Diagnosis.of_note, Diagnosis.as_note)
+
+    def _noted(
+        self,
+        name: str,
+        find: Callable[[], T],
+        read: Callable[[Any], T],
+        write: Callable[[T], object],
+    ) -> T:
+        """What was found before, from its note beside the tables, or what is found and noted now.
+        A note that cannot be read is made anew."""
+        path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
+        place = f"{self._folder.name}/{path.name}"
+        # A note of another's making may hold anything under its seal.
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            return read(parsed(unsealed(place, read_small(path))))
+        found = find()
+        with suppress(OSError):
+            write_whole(path, sealed(place, json.dumps(write(found)).encode()))
+        return found
+
+
+def _told(steps: range | None) -> str:
+    return "" if steps is None else f"-{steps.start}-{steps.stop}"
+
+
+def _folder_of(trace: Path) -> Path:
+    """The folder of a trace's tables, which are made if they are not there yet."""
+    try:
+        with open_regular(trace) as file:
+            if file.read(1) not in (_TRACE_BEGINS, b""):
+                # Before its digest: the file may be of any size.
+                raise foreign(trace)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    except OSError as error:
+        raise RrfpError(f"the trace {trace} could not be read: {error.strerror}") from error
+    folder = trace.with_name(f"{trace.name}.frames") / f"{digest}-{_LAYOUT}"
+    if is_own(trace.parent) and (is_own(folder.parent) or not folder.parent.exists()):
+        if _is_whole(folder):
+            return folder
+        with suppress(OSError, PolarsError):
+            return _make_beside(trace, folder)
+    _temporary.append(tempfile.TemporaryDirectory(prefix="rrfp-"))
+    elsewhere = Path(_temporary[-1].name)
+    try:
+        _make(trace, elsewhere)
+    except (OSError, PolarsError) as error:
+        raise RrfpError(
+            f"the tables of {trace} could be written neither to {folder.parent} nor to "
+            f"{elsewhere}: {error}"
+        ) from error
+    return elsewhere
+
+
+def _make_beside(trace: Path, folder: Path) -> Path:
+    """Make the tables in their folder, in the place of those of an earlier trace."""
+    make_directory(folder.parent)
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    partial.mkdir()
+    try:
+        _make(trace, partial)
+        seal(partial, folder.name)
+        for old in folder.parent.iterdir():
+            if _FOLDER.fullmatch(old.name) and (old != folder or not _is_whole(folder)):
+                shutil.rmtree(old, ignore_errors=True)
+        try:
+            partial.replace(folder)
+        except OSError:
+            # Another process may have made them meanwhile.
+            if not _is_whole(folder):
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _make(trace: Path, folder: Path) -> None:
+    # So is the reader of traces.
+    from rrfp.trace.perfetto.reader import TraceReader
+
+    write_tables(TraceReader(trace), folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all tables are there, as they were made."""
+    return is_sealed(folder, folder.name, PARQUET_FILES)
+
+
+# The tables of a run as files for other programs.
+
+
+TABLES = ("tasks", "waits", "messages", "agreements", "phases", "counters", "run")
+"""The tables that are exported, by their names in `rrfp.analyze.frames.Frames`."""
+
+
+def export_tables(frames: Frames, folder: Path) -> Iterator[tuple[Path, int]]:
+    """Write each table as a Parquet file, and yield the file with its number of rows.
+
+    Beside `step` a table gets `evaluation`: the number of the evaluation, null in training steps.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TABLES:
+        file = folder / f"{name}.parquet"
+        frame = _with_evaluations(getattr(frames, name))
+        with open_whole(file) as out:
+            frame.write_parquet(out)
+        yield file, len(frame)
+
+
+def _with_evaluations(frame: pl.DataFrame) -> pl.DataFrame:
+    if STEP not in frame.columns:
+        return frame
+    number = evaluation_step(0) - pl.col(STEP)
+    evaluation = pl.when(number >= 0).then(number).alias(EVALUATION)
+    return frame.insert_column(frame.columns.index(STEP) + 1, frame.select(evaluation).to_series())

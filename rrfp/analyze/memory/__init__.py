@@ -1,1 +1,0 @@
-"""What a run's ranks kept in memory."""

@@ -1,0 +1,601 @@
+"""The page of a report: the findings first, then each analysis with its chart and its table.
+
+The settings follow, and how sound the trace is. Where a run lacks the data for a part, the page
+says why in its place; the other parts stand.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from rrfp import __version__
+from rrfp.analyze.bubbles import CAUSES, OVERHEAD, bubbles, structural_shares
+from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
+from rrfp.analyze.charts.export import VEGA_LITE, spec_of
+from rrfp.analyze.charts.gantt import gantt, gantts
+from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, memory_held, progress
+from rrfp.analyze.chosen_steps import choose, step_time_ns
+from rrfp.analyze.compare import Comparison, Differences, Estimate, warning
+from rrfp.analyze.critical_path import critical_path
+from rrfp.analyze.deviations import deviations
+from rrfp.analyze.findings import (
+    NUM_FINDINGS,
+    Blame,
+    Finding,
+    Replays,
+    blame,
+    findings,
+    headline,
+    replays,
+)
+from rrfp.analyze.frames import Frames, frames_of, run_settings
+from rrfp.analyze.html import (
+    Markup,
+    advice,
+    element,
+    figure,
+    joined,
+    page,
+    paragraph,
+    section,
+    table,
+    text,
+)
+from rrfp.analyze.memory import Memory, memory, peak_bytes
+from rrfp.analyze.misalignment import misalignment
+from rrfp.analyze.number_format import Unit, apportioned, tell, tenths
+from rrfp.errors import RrfpError
+from rrfp.replay.bottlenecks import CulpritKind
+from rrfp.replay.whatif import Row, WhatIf
+from rrfp.schedule.knobs import told_bytes
+from rrfp.schedule.policy import Dispatch
+from rrfp.trace.check import check_contents, recording_fraction
+from rrfp.trace.initial_view import middle_step
+from rrfp.trace.perfetto.reader import TraceContents
+from rrfp.trace.records import EVALUATION, NS_PER_S, count_of, counted, step_name, step_names
+from rrfp.trace.run_dir import RunDir
+
+# The tables of a report, each made from a run's tables or from a report's figures.
+
+
+_MOST_OWNERS = 12
+_MOST_SETTINGS = 200
+_MOST_LETTERS = 300
+
+
+def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
+    """Each rank's time by cause. Without structural shares, because the run cannot be replayed, the
+    table leaves out the structural part and the excess; without launches, the overhead's parts."""
+    divided = bubbles(frames).with_structural(structural_shares)
+    causes = [cause for cause in CAUSES if any(rank.causes_ns[cause] for rank in divided.ranks)]
+    overhead_parts = [*divided.overhead_parts_ns] if OVERHEAD in causes else []
+    rows = []
+    for rank in divided.ranks:
+        work, *idle = apportioned(
+            [rank.busy_ns, *(rank.causes_ns[cause] for cause in causes)], 1000
+        )
+        parts = [work, 1000 - work]
+        if rank.structural_ns is not None:
+            structural = round(1000 * rank.structural_ns / rank.window_ns)
+            parts += [structural, 1000 - work - structural]
+        if overhead_parts:
+            # The overhead comes last.
+            idle += apportioned([*rank.overhead_parts_ns.values()], idle[-1])
+        stages = " ".join(map(str, rank.stages))
+        rows.append([rank.rank, stages, *map(tenths, [*parts, *idle])])
+    names = ["structural", "excess"] if structural_shares else []
+    return table(
+        "Each rank's time, in % of it",
+        [
+            *("rank", "stage", "work", "bubble", *names, *causes),
+            *(f"overhead: {part}" for part in overhead_parts),
+        ],
+        rows,
+        texts=0,
+    )
+
+
+def critical_path_table(frames: Frames) -> Markup:
+    """Who owns how much of the slowest step's critical path."""
+    path = critical_path(frames)
+    owners = path.owners
+    rows: list[list[object]] = [
+        [owner.pp_rank, owner.kind, tell(owner.time_ns)] for owner in owners[:_MOST_OWNERS]
+    ]
+    times_ns = [owner.time_ns for owner in owners[:_MOST_OWNERS]]
+    rest_ns = path.length_ns - sum(times_ns)
+    if rest_ns:
+        rows.append([f"{len(owners) - _MOST_OWNERS} more", "", tell(rest_ns)])
+        times_ns.append(rest_ns)
+    for row, tenth in zip(rows, apportioned(times_ns, 1000), strict=True):
+        row.append(tenths(tenth))
+    return table(
+        f"Critical path of {step_name(path.step)}: who owns its {tell(path.length_ns)}",
+        ["pipeline rank", "kind", "time", "%"],
+        rows,
+        texts=2,
+    )
+
+
+def memory_table(found: Memory) -> Markup:
+    """The most that each rank held, when, and how much more it could have held."""
+    return table(
+        "Bytes of activations that each rank held at most",
+        *(
+            ["rank", "stage", "held", "microbatches", "in", "bound", "room"],
+            [
+                [
+                    each.rank,
+                    " ".join(map(str, each.stages)),
+                    told_bytes(each.peak_held_bytes),
+                    f"{each.peak_held:g}",
+                    step_name(each.peak_step),
+                    "" if each.budget_bytes is None else told_bytes(each.budget_bytes),
+                    told_bytes(each.room_bytes),
+                ]
+                for each in found.ranks
+            ],
+        ),
+        texts=0,
+    )
+
+
+def deviation_table(frames: Frames) -> Markup:
+    """How far each pipeline rank departed from its hint's order."""
+    return table(
+        "Departures from the hint's order, by pipeline rank",
+        ["pipeline rank", "dispatches", "deviating %", "mean displacement", "max", "Kendall"],
+        [
+            [
+                row["pp_rank"],
+                row["dispatches"],
+                f"{100 * row['deviating_fraction']:.1f}",
+                f"{row['mean_displacement']:.2f}",
+                row["max_displacement"],
+                f"{row['kendall_tau_distance']:.4f}",
+            ]
+            for row in deviations(frames).to_dicts()
+        ],
+    )
+
+
+def link_table(frames: Frames) -> Markup:
+    """How messages and stages missed each other, link by link."""
+    links = misalignment(frames)
+    columns = [f"{what}_s_{share}" for what in ("queued", "starved") for share in ("median", "p95")]
+    return table(
+        "Messages queued for their stage, and stages starved of messages, by link",
+        ["link", "messages", *(name.replace("_s_", " ").replace("_", " ") for name in columns)],
+        [
+            [
+                f"{row['from']} to {row['to']}, {row['direction']}",
+                row["messages"],
+                *(tell(row[name] * Unit.S.value) if row[name] else "0" for name in columns),
+            ]
+            for row in links.to_dicts()
+        ],
+    )
+
+
+def whatif_table(report: WhatIf, step_ns: float) -> Markup:
+    """What a step, of `step_ns` as it was, would have taken with each change."""
+    own = report.as_it_was
+    knows_bytes = own.peak_held_bytes is not None
+    return table(
+        "What a step would have taken",
+        ["replayed", "time", "saved %", "most held", *["peak memory"] * knows_bytes],
+        [
+            [f"as it was: {report.run.told}", tell(step_ns), "", *_most(own)],
+            *(
+                [
+                    row.what,
+                    tell(step_ns * (1 - row.saving)),
+                    f"{100 * row.saving:z.1f}",
+                    *_most(row),
+                ]
+                for row in report.rows
+            ),
+        ],
+    )
+
+
+def settings_parts(frames: Frames) -> Iterator[Markup]:
+    """What the run was set to, and how many settings the table leaves out."""
+    flat = list(_flattened(frames.settings))
+    if not flat:
+        yield paragraph("The trace does not tell the settings of its run.")
+        return
+    rows = [(key.removeprefix("settings."), shortened(value)) for key, value in flat]
+    yield table("What the run was set to", ["setting", "value"], rows[:_MOST_SETTINGS], texts=2)
+    if len(rows) > _MOST_SETTINGS:
+        yield paragraph(f"{len(rows) - _MOST_SETTINGS} more are not shown.")
+
+
+def shortened(words: str) -> str:
+    """At most 300 letters of a text."""
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]} ..."
+
+
+def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """The leaves of nested settings, under dotted names; a list is one leaf."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flattened(part, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value)
+
+
+def _most(row: Row) -> list[str]:
+    """What a rank held at most: microbatches, and bytes where they are known."""
+    peaks = row.peak_held_bytes
+    return [f"{max(row.peak_held):g}", *([] if peaks is None else [told_bytes(max(peaks))])]
+
+
+def report(
+    name: str, contents: TraceContents, steps: range | None = None, *, evaluations: bool = False
+) -> str:
+    """The page, as HTML, of a run under that name: of the steps that train, or with `evaluations`
+    of the run's evaluations. `steps` chooses among these by number; None takes all but the warm-up.
+
+    Raises UsageError when the run has none of those asked for.
+    """
+    frames = choose(frames_of(contents.recording), steps, evaluations=evaluations)
+    return report_on(name, contents, frames)
+
+
+def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
+    """The page of the steps that are in these tables, of a run under that name."""
+    return _Page(name, contents, frames).html()
+
+
+def report_of(trace: Path) -> str:
+    """What a report calls a trace: the run's directory, with the session if it is that of a later
+    one, or the file if it has another name."""
+    whole = trace.resolve()
+    run = RunDir(whole.parent)
+    if whole in (run.trace, run.joined_trace):
+        return whole.parent.name
+    for each in run.sessions():
+        if each.trace == whole:
+            return f"{whole.parent.name}, session {each.session}"
+    return whole.stem
+
+
+Parts = Iterator[Callable[[], Markup]]
+"""The parts of a section, each made in its place on the page; it may raise RrfpError."""
+
+
+class _Page:
+    """The sections of one page."""
+
+    def __init__(self, name: str, contents: TraceContents, frames: Frames) -> None:
+        self._name = name
+        self._contents = contents
+        self._frames = frames
+        self._charts: dict[str, dict[str, Any]] = {}
+
+    def html(self) -> str:
+        sections = [
+            ("findings", "What matters", self._findings),
+            ("bubbles", "Where the time went", self._bubbles),
+            ("step", "The slowest step", self._step),
+            ("order", "Hint and order", self._order),
+            ("memory", "Memory", self._memory),
+            ("links", "Messages and stages", self._links),
+            ("times", "Task times", self._times),
+            ("whatif", "What if", self._what_if),
+            ("settings", "Settings", self._settings),
+            ("health", "The trace", self._health),
+        ]
+        body = [
+            element("header", element("h1", text(f"Why {self._name} waited")), self._facts()),
+            element(
+                "nav",
+                *(element("a", text(title), href=f"#{name}") for name, title, _ in sections),
+                aria_label="Sections",
+            ),
+        ]
+        body += [section(name, title, *self._all(make())) for name, title, make in sections]
+        body.append(element("footer", paragraph(f"Made by rrfp {__version__}.")))
+        return page(f"Why {self._name} waited", joined(body), self._charts, VEGA_LITE)
+
+    def _all(self, parts: Parts) -> Iterator[Markup]:
+        """What each part gives, or the sentence that says why it gives nothing."""
+        for part in parts:
+            try:
+                yield part()
+            except RrfpError as error:
+                yield element("p", text(_sentence(str(error))), class_="why")
+
+    def _chart(self, name: str, draw: Callable[[], Any]) -> Callable[[], Markup]:
+        def made() -> Markup:
+            self._charts[name] = spec_of(draw())
+            return figure(name, self._charts[name])
+
+        return made
+
+    def _facts(self) -> Markup:
+        run, settings = self._frames.run, run_settings(self._frames)
+        told = []
+        if settings.get("hint") is not None:
+            told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
+        told += [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
+        layout = [
+            f"{run[column].n_unique()} {noun}"
+            for column, noun in (
+                ("pp_rank", "pipeline ranks"),
+                ("tp_rank", "tensor-parallel"),
+                ("dp_rank", "replicas"),
+            )
+            if column == "pp_rank" or run[column].n_unique() > 1
+        ]
+        told.append(" x ".join(layout))
+        num_microbatches = self._frames.tasks["microbatch"].n_unique()
+        told.append(f"{num_microbatches} microbatches")
+        steps = self._frames.windows["step"].to_list()
+        if steps:
+            told.append(f"{count_of(steps)} of {tell(step_time_ns(self._frames))} (mean)")
+        if self._frames.warm_up:
+            told.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
+        if self._frames.num_left_out:
+            told.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
+        return element("p", text("; ".join(told)), class_="facts")
+
+    @cached_property
+    def _blame(self) -> Blame:
+        return blame(self._frames)
+
+    @cached_property
+    def _found(self) -> list[Finding]:
+        replayed = self._replays
+        found = findings(self._frames, self._blame, replayed.run, replayed.culprits)
+        return found[:NUM_FINDINGS]
+
+    def _findings(self) -> Parts:
+        yield lambda: element("p", text(headline(self._frames, self._blame)), class_="lead")
+        yield (
+            lambda: (
+                element("ol", *map(self._finding, self._found), class_="findings")
+                if self._found
+                else paragraph("Fixing any one thing would save less than 1% of a step.")
+            )
+        )
+
+    def _finding(self, found: Finding) -> Markup:
+        part = found.share if found.saving is None else found.saving
+        return element(
+            "li",
+            element("span", text(f"{part:.0%}"), class_="share"),
+            element("h3", text(found.title)),
+            advice(found.told),
+            advice(found.advice),
+            paragraph(
+                f"It owns {part:.0%} of a step; what fixing it saves is not known."
+                if found.saving is None
+                else f"Replayed with it fixed, a step takes {part:.1%} less."
+            ),
+        )
+
+    @cached_property
+    def _replays(self) -> Replays:
+        return replays(self._frames, with_usual=True)
+
+    def _bubbles(self) -> Parts:
+        shares = structural_shares(self._frames)
+        yield self._chart("bubbles", lambda: bubble_causes(self._frames, shares))
+        yield lambda: bubble_table(self._frames, shares)
+
+    def _step(self) -> Parts:
+        yield self._chart("gantt", lambda: gantt(self._frames))
+        yield lambda: critical_path_table(self._frames)
+        yield self._chart("progress", lambda: progress(self._frames))
+
+    def _order(self) -> Parts:
+        yield self._chart("hint", lambda: hint_order(self._frames))
+        yield lambda: deviation_table(self._frames)
+
+    def _memory(self) -> Parts:
+        if peak_bytes(self._frames) is None:
+            # Said once, and not for each part.
+            yield lambda: paragraph(memory(self._frames).told)
+            return
+        found = memory(self._frames)
+        yield lambda: paragraph(found.told)
+        yield self._chart("memory", lambda: memory_held(self._frames))
+        yield lambda: memory_table(found)
+        if self._told_room():
+            yield lambda: paragraph(self._told_room())
+
+    def _told_room(self) -> str:
+        """What another bound would save, by replay; empty where none was replayed."""
+        run, kinds = self._replays.run, (CulpritKind.MEMORY, CulpritKind.BOUND)
+        if run is None or run.policy.dispatch is Dispatch.FIXED:
+            return ""
+        if run.policy.limit is None and run.policy.hold is None:
+            return "No bound withheld forwards."
+        told = [
+            f"With {each.change.flags} a step takes {each.saving:.1%} less."
+            for each in self._replays.culprits
+            if each.kind in kinds
+        ]
+        return " ".join(told) or "A wider bound would save less than 1% of a step."
+
+    def _links(self) -> Parts:
+        yield self._chart("misalignment", lambda: misalignment_map(self._frames))
+        yield lambda: link_table(self._frames)
+        yield self._chart("message-times", lambda: message_times(self._frames))
+
+    def _times(self) -> Parts:
+        yield self._chart("task-times", lambda: task_times(self._frames))
+
+    def _what_if(self) -> Parts:
+        usual = self._replays.usual
+        if usual is None:
+            why_not = f"The run is not replayed: {self._replays.why_not}"
+            yield lambda: element("p", text(_sentence(why_not)), class_="why")
+            return
+        yield lambda: paragraph(
+            f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. As "
+            f"it was, the replay is {usual.replay_error:.1%} off what was measured."
+        )
+        yield lambda: whatif_table(usual, step_time_ns(self._frames))
+        for words in filter(None, (usual.conclusion, usual.caution)):
+            yield partial(paragraph, words)
+
+    def _settings(self) -> Parts:
+        yield lambda: joined(settings_parts(self._frames))
+
+    def _health(self) -> Parts:
+        problems = check_contents(self._contents)
+        yield (
+            lambda: (
+                element("ul", *(element("li", text(problem)) for problem in problems))
+                if problems
+                else paragraph(
+                    "The trace is whole: nothing is lost, open, unmatched or impossible."
+                )
+            )
+        )
+        finished = set(self._frames.windows["step"])
+        left_out = [step for step in self._frames.steps if step not in finished]
+        if left_out:
+            yield lambda: paragraph(
+                f"Left out, as not every rank finished them: {shortened(step_names(left_out))}."
+            )
+        fraction = recording_fraction(self._contents.recording)
+        if fraction is not None:
+            yield lambda: paragraph(
+                f"Recording took {fraction:.2%} of the steps' time, on the rank where it took most."
+            )
+        run = self._frames.run
+        error_ns = run["clock_error_ns"].max() if run.height else 0
+        if isinstance(error_ns, int) and error_ns:
+            num_hosts = run["host"].n_unique()
+            whose = f"{num_hosts} hosts" if num_hosts > 1 else "the host and its GPUs"
+            yield lambda: paragraph(
+                f"The clocks of {whose} were compared; times may be off by {tell(error_ns)} between"
+                " them."
+            )
+
+
+def _sentence(words: str) -> str:
+    """An error's sentence, as one of a page."""
+    return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
+
+
+# The page of two runs: what differs, a step of each on one axis, and the figures.
+
+
+def comparison_page(
+    names: Sequence[str],
+    runs: Sequence[Frames],
+    report: Comparison,
+    unlike: Differences,
+    verdict: Sequence[str],
+) -> str:
+    """The page, as HTML, of runs A and B under these names. `verdict` has sentences on `report`,
+    and `unlike` the settings that differ."""
+    charts: dict[str, dict[str, Any]] = {}
+    title = f"{names[1]} against {names[0]}"
+    told = warning(unlike)
+    header = [element("h1", text(title))]
+    header += [
+        _facts(f"{which} is {name}", run, step_s)
+        for which, name, run, step_s in zip("AB", names, runs, report.step_s, strict=True)
+    ]
+    header.append(element("p", text(" ".join(verdict)), class_="lead"))
+    if told:
+        header.append(element("p", text(told), class_="warning", role="note"))
+    body = [
+        element("header", *header),
+        section("ratios", "How much longer B takes", _ratio_table(report)),
+        section("steps", "A step of each", _steps(runs, charts)),
+        section("causes", "Where the difference lies", _cause_table(report)),
+    ]
+    if unlike:
+        body.append(section("differences", "What else differs", _difference_table(unlike)))
+    body.append(element("footer", paragraph(f"Made by rrfp {__version__}.")))
+    return page(title, joined(body), charts, VEGA_LITE)
+
+
+def _facts(name: str, run: Frames, step_s: float) -> Markup:
+    settings = run_settings(run)
+    told = [name]
+    if settings.get("hint") is not None:
+        told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
+    told += [f"{bound} {settings[bound]}" for bound in ("limit", "hold") if settings.get(bound)]
+    steps = run.windows["step"].to_list()
+    told.append(f"{count_of(steps)} of {tell(step_s * NS_PER_S)} (median)")
+    if run.warm_up:
+        told.append(f"{step_names(run.warm_up)} left out, as warm-up")
+    return element("p", text("; ".join(told)), class_="facts")
+
+
+def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
+    """Of each run the step of median length, both on one axis of time."""
+    chosen = {}
+    for which, run in zip("AB", runs, strict=True):
+        windows = {step: (start, end) for step, start, end in run.windows.iter_rows()}
+        step = middle_step(windows)
+        assert step is not None  # Of a run without steps nothing is compared.
+        chosen[which] = (run, step)
+    try:
+        charts["gantt"] = spec_of(gantts(chosen, "A step of median length of each, on one axis"))
+    except RrfpError as error:
+        return element("p", text(f"The steps are not drawn: {error}."), class_="why")
+    return figure("gantt", charts["gantt"])
+
+
+def _ratio_table(report: Comparison) -> Markup:
+    ratios = {
+        "step time, for the same work": report.same_work_ratio,
+        "step time": report.step_time_ratio,
+        "work": report.work_ratio,
+    }
+    return table(
+        "B over A, medians over steps with the intervals that hold 95 of 100 bootstrap medians",
+        ["", "B over A", "from", "to", ""],
+        [
+            [name, *(f"{value:.3f}" for value in _values(each)), _noise(each, 1)]
+            for name, each in ratios.items()
+            if each is not None
+        ],
+    )
+
+
+def _cause_table(report: Comparison) -> Markup:
+    return table(
+        f"What B has more of in a step than A, the mean over {report.ranks_told}",
+        ["", "B less A", "from", "to", ""],
+        [
+            [name, *(_signed(value) for value in _values(each)), _noise(each, 0)]
+            for name, each in report.causes_s.items()
+        ],
+    )
+
+
+def _difference_table(unlike: Differences) -> Markup:
+    return table(
+        "Settings in which the runs differ, besides those of the schedule",
+        ["", "setting", "A", "B"],
+        [
+            [what, name, a, b]
+            for what, settings in unlike.items()
+            for name, (a, b) in settings.items()
+        ],
+        texts=4,
+    )
+
+
+def _values(each: Estimate) -> tuple[float, float, float]:
+    return each.median, each.low, each.high
+
+
+def _noise(each: Estimate, nothing: float) -> str:
+    return "" if each.leaves_out(nothing) else "noise"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else ''}{tell(seconds * NS_PER_S)}" if seconds else "0"

@@ -1,1 +1,0 @@
-"""`rrfp analyze report`: all that a run's trace tells, as one page."""

@@ -1,0 +1,488 @@
+"""`rrfp bench`: race readiness-first against the orders and systems that people use."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rrfp.analyze.number_format import Times
+from rrfp.cli.declared_options import one_of
+from rrfp.cli.options import RowFormat
+from rrfp.cli.output import missing_for_charts, print_sheets
+from rrfp.cli.progress import progress, working
+from rrfp.cli.tables import Column, Sheet, print_csv
+from rrfp.errors import StoppedError, UsageError, did_you_mean
+from rrfp.race.presets import Measure, Preset
+from rrfp.runtime.pace import MOST_OVER_PACE
+from rrfp.schedule.admission import Admit
+from rrfp.trace.records import NS_PER_S
+from rrfp.trace.run_dir import own_files
+
+if TYPE_CHECKING:
+    from rrfp.analyze.compare import Estimate
+    from rrfp.race.entries import Failure
+    from rrfp.race.lineup import Case, Lineup
+    from rrfp.race.results import ResultRow
+    from rrfp.race.runner import BenchDir, Hosts, Modelled
+    from rrfp.trace.run_dir import RunDir
+    from rrfp.train.settings import TrainSettings
+
+
+# The rows of a race for people: a sheet a case, within 80 columns.
+
+
+def race_sheets(preset: Preset, rows: "Sequence[ResultRow]") -> list[Sheet]:
+    """A sheet a case, the first one under the preset's question; the last one tells what must be
+    known of some rows."""
+    cases: dict[Case, list[ResultRow]] = {}
+    for row in rows:
+        cases.setdefault(row.lineup_row.case, []).append(row)
+    sheets = [_sheet(case, of_case, preset.measure) for case, of_case in cases.items()]
+    sheets[0] = replace(sheets[0], title=f"{preset.name}: {preset.question}\n{sheets[0].title}")
+    notes = [*sheets[-1].notes, *_notes(rows), _MEANING[preset.measure]]
+    sheets[-1] = replace(sheets[-1], notes=notes)
+    return sheets
+
+
+_INTERVAL = (
+    "95 of 100: where so many bootstrap medians of the rounds lie. x megatron: how many times as "
+    "fast as megatron-1f1b."
+)
+_MEANING = {
+    Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
+    "takes, and over the most loaded rank's work. held: the most microbatches on a "
+    "rank, or peak GB: the most that they take there, by the profile's sizes.",
+    Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
+    Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
+    f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
+}
+
+
+def _sheet(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Sheet:
+    times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
+
+    def time(row: "ResultRow") -> str:
+        found = row.step_time_s
+        return "failed" if found is None else times.tell(found.median * NS_PER_S)
+
+    def interval(row: "ResultRow") -> str:
+        found = row.step_time_s
+        if found is None or row.steps == 1:
+            return ""
+        return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
+
+    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
+    # Nothing is known of memory where costs say no sizes, and of intervals after one round.
+    told = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    if any(told.get("peak\nGB", ())):
+        # In 80 columns there is room for one of the two.
+        del told["held"]
+    timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
+    return Sheet(
+        case.name,
+        [
+            Column("system", [row.label for row in rows], is_text=True),
+            *(Column(name, cells) for name, cells in told.items() if any(cells)),
+        ],
+        [f"Fastest: {min(timed)[1]}."] if len(timed) > 1 else [],
+    )
+
+
+def _speed(row: "ResultRow") -> str:
+    return "void" if row.is_void else _ratio(row.ratio_to_megatron)
+
+
+def _ratio(found: "Estimate | None") -> str:
+    return "" if found is None else f"{found.median:.3f}"
+
+
+def _held(row: "ResultRow") -> str:
+    return "" if row.peak_held is None else f"{row.peak_held:g}"
+
+
+def _peak(row: "ResultRow") -> str:
+    return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
+
+
+def _share(seconds: "Callable[[ResultRow], float | None]") -> "Callable[[ResultRow], str]":
+    def cell(row: "ResultRow") -> str:
+        found = seconds(row)
+        return "" if found is None else f"{found:.3f}"
+
+    return cell
+
+
+def _slowdown(row: "ResultRow") -> str:
+    return "" if row.slowdown is None else f"{100 * row.slowdown.median:+.1f}"
+
+
+def _slowdown_interval(row: "ResultRow") -> str:
+    found = row.slowdown
+    return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
+
+
+_OF: "dict[Measure, dict[str, Callable[[ResultRow], str]]]" = {
+    Measure.SPEED: {
+        "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
+        "over\nload": lambda row: _ratio(row.ratio_to_load),
+        "held": _held,
+        "peak\nGB": _peak,
+    },
+    Measure.TIME: {
+        "compute\ns": _share(lambda row: row.compute_s),
+        "blocking\ns": _share(lambda row: row.blocking_s),
+        "coordi-\nnation s": _share(lambda row: row.coordination_s),
+    },
+    Measure.SLOWDOWN: {
+        "slow-\ndown %": _slowdown,
+        "95 of 100": _slowdown_interval,
+        "held": _held,
+    },
+}
+"""The columns of each measure, beside those that all have."""
+
+
+def _notes(rows: "Sequence[ResultRow]") -> Iterator[str]:
+    for row in rows:
+        where = f"{row.lineup_row.case.name}: {row.label}"
+        if row.is_void:
+            yield f"void: gradients are {row.gradient_difference:.1e} off the reference's, {where}"
+        if row.error is not None:
+            yield f"failed: {where}: {row.error}"
+    checked = [row for row in rows if row.gradients_agree is not None]
+    same = sum(row.gradients_same is True for row in checked)
+    agree = sum(row.gradients_agree is True for row in checked)
+    yield (
+        f"Gradients agree with megatron-1f1b's in {agree} of {len(checked)} rows, to the last bit "
+        f"in {same}."
+    )
+
+
+# The rows of a race: printed, warned about, and drawn.
+
+
+def print_rows(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
+    """Print the rows on stdout."""
+    match output_format:
+        case RowFormat.JSON:
+            print(json.dumps({"rows": [row.as_json() for row in rows]}, allow_nan=False))
+        case RowFormat.CSV:
+            _print_csv(rows)
+        case RowFormat.TABLE | RowFormat.MD:
+            sheets = []
+            for preset in lineup.presets:
+                of_preset = [row for row in rows if row.lineup_row.preset == preset.name]
+                sheets += race_sheets(preset, of_preset)
+            print_sheets(sheets, markdown=output_format is RowFormat.MD)
+
+
+def _print_csv(rows: "Sequence[ResultRow]") -> None:
+    """A line a row: the keys of the JSON, estimates in three columns each."""
+    table: list[dict[str, object]] = []
+    for row in rows:
+        flat: dict[str, object] = {}
+        found = row.as_json()
+        intervals = found.pop("intervals")
+        assert isinstance(intervals, dict)
+        for name, value in found.items():
+            if name == "step_time_s":
+                step_time = row.step_time_s
+                for part in ("median", "low", "high"):
+                    flat[f"{name}_{part}"] = None if step_time is None else getattr(step_time, part)
+                continue
+            flat[name] = value
+            if name in row.ratios:
+                flat[f"{name}_low"], flat[f"{name}_high"] = intervals.get(name, (None, None))
+        table.append(flat)
+    print_csv(table[0] if table else (), (flat.values() for flat in table))
+
+
+def tell_over_pace(rows: "Sequence[ResultRow]") -> None:
+    """Warn on stderr of work that did not fit into its modelled time."""
+    over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
+    if over:
+        worst = max(over, key=lambda row: row.over_pace or 0.0)
+        typer.echo(
+            f"Warning: in {len(over)} of {len(rows)} rows the work of more than "
+            f"{MOST_OVER_PACE:.0%} of the tasks took longer than its model, {worst.over_pace:.1%} "
+            f"in {worst.lineup_row.case.name}: {worst.label}; give them longer ones (--task-ms, or "
+            "other costs), or the machine less to do",
+            err=True,
+        )
+
+
+def draw_charts(lineup: "Lineup", rows: "Sequence[ResultRow]", directory: Path) -> None:
+    """Draw a chart a preset, if the extra that draws charts is installed."""
+    if missing_for_charts():
+        typer.echo(
+            "No chart is drawn without the extra 'report' (pip install 'rrfp[report]')", err=True
+        )
+        return
+    from rrfp.analyze.charts.export import save
+    from rrfp.race.chart import race_chart
+
+    for preset in lineup.presets:
+        chart = race_chart(preset, [row for row in rows if row.lineup_row.preset == preset.name])
+        if chart is None:
+            continue
+        with working("Drawing the charts"):
+            for ending in ("svg", "png"):
+                save(chart, directory / f"{preset.name}.{ending}")
+        typer.echo(
+            f"The chart of {preset.name} is {directory / preset.name}.svg and .png", err=True
+        )
+
+
+class ScaleName(StrEnum):
+    """How large a race is."""
+
+    TINY = "tiny"
+    LAPTOP = "laptop"
+    NODE = "node"
+    CLUSTER = "cluster"
+
+
+class PeerChoice(StrEnum):
+    """Whose schedules race besides Megatron's and ours."""
+
+    ALL = "all"
+    TORCH = "torch"
+    DEEPSPEED = "deepspeed"
+    NONE = "none"
+
+
+def bench(
+    preset: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PRESET",
+            help="rq1 to rq6; several share what they both run.",
+            autocompletion=one_of(*(f"rq{number}" for number in range(1, 7))),
+        ),
+    ],
+    scale: Annotated[
+        ScaleName,
+        typer.Option(
+            metavar="SCALE",
+            help="tiny (a check that all of it runs), laptop (8 ranks, 32 microbatches), node (16, "
+            "64) or cluster (32, 128).",
+        ),
+    ] = ScaleName.LAPTOP,
+    peer: Annotated[
+        PeerChoice,
+        typer.Option(
+            metavar="WHOSE",
+            help="Whose schedules race too: all, torch (PyTorch's pipelining), deepspeed (if it is "
+            "installed) or none.",
+        ),
+    ] = PeerChoice.ALL,
+    system: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this system, beside megatron-1f1b; repeatable."),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COSTS+JITTER",
+            help="Only these costs (as of simulate --costs) with this jitter; repeatable.",
+        ),
+    ] = None,
+    hold: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Only this bound on what a rank holds: a number of microbatches, 40GiB, 1.5x (of "
+            "1F1B's largest peak in bytes), or paper, its limit of 32; repeatable.",
+        ),
+    ] = None,
+    admit: Annotated[
+        list[Admit] | None,
+        typer.Option(
+            metavar="ORDER",
+            help="Only this order of entry of our systems: given, pyramid, or plan (searched by "
+            "simulation, from modelled costs); repeatable.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, metavar="N", help="Rounds: timed steps of each system."),
+    ] = None,
+    task_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=5_000,
+            metavar="MS",
+            help="What F, B and W of a rank take on average, in ms; of language, multimodal and "
+            "uniform costs.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**32 - 1,
+            metavar="N",
+            help="Of data, costs and jitter of round 0 [1234].",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help=r"Where results go, and are found again \[runs/bench-PRESET-SCALE]."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Remove the results that are there already.")
+    ] = False,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Try again what has failed in --out.")
+    ] = False,
+    output_format: Annotated[
+        RowFormat, typer.Option("--format", help="How to print the rows.")
+    ] = RowFormat.TABLE,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="This host's number.")] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Of host 0, where the hosts meet.")
+    ] = None,
+) -> None:
+    """Race readiness-first against the orders and systems that people use.
+
+    rq1 end to end, rq2 where time goes, rq3 injected jitter, rq4 hints, rq5
+    scaling, rq6 memory and sameness. Every task and message is real and takes
+    the time of a model, so that a race means the same on any machine. Systems
+    take turns, one step each a round, under the same data, costs and jitter.
+    "x megatron" is how many times as fast as Megatron's 1F1B a system is.
+    Interrupted, the same command goes on.
+
+    Example: rrfp bench rq1 --scale laptop --profile multimodal --steps 10
+    """
+    from rrfp.race.lineup import Asked, line_up
+    from rrfp.race.presets import PRESETS, SCALES, preset_named
+    from rrfp.race.results import results
+    from rrfp.race.runner import BenchDir, Hosts, check, model_entries
+    from rrfp.race.systems import Project, check_installed, system_named
+
+    names = list(dict.fromkeys(preset))
+    for name in names:
+        if name not in PRESETS:
+            raise UsageError(
+                f"'{name}' is not a preset ({', '.join(PRESETS)}){did_you_mean(name, PRESETS)}"
+            )
+    peers = tuple(each for each in Project if peer in (PeerChoice.ALL, each))
+    if peer is not PeerChoice.ALL:
+        for project in peers:
+            check_installed(project, f"--peer {peer}")
+    asked = Asked(
+        peers=peers,
+        holds=tuple(_bound(text) for text in hold or ()),
+        admits=tuple(dict.fromkeys(admit or ())),
+        profiles=tuple(dict.fromkeys(profile or ())),
+        systems=tuple(system_named(name) for name in system or ()),
+        steps=steps,
+        task_ms=task_ms,
+        seed=seed,
+    )
+    lineup = line_up([preset_named(name, SCALES[scale]) for name in names], SCALES[scale], asked)
+    if nnodes > 1 and out is None:
+        raise UsageError("several hosts need --out DIR on a file system that all of them share")
+    directory = out or Path("runs") / f"bench-{'-'.join(names)}-{scale}"
+    hosts = Hosts(nnodes, node_rank, rdzv_endpoint)
+    check(lineup, hosts, directory)
+    found = BenchDir(directory)
+    if not hosts.leads:
+        _join(lineup, found, hosts, retry=retry)
+        return
+    if force and nnodes > 1:
+        raise UsageError(
+            f"--force on several hosts could take from one what another has begun; remove "
+            f"{directory} instead"
+        )
+    with own_files(), found.prepare(lineup, force=force):
+
+        def model() -> "dict[str, Modelled]":
+            with progress("Simulating", len(lineup.entries)) as advance:
+                return model_entries(lineup.entries.values(), found.models, lambda: advance(1))
+
+        # Other hosts would not wait for it, so the estimate is left out there.
+        models = model() if nnodes == 1 else None
+        try:
+            _race(lineup, found, hosts, models, retry=retry)
+        except (KeyboardInterrupt, StoppedError):
+            typer.echo(
+                f"What has ended is kept in {directory}; the same command goes on from there",
+                err=True,
+            )
+            raise
+        rows = results(lineup, found.ended(lineup), models or model())
+        print_rows(lineup, rows, output_format)
+        tell_over_pace(rows)
+        draw_charts(lineup, rows, directory)
+
+
+def _bound(text: str) -> str:
+    """The bound as presets name it."""
+    return text if text == "paper" else f"hold {text}"
+
+
+def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -> None:
+    """Run this host's ranks of every race; host 0 says how it goes."""
+    from rrfp.race.runner import race
+
+    typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
+    with own_files():
+        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+
+
+def _race(
+    lineup: "Lineup",
+    found: "BenchDir",
+    hosts: "Hosts",
+    models: "dict[str, Modelled] | None",
+    *,
+    retry: bool,
+) -> None:
+    from rrfp.race.entries import Turn
+    from rrfp.race.runner import race, time_left_s, turns_left
+
+    num_turns = sum(entry.settings.num_steps for entry in lineup.entries.values())
+
+    def num_ended() -> int:
+        return sum(isinstance(each, Turn) for each in found.ended(lineup))
+
+    if not any(turns_left(lineup, found, retry=retry)):
+        num_missing = num_turns - num_ended()
+        failed = f", but for {num_missing} that failed: --retry runs those" if num_missing else ""
+        typer.echo(
+            f"All {num_turns} turns are in {found.path} already{failed}; --force runs all anew",
+            err=True,
+        )
+        return
+    estimate = ""
+    if models is not None:
+        left_s = time_left_s(lineup, found, models, retry=retry)
+        estimate = f"; what is left takes about {_duration(left_s)}"
+    typer.echo(
+        f"{len(lineup.entries)} entries, {num_turns} turns{estimate}\nResults go to {found.path}",
+        err=True,
+    )
+    with progress("Racing", num_turns, num_ended):
+        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+
+
+def _launch(settings: "TrainSettings", run: "RunDir") -> None:
+    from rrfp.race.runner import RANK_MODULE
+    from rrfp.train.launch.launcher import launch
+
+    launch(settings, run, RANK_MODULE)
+
+
+def _tell_failure(failure: "Failure") -> None:
+    typer.echo(f"left out, as it failed: {failure.entry}: {failure.error}", err=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

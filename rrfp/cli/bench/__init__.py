@@ -1,1 +1,0 @@
-"""`rrfp bench`: the command, and how a race is told and drawn."""

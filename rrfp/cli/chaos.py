@@ -1,0 +1,291 @@
+"""`rrfp chaos`: train under faults, and see that each is found, named, and borne."""
+
+import json
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.cli.options import PlainFormat
+from rrfp.cli.output import print_sheets
+from rrfp.cli.train import with_settings
+from rrfp.errors import RrfpError, StoppedError, UsageError
+from rrfp.schedule.policy import Dispatch
+from rrfp.train.checks import check_settings
+from rrfp.train.launch.hosts.endpoint import among_started
+from rrfp.train.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from rrfp.chaos.verdict import Verdict
+    from rrfp.cli.tables import Sheet
+
+
+# What `rrfp chaos` says of each fault.
+
+
+_NAMED = {True: "right", False: "wrong", None: "-"}
+_SAME = {True: "yes", False: "no", None: "-"}
+
+
+def tell(verdict: "Verdict") -> None:
+    """Say what became of a fault as soon as it is seen."""
+    seen = verdict.seen
+    became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
+    typer.echo(
+        f"fault {verdict.fault.number}: {_what(verdict)} of {seen.injected.victim} in "
+        f"{_when(verdict)}: {became} after {seen.seconds:.1f} s",
+        err=True,
+    )
+
+
+def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
+    """Print them on stdout, in the order of the plan."""
+    # Those that came too late were injected again at the end.
+    verdicts.sort(key=lambda verdict: verdict.fault.number)
+    if output_format is PlainFormat.JSON:
+        print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
+    elif verdicts:
+        print_sheets([_sheet(verdicts)], markdown=False)
+
+
+def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
+    """Say what was not as it must be. Raises RrfpError unless all faults passed."""
+    failed = [verdict for verdict in verdicts if not verdict.has_passed]
+    for verdict in failed:
+        for complaint in verdict.complaints:
+            typer.echo(f"fault {verdict.fault.number}: {complaint}", err=True)
+    if failed:
+        where = "--keep-failed DIR keeps them" if keep is None else f"they are in {keep}"
+        raise RrfpError(
+            f"{len(failed)} of {len(verdicts)} faults did not pass; the trainings that met them "
+            f"tell more, and {where}"
+        )
+    typer.echo(f"All {len(verdicts)} faults passed", err=True)
+
+
+def _as_json(verdict: "Verdict") -> dict[str, object]:
+    fault, seen = verdict.fault, verdict.seen
+    return {
+        "number": fault.number,
+        "kind": fault.kind,
+        "signal": fault.signal or None,
+        "hold_s": fault.hold_s or None,
+        "of": seen.injected.victim,
+        "stage": fault.stage,
+        "after_step": seen.injected.num_finished,
+        "has_survived": verdict.has_survived,
+        "found_by": verdict.found_by or None,
+        "seconds": seen.seconds,
+        "named_right": verdict.named_right,
+        "steps_lost": seen.steps_lost,
+        "is_same": verdict.is_same,
+        "complaints": verdict.complaints,
+        "said": None if seen.went_on else seen.sentence,
+    }
+
+
+def _sheet(verdicts: "Sequence[Verdict]") -> "Sheet":
+    from rrfp.cli.tables import Column, Sheet
+
+    def column(heading: str, of: "Callable[[Verdict], str]", *, is_text: bool = True) -> Column:
+        return Column(heading, [of(verdict) for verdict in verdicts], is_text)
+
+    failed = {row for row, verdict in enumerate(verdicts) if not verdict.has_passed}
+    return Sheet(
+        f"{len(verdicts)} faults, and what became of the training",
+        [
+            Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed),
+            column("fault", _what),
+            column("of", lambda verdict: verdict.seen.injected.victim),
+            column("when", _when),
+            column("found by", lambda verdict: verdict.found_by or "survived"),
+            column("s", lambda verdict: f"{verdict.seen.seconds:.1f}", is_text=False),
+            column("named", lambda verdict: _NAMED[verdict.named_right]),
+            column("lost", lambda verdict: str(verdict.seen.steps_lost), is_text=False),
+            column("same", lambda verdict: _SAME[verdict.is_same]),
+        ],
+        notes=[
+            "s: from the fault to the end of the last process, or until the run went on. "
+            "lost: finished steps that no checkpoint had. same: parameters at the end, and all "
+            "losses, to the last bit."
+        ],
+        mark_told="did not pass",
+    )
+
+
+def _what(verdict: "Verdict") -> str:
+    fault = verdict.fault
+    if fault.signal:
+        return fault.signal
+    return f"{fault.kind} {fault.hold_s:.1f} s" if fault.hold_s else str(fault.kind)
+
+
+def _when(verdict: "Verdict") -> str:
+    stage = verdict.fault.stage
+    if stage in (Stage.START, Stage.CLOSE):
+        return str(stage)
+    return f"{stage} {verdict.seen.injected.num_finished}"
+
+
+_PANEL = "Faults"
+_OWN = {
+    **dict.fromkeys(("out", "force"), "each training gets a directory of its own"),
+    **dict.fromkeys(("save", "keep"), "each training saves to a directory of its own"),
+    "resume": "a training that a fault has ended is resumed",
+    **dict.fromkeys(("nnodes", "node_rank", "rdzv_endpoint"), "faults are injected on one host"),
+}
+"""The settings that are the campaign's own, and why."""
+_TINY: dict[str, Any] = {
+    "model": "mlp",
+    "pp": 2,
+    "hidden": 32,
+    "heads": 4,
+    "seq_length": 32,
+    "microbatches": 4,
+    "steps": 40,
+}
+"""What is trained unless something else is asked for."""
+_SAVE_EVERY = 8
+_LAYERS_PER_CHUNK = 2
+
+
+@partial(with_settings, without=_OWN)
+def chaos(
+    *,
+    faults: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many.", rich_help_panel=_PANEL)
+    ] = 20,
+    fault: Annotated[
+        list[FaultKind] | None,
+        typer.Option(
+            help="Only this kind; may be given again. All of them by default.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    keep_failed: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help=r"Where to keep a training whose fault did not pass \[nowhere].",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None,
+    output_format: Annotated[
+        PlainFormat,
+        typer.Option("--format", help="How to print the verdicts.", rich_help_panel=_PANEL),
+    ] = PlainFormat.TABLE,
+    config: Path | None = None,
+    **flags: Any,
+) -> None:
+    """Train under faults, and see that each is found, named and borne.
+
+    A small model is trained once undisturbed, then again and again while
+    processes are killed or stopped, links dropped, delayed or garbled, and the
+    disk filled. A run that a fault ends is resumed, and each must come out as
+    the undisturbed one, to the last bit. --seed draws the faults, too. Takes
+    some ten seconds a fault, and exits with 1 unless all pass. Only processes
+    that it has started are touched.
+
+    Example: rrfp chaos --pp 4 --faults 20 --seed 7
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = _settings(given, config)
+    check_settings(settings)
+    if (num_started := among_started(settings).run.nnodes) > 1:
+        raise UsageError(
+            f"this command is one of {num_started} that were started together, and faults are "
+            "injected on one host; run it by itself"
+        )
+    kinds = _kinds(fault or (), settings)
+    if platform.system() != "Linux":
+        raise RrfpError("rrfp chaos injects its faults through Linux; run it there")
+    from rrfp.train.launch.stopping import StopRequestedError, stopping_on_sigterm
+
+    verdicts: list[Verdict] = []
+    try:
+        with stopping_on_sigterm():
+            for borne in _borne(settings, kinds, faults, keep_failed):
+                verdicts += borne
+    except StopRequestedError:
+        raise StoppedError("the faults were stopped by SIGTERM") from None
+    finally:
+        print_verdicts(verdicts, output_format)
+    check(verdicts, keep_failed)
+
+
+def _settings(given: dict[str, Any], config: Path | None) -> TrainSettings:
+    if config is not None:
+        settings = TrainSettings.from_toml(config, **given)
+        default = TrainSettings().by_flag()
+        for flag, why in _OWN.items():
+            if settings.by_flag()[flag] != default[flag]:
+                raise UsageError(f"{config} sets {flag.replace('_', '-')}, but {why}; leave it out")
+    else:
+        settings = TrainSettings(**{**_TINY, **given})
+        if "layers" not in given:
+            layout = settings.layout
+            settings = settings.changed(layers=_LAYERS_PER_CHUNK * layout.pp * layout.chunks)
+    # Where to, the campaign says.
+    return settings.changed(save=Path(), save_every=settings.run.save_every or _SAVE_EVERY)
+
+
+def _kinds(asked: Sequence[FaultKind], settings: TrainSettings) -> tuple[FaultKind, ...]:
+    """The kinds of faults that can be injected into this training, of those asked for."""
+    kinds = tuple(dict.fromkeys(asked)) or tuple(FaultKind)
+    if settings.policy.dispatch is Dispatch.MEGATRON:
+        why = "Megatron's own schedule has none of our links"
+    elif settings.layout.pp == 1:
+        why = "a pipeline of one rank has no links"
+    else:
+        return kinds
+    left = tuple(kind for kind in kinds if kind not in OF_LINKS)
+    if not left:
+        raise UsageError(f"{why}; choose another --fault, or another layout or dispatch")
+    if left != kinds:
+        others = ", ".join(kind for kind in kinds if kind not in left)
+        typer.echo(f"left out: {others}, as {why}", err=True)
+    return left
+
+
+def _borne(
+    settings: TrainSettings, kinds: tuple[FaultKind, ...], num_faults: int, keep: Path | None
+) -> "Iterator[list[Verdict]]":
+    """Inject the faults, and give what became of those of each training."""
+    from rrfp.chaos.campaign import Campaign
+    from rrfp.chaos.disk import LimitedFiles, disk_at
+
+    assert settings.run.save_every is not None
+    training = Disturbed(
+        num_ranks=settings.layout.world_size,
+        num_steps=settings.num_steps,
+        save_every=settings.run.save_every,
+        kinds=kinds,
+        # Shorter than what is taken for a stop for good.
+        most_hold_s=min(3.0, settings.run.silence / 3),
+    )
+    plan = plan_faults(settings.run.seed, num_faults, training)
+    # Sockets are made below it, whose names must be short.
+    directory = Path(tempfile.mkdtemp(prefix="rrfp-chaos-"))
+    disk_path = directory / "disk"
+    disk_path.mkdir()
+    is_filled = FaultKind.DISK in kinds
+    disk = disk_at(disk_path) if is_filled else LimitedFiles(disk_path)
+    try:
+        if is_filled and isinstance(disk, LimitedFiles):
+            typer.echo(
+                "This user may not mount a disk to fill, so the size of files is limited instead",
+                err=True,
+            )
+        campaign = Campaign(settings, directory, disk, keep, tell)
+        typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
+        campaign.train_undisturbed()
+        yield from campaign.disturb(plan)
+    finally:
+        disk.close()
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""`rrfp chaos`: a training under faults."""

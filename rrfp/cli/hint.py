@@ -1,0 +1,146 @@
+"""`rrfp hint`: what a hint's order looks like, and whether an order file can bind."""
+
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from rrfp.cli.declared_options import hint_names
+from rrfp.errors import RrfpError, UsageError
+from rrfp.inputs import resolve_hint
+from rrfp.schedule.order import Order, format_order
+from rrfp.schedule.rehearsal import (
+    Rehearsal,
+    deadlock_sentence,
+    format_blocked,
+    format_grid,
+    order_of,
+    rehearse,
+)
+from rrfp.schedule.shape import Placement, Shape
+
+# What `rrfp hint` looks at: an order of a pipeline, rehearsed, and its grid over time.
+
+
+_MAX_FORWARDS = 2**16
+"""More than anybody can look at; a rehearsal of these takes some seconds."""
+
+Pp = Annotated[int, typer.Option(min=1, help="Pipeline ranks.")]
+Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches a step.")]
+Chunks = Annotated[int, typer.Option(min=1, help="Model chunks a rank.")]
+PlacementOption = Annotated[
+    Placement, typer.Option("--placement", help="Where chunks lie: Megatron's loop, or a V.")
+]
+
+
+def rehearsal_of(
+    hint: str, pp: int, microbatches: int, chunks: int, placement: Placement
+) -> Rehearsal:
+    if pp * chunks * microbatches > _MAX_FORWARDS:
+        raise UsageError(
+            f"--pp {pp}, --chunks {chunks} and --microbatches {microbatches} make "
+            f"{pp * chunks * microbatches} forwards, more than the {_MAX_FORWARDS} that are "
+            "rehearsed; choose smaller ones"
+        )
+    shape = Shape(pp, microbatches, chunks, placement)
+    return rehearse(order_of(resolve_hint(hint).on(shape), shape))
+
+
+def grid_of(rehearsal: Rehearsal) -> str:
+    """The grid as wide as the terminal, and under it where each rank stands in a deadlock."""
+    places = (format_blocked(rehearsal.order.shape, blocked) for blocked in rehearsal.blocked)
+    grid = format_grid(rehearsal, shutil.get_terminal_size().columns)
+    return "\n\n".join(filter(None, [grid, "\n".join(places)]))
+
+
+# `rrfp hint show`: the order of a hint.
+
+
+def show(
+    hint: Annotated[
+        str,
+        typer.Argument(
+            metavar="HINT", help="A hint's name, or an order file.", autocompletion=hint_names
+        ),
+    ],
+    pp: Pp,
+    microbatches: Microbatches,
+    chunks: Chunks = 1,
+    placement: PlacementOption = Placement.LOOP,
+) -> None:
+    """Print a hint's order: an order file on stdout, and on stderr a grid over time.
+
+    In the grid every task takes one unit of time and every message none.
+    The order of a hint that ranks in rounds is the one that it gives then.
+    """
+    rehearsal = rehearsal_of(hint, pp, microbatches, chunks, placement)
+    sys.stdout.write(format_order(rehearsal.order))
+    sys.stdout.flush()
+    share = rehearsal.num_idle / (pp * rehearsal.num_units) if rehearsal.num_units else 0
+    ends = "deadlocks after" if rehearsal.blocked else "takes"
+    typer.echo(
+        f"\n{hint} {ends} {rehearsal.num_units} units of time, {share:.0%} idle\n\n"
+        f"{grid_of(rehearsal)}",
+        err=True,
+    )
+
+
+# `rrfp hint check`: whether an order can bind.
+
+
+def check(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="An order file, or a hint's name.", autocompletion=hint_names
+        ),
+    ],
+    pp: Pp,
+    microbatches: Microbatches,
+    chunks: Chunks = 1,
+    placement: PlacementOption = Placement.LOOP,
+) -> None:
+    """Check that an order has every task once, and that it can run as a fixed order.
+
+    Tells the memory that it takes, and where it deadlocks if it does.
+    Exits with 1 then, and with 2 if it is no order for this pipeline.
+    """
+    rehearsal = rehearsal_of(file, pp, microbatches, chunks, placement)
+    order, blocked = rehearsal.order, rehearsal.blocked
+    print(f"{file} has each of the {order.shape.num_tasks_of_a_rank} tasks of every rank once")
+    _print_peaks(order)
+    if blocked:
+        print(grid_of(rehearsal))
+        raise RrfpError(deadlock_sentence(order, blocked))
+    print(f"As a fixed order it runs to its end, in {rehearsal.num_units} units of time")
+
+
+def _print_peaks(order: Order) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from rrfp.cli.tables import console
+
+    print("The most at once, in activations of one chunk and microbatch:")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("rank", "stages", "D", "held"):
+        table.add_column(heading, justify="right")
+    for rank in range(order.shape.num_ranks):
+        stages = " ".join(map(str, order.shape.stages_of(rank)))
+        table.add_row(str(rank), stages, str(order.peak_depth(rank)), str(order.peak_held(rank)))
+    console().print(table)
+
+
+app = typer.Typer(
+    help="Look at the order that a hint gives, or check an order file.", no_args_is_help=True
+)
+
+app.command(
+    epilog="Examples: rrfp hint show 1f1b --pp 4 --microbatches 8 > order.csv; "
+    "rrfp hint show zb-v --pp 4 --microbatches 8 --chunks 2 --placement v"
+)(show)
+app.command(
+    epilog="Example: rrfp hint check order.csv --pp 4 --microbatches 8 && "
+    "rrfp train --dispatch fixed --hint order.csv --pp 4 --microbatches 8"
+)(check)

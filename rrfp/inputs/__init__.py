@@ -1,1 +1,0 @@
-"""Resolves what a user names: hints and admission orders, built in or read from files."""

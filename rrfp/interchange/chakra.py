@@ -1,0 +1,250 @@
+"""The nodes of a Chakra execution trace: JSON as torch and chakra_trace_link write it, or protobuf.
+
+The JSON is an object with `schema` and `nodes`; chakra_trace_link (mlcommons/chakra) adds `ts` and
+`inclusive_dur`, in microseconds, to what torch's ExecutionTraceObserver wrote. The protobuf is that
+of `et_def.proto`: a GlobalMetadata, then Nodes, each behind its length as a varint; times are
+`start_time_micros` (6) and `duration_micros` (7).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.inferred_tasks import Kernel, Transfer, is_nccl_transfer, kind_of_call
+from rrfp.interchange.json_stream import JsonStream, open_bytes
+from rrfp.interchange.kineto import spans_of
+from rrfp.interchange.kineto_file import Event, Profile
+from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
+from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
+from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.spans import RankSpans, Source
+
+_NS_PER_US = 1_000
+_MOST_US = 1 << 51
+_MOST_BYTES = 1 << 30
+_ATTRIBUTE_NAME, _INT64 = 1, 9
+"""Numbers of fields of an AttributeProto."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has a time."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    sequence: int | None
+    """Its number in autograd's sequence."""
+    launched_ns: int | None
+    """For what the GPU ran: when the node that launched it began."""
+
+
+def read_nodes(path: Path) -> list[Node]:
+    """The nodes with a time, in the order of their beginnings.
+
+    Raises RrfpError when the file is no execution trace, or tells no times.
+    """
+    found = _of_protobuf(path) if path.suffix == ".et" else _of_json(path)
+    nodes = sorted(found, key=lambda node: (node.start_ns, node.end_ns))
+    if not nodes:
+        raise RrfpError(
+            f"{path} is an execution trace without times, as torch's ExecutionTraceObserver and "
+            "chakra_converter write it; import the profile of torch.profiler that was taken with "
+            "it, or what chakra_trace_link made of both"
+        )
+    return nodes
+
+
+def _of_json(path: Path) -> Iterator[Node]:
+    stream = JsonStream(path)
+    starts_us: dict[object, float] = {}
+    timed: list[tuple[float, float, dict[str, Any]]] = []
+    for key in stream.keys():  # noqa: SIM118 (no mapping)
+        if key != "nodes" or stream.first() != "[":
+            stream.value()
+            continue
+        for node in stream.items():
+            start_us, duration_us = _time(node, "ts"), _time(node, "inclusive_dur")
+            if start_us is not None and duration_us is not None:
+                timed.append((start_us, duration_us, node))
+                if isinstance(node.get("id"), int):
+                    starts_us[node["id"]] = start_us
+    for start_us, duration_us, node in timed:
+        parent = node.get("ctrl_deps")
+        launched_us = starts_us.get(parent) if isinstance(parent, int) else None
+        on_gpu = node.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        yield Node(
+            _ns(start_us),
+            _ns(start_us) + _ns(duration_us),
+            str(node.get("name")),
+            _sequence(node),
+            _ns(launched_us if launched_us is not None else start_us) if on_gpu else None,
+        )
+
+
+def _time(node: object, key: str) -> float | None:
+    value = node.get(key) if isinstance(node, dict) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= _MOST_US else None
+
+
+def _sequence(node: dict[str, Any]) -> int | None:
+    attributes = node.get("attrs")
+    for attribute in attributes if isinstance(attributes, list) else ():
+        if isinstance(attribute, dict) and attribute.get("name") == "seq_id":
+            value = attribute.get("value")
+            return value if type(value) is int and value >= 0 else None
+    return None
+
+
+def _ns(time_us: float) -> int:
+    whole_us = math.floor(time_us)
+    return whole_us * _NS_PER_US + round((time_us - whole_us) * _NS_PER_US)
+
+
+def _of_protobuf(path: Path) -> Iterator[Node]:
+    data = bytearray()
+    for chunk in open_bytes(path):
+        data += chunk
+        if len(data) > _MOST_BYTES:
+            raise RrfpError(f"{path} is larger than {_MOST_BYTES >> 30} GiB; import its JSON")
+    view = memoryview(data)
+    position = 0
+    is_first = True
+    try:
+        while position < len(view):
+            size, position = _varint(view, position)
+            if position + size > len(view):
+                raise ValueError("a message is cut off")
+            if not is_first and (node := _node(view[position : position + size])) is not None:
+                yield node
+            is_first = False
+            position += size
+    except (ValueError, IndexError) as error:
+        raise RrfpError(
+            f"{path} is no execution trace of Chakra, or cut off ({error}); import it as "
+            "chakra_converter wrote it"
+        ) from None
+
+
+def _node(message: memoryview) -> Node | None:
+    name, start_us, duration_us, sequence = "", 0, 0, None
+    for number, value in _fields(message):
+        match number, value:
+            case (2, memoryview()):
+                name = bytes(value).decode(errors="replace")
+            case (6, int()):
+                start_us = value
+            case (7, int()):
+                duration_us = value
+            case (10, memoryview()):
+                told = dict(_fields(value))
+                label, found = told.get(_ATTRIBUTE_NAME), told.get(_INT64)
+                if isinstance(label, memoryview) and bytes(label) == b"seq_id":
+                    sequence = found if isinstance(found, int) and found < 1 << 63 else None
+    if not start_us or max(start_us, duration_us) > _MOST_US:
+        return None
+    start_ns = start_us * _NS_PER_US
+    return Node(start_ns, start_ns + duration_us * _NS_PER_US, name, sequence, None)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The fields of a message: their numbers, and their values where these are varints or bytes."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        match tag & 7:
+            case 0:
+                value, position = _varint(message, position)
+                yield tag >> 3, value
+            case 2:
+                size, position = _varint(message, position)
+                if position + size > len(message):
+                    raise ValueError("a field is cut off")
+                yield tag >> 3, message[position : position + size]
+                position += size
+            case 1:
+                position += 8
+            case 5:
+                position += 4
+            case kind:
+                raise ValueError(f"a field of kind {kind}")
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number is too long")
+
+
+# A run read from Chakra execution traces, a file a rank.
+#
+# Nodes are read as the events of a torch profile: ranges that name tasks, sends and receives, and
+# the operators that autograd paired. An execution trace tells neither its rank, which the file's
+# name may tell (`rrfp.interchange.rank_names`), nor its process groups.
+
+
+_NAME = "execution trace of Chakra"
+_TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
+
+
+def read_execution_traces(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
+    """The spans of a run from its execution traces. Raises RrfpError for files that are none, that
+    tell no times, or no tasks."""
+    profiles: list[Profile] = []
+    hosts: dict[int, HostProfile] = {}
+    numbers, notes = ranks_by_name(paths)
+    for number, path in zip(numbers, paths, strict=True):
+        nodes = read_nodes(path)
+        profile = Profile(path, number=number)
+        _keep_ranges(profile, nodes)
+        hosts[id(profile)] = _host(path, nodes)
+        profiles.append(profile)
+    spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
+    if any(rank.tells_waits for rank in spans):
+        return spans, source  # Our own ranges tell their rank.
+    return spans, replace(source, notes=(*source.notes, *notes))
+
+
+def _keep_ranges(profile: Profile, nodes: Sequence[Node]) -> None:
+    for index, node in enumerate(nodes):
+        if is_overlapped(node.name):
+            raise RrfpError(
+                f"{profile.path} has ranges of a forward and a backward at once, such as "
+                f"'{node.name[:40]}', which nothing tells apart"
+            )
+        event = Event(node.start_ns, node.end_ns, node.name, index)
+        if parse_profiler_step(node.name) is not None:
+            profile.steps.append(event)
+        elif parse_range(node.name) is not None:
+            profile.on_cpu.append(event)
+
+
+def _host(path: Path, nodes: Sequence[Node]) -> HostProfile:
+    host = HostProfile(path)
+    for index, (node, name) in enumerate((node, node.name) for node in nodes):
+        start_ns, end_ns = node.start_ns, node.end_ns
+        if node.launched_ns is not None:
+            host.launches[index] = node.launched_ns
+            host.kernels.append(Kernel(start_ns, end_ns, index, is_nccl_transfer(name)))
+        elif kind := kind_of_call(name):
+            host.ranges.append((Event(start_ns, end_ns, name, None), kind))
+        elif name in _TRANSFERS:
+            host.transfers.append(Transfer(start_ns, end_ns, _TRANSFERS[name]))
+        elif name.startswith(EVALUATED):
+            number = MOST_SEQUENCE if node.sequence is None else node.sequence
+            host.backwards.append(Operator(start_ns, end_ns, number))
+        elif node.sequence is not None and not name.startswith("c10d::"):
+            host.forwards.append(Operator(start_ns, end_ns, node.sequence))
+    return host

@@ -1,1 +1,0 @@
-"""A run read from Chakra execution traces."""

@@ -1,1 +1,0 @@
-"""The dumps of torch's flight recorder, told as who waits for whom."""

@@ -1,0 +1,569 @@
+"""What a profile tells of a rank's tasks where no range names them: Python functions (with_stack),
+ranges of Megatron's names, the operators that autograd paired, transfers, and the GPU's kernels.
+
+Names are those that torch 2.13 and 2.15 and Megatron-Core 0.16 and 0.19 give. The calls of
+`c10d::send` and `c10d::recv_` are the host's; on gloo they move the data, on NCCL the kernels
+`ncclDevKernel_SendRecv` do.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.inferred_tasks import (
+    Call,
+    Groups,
+    Kernel,
+    Transfer,
+    groups_of,
+    is_nccl_transfer,
+    is_transfer,
+    kind_of_call,
+)
+from rrfp.interchange.json_stream import JsonStream
+from rrfp.interchange.kineto_file import Event, Profile, event_of, start_of_times
+from rrfp.interchange.range_names import (
+    Maker,
+    Range,
+    ScheduleRange,
+    TaskRange,
+    WaitRange,
+    parse_profiler_step,
+    parse_range,
+)
+from rrfp.interchange.spans import RankSpans, TaskSpan, TransferSpan
+from rrfp.schedule.tasks import Cause, Kind
+from rrfp.trace.records import Phase, PhaseRecord, RankInfo, WaitRecord
+
+_FRAME = re.compile(r"(?:.*/)?(\w+/\w+)\.py\(\d+\): (\w+)")
+_CALL_FRAMES = {
+    ("pipeline_parallel/schedules", "forward_step"): Kind.F,
+    ("pipeline_parallel/schedules", "backward_step"): Kind.B,
+    ("pipelining/stage", "forward_one_chunk"): Kind.F,
+    ("pipelining/stage", "backward_one_chunk"): Kind.B,
+}
+_SCHEDULE_FRAMES = {
+    ("pipeline_parallel/schedules", "forward_backward_pipelining_without_interleaving"),
+    ("pipeline_parallel/schedules", "forward_backward_pipelining_with_interleaving"),
+    ("pipelining/schedules", "_step_microbatches"),
+}
+_P2P_FRAMES = "pipeline_parallel/p2p_communication"
+_SYNC_FRAMES = {("distributed/finalize_model_grads", "finalize_model_grads")}
+_TRANSFERS = {"c10d::send": False, "c10d::recv_": True, "gloo:send": False, "gloo:recv": True}
+"""The host's sends and receives, and whether they receive."""
+EVALUATED = "autograd::engine::evaluate_function: "
+"""How the names of a backward's nodes begin."""
+MOST_SEQUENCE = 1 << 62
+"""Above it are the numbers of what accumulates gradients, which belong to no forward."""
+
+
+class Operator(NamedTuple):
+    """An operator that has a number in autograd's sequence."""
+
+    start_ns: int
+    end_ns: int
+    sequence: int
+
+
+@dataclass(slots=True)
+class HostProfile:
+    """What one file tells besides the ranges of tasks."""
+
+    path: Path
+    groups: Groups = field(default_factory=Groups)
+    frames: list[tuple[Event, Kind]] = field(default_factory=list)
+    """Forwards and backwards by their Python function."""
+    ranges: list[tuple[Event, Kind]] = field(default_factory=list)
+    """The same by the names of ranges."""
+    schedules: list[Event] = field(default_factory=list)
+    syncs: list[Event] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    """Of the host."""
+    forwards: list[Operator] = field(default_factory=list)
+    backwards: list[Operator] = field(default_factory=list)
+    """Nodes of the backward graph as autograd's engine evaluated them."""
+    launches: dict[int, int] = field(default_factory=dict)
+    """When the host launched each kernel, by its correlation."""
+    kernels: list[Kernel] = field(default_factory=list)
+
+
+def read_host_profile(path: Path) -> HostProfile:
+    """Raises RrfpError when the file is no profile."""
+    host = HostProfile(path)
+    stream = JsonStream(path)
+    base_ns = 0
+    if stream.first() == "[":
+        _keep(host, stream)
+    else:
+        for key in stream.keys():  # noqa: SIM118 (no mapping)
+            if key == "traceEvents" and stream.first() == "[":
+                _keep(host, stream)
+                continue
+            value = stream.value()
+            if key == "baseTimeNanoseconds":
+                base_ns = start_of_times(path, value)
+            elif key == "distributedInfo" and isinstance(value, dict):
+                host.groups = groups_of(_described(value))
+    _count_from(host, base_ns)
+    return host
+
+
+def _described(told: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The ranks of each process group by its description."""
+    described: dict[str, list[int]] = {}
+    groups = told.get("pg_config")
+    for group in groups if isinstance(groups, list) else ():
+        if not isinstance(group, dict):
+            continue
+        name, ranks = group.get("pg_desc"), group.get("ranks")
+        if isinstance(name, str) and isinstance(ranks, list) and set(map(type, ranks)) == {int}:
+            described[name] = ranks
+    return described
+
+
+def _keep(host: HostProfile, stream: JsonStream) -> None:
+    for event in stream.items():
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        name = event.get("name")
+        if not isinstance(name, str):
+            continue
+        match event.get("cat"):
+            case "python_function":
+                _keep_frame(host, event, name)
+            case "user_annotation":
+                _keep_range(host, event, name)
+            case "cpu_op":
+                _keep_operator(host, event, name)
+            case "cuda_runtime" | "cuda_driver":
+                correlation = _number(event, "correlation")
+                if correlation is not None:
+                    launched = event_of(host.path, event, name)
+                    host.launches[correlation] = launched.start_ns
+            case "kernel" | "gpu_memcpy" | "gpu_memset":
+                correlation = _number(event, "correlation")
+                if correlation is not None:
+                    ran = event_of(host.path, event, name)
+                    host.kernels.append(
+                        Kernel(ran.start_ns, ran.end_ns, correlation, is_nccl_transfer(name))
+                    )
+
+
+def _keep_frame(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    match = _FRAME.fullmatch(name)
+    if match is None:
+        return
+    found = match[1], match[2]
+    if kind := _CALL_FRAMES.get(found):
+        host.frames.append((event_of(host.path, event, name), kind))
+    elif found in _SCHEDULE_FRAMES:
+        host.schedules.append(event_of(host.path, event, name))
+    elif found in _SYNC_FRAMES:
+        host.syncs.append(event_of(host.path, event, name))
+    elif found[0] == _P2P_FRAMES and is_transfer(found[1]):
+        _keep_transfer(host, event_of(host.path, event, name), "recv" in name)
+
+
+def _keep_range(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    if kind := kind_of_call(name):
+        host.ranges.append((event_of(host.path, event, name), kind))
+    elif name in _TRANSFERS:
+        _keep_transfer(host, event_of(host.path, event, name), _TRANSFERS[name])
+    elif is_transfer(name):
+        _keep_transfer(host, event_of(host.path, event, name), "recv" in name)
+
+
+def _keep_operator(host: HostProfile, event: dict[str, Any], name: str) -> None:
+    if name in _TRANSFERS:
+        _keep_transfer(host, event_of(host.path, event, name), _TRANSFERS[name])
+        return
+    sequence = _number(event, "Sequence number")
+    if sequence is None or name.startswith(("c10d::", "gloo:", "nccl:")):
+        return
+    told = event_of(host.path, event, name)
+    operator = Operator(told.start_ns, told.end_ns, sequence)
+    if name.startswith(EVALUATED):
+        host.backwards.append(operator)
+    elif sequence < MOST_SEQUENCE and not _number(event, "Fwd thread id"):
+        host.forwards.append(operator)
+
+
+def _keep_transfer(host: HostProfile, event: Event, is_receive: bool) -> None:
+    host.transfers.append(Transfer(event.start_ns, event.end_ns, is_receive))
+
+
+def _number(event: dict[str, Any], name: str) -> int | None:
+    arguments = event.get("args")
+    value = arguments.get(name) if isinstance(arguments, dict) else None
+    return value if type(value) is int and value >= 0 else None
+
+
+def _count_from(host: HostProfile, base_ns: int) -> None:
+    """Let all times count from 1970, in the order of their beginnings."""
+    for found in (host.frames, host.ranges):
+        found[:] = sorted(((_later(event, base_ns), kind) for event, kind in found), key=_start)
+    for events in (host.schedules, host.syncs):
+        events[:] = sorted((_later(event, base_ns) for event in events), key=lambda each: each[:2])
+    host.transfers = sorted(_later(each, base_ns) for each in host.transfers)
+    host.forwards = sorted(_later(each, base_ns) for each in host.forwards)
+    host.backwards = sorted(_later(each, base_ns) for each in host.backwards)
+    host.kernels = sorted(_later(each, base_ns) for each in host.kernels)
+    host.launches = {key: start_ns + base_ns for key, start_ns in host.launches.items()}
+
+
+def _start(found: tuple[Event, Kind]) -> int:
+    return found[0].start_ns
+
+
+_Span = TypeVar("_Span", Event, Transfer, Operator, Kernel)
+
+
+def _later(span: _Span, by_ns: int) -> _Span:
+    return span._replace(start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
+
+
+# One rank's profile: its ranges at the times of the device that did the work.
+
+
+@dataclass(slots=True)
+class FoundRange:
+    """A range that tells of the pipeline, and when its work ran."""
+
+    tells: Range
+    launched_ns: int
+    start_ns: int
+    end_ns: int
+
+
+class ProfiledRank:
+    """The ranges of one profile, and which rank they are of."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.path = profile.path
+        self.world_size = profile.world_size
+        self.host, self.pid = profile.host, profile.pid
+        self.steps = profile.steps
+        self.found, self.is_gpu, num_idle = _found(profile)
+        self.notes: list[str] = []
+        if num_idle:
+            self.notes.append(
+                f"{self.path} has {num_idle} tasks for which the GPU did nothing; they are left out"
+            )
+        makers = {found.tells.maker for found in self.found if isinstance(found.tells, TaskRange)}
+        if not makers:
+            raise RrfpError(
+                f"{self.path} has no ranges of pipeline tasks; call rrfp.megatron.trace_native() "
+                "in a script of Megatron, or elsewhere put each task into "
+                'torch.profiler.record_function(f"PP:{stage}F{microbatch}") (B for its backward)'
+            )
+        # Ours are exact. A profile with both kinds has ours around or inside the others.
+        self.maker = Maker.RRFP if Maker.RRFP in makers else Maker.PIPELINING
+        self.calls = [found for found in self.found if isinstance(found.tells, ScheduleRange)]
+        self.number = profile.number
+        self.is_timed_by_operators = False
+        self.is_of_gpipe = any(task.stage is None for _, task in self.tasks)
+        self.info: RankInfo | None = None
+        if self.calls:
+            call = self.calls[0].tells
+            assert isinstance(call, ScheduleRange)
+            self.number = call.rank
+            place = call.pp_rank, call.tp_rank, call.dp_rank, call.stages
+            self.info = RankInfo(call.rank, *place, self.host, self.pid)
+
+    @property
+    def tasks(self) -> list[tuple[FoundRange, TaskRange]]:
+        return [
+            (found, found.tells)
+            for found in self.found
+            if isinstance(found.tells, TaskRange) and found.tells.maker is self.maker
+        ]
+
+    def spans(self) -> RankSpans:
+        """Everything, once the stage and step of every task are known."""
+        assert self.info is not None
+        ours = self.maker is Maker.RRFP
+        holds_waits = not (ours or self.is_gpu or self.is_timed_by_operators)
+        rank = RankSpans(self.info, tells_waits=ours, receives_inside=holds_waits)
+        rank.sends_inside = holds_waits and self.is_of_gpipe
+        for found in self.found:
+            tells, span = found.tells, (found.start_ns, found.end_ns)
+            if isinstance(tells, ScheduleRange):
+                rank.phases.append(PhaseRecord(*span, tells.step, Phase.SCHEDULE))
+                continue
+            if tells.maker is not self.maker or tells.step is None:
+                continue
+            if isinstance(tells, TaskRange):
+                assert tells.stage is not None
+                of = tells.step, tells.kind, tells.stage, tells.microbatch
+                rank.tasks.append(TaskSpan(found.start_ns, found.end_ns, *of))
+            elif ours or tells.cause is Cause.GRADIENT_SYNC:
+                rank.waits.append(WaitRecord(*span, tells.step, tells.cause))
+            else:
+                rank.transfers.append(TransferSpan(*span, tells.step))
+        if not ours:
+            rank.phases = rank.schedules()
+        return rank
+
+
+def _found(profile: Profile) -> tuple[list[FoundRange], bool, int]:
+    """The ranges of a profile, at the GPU's times if the GPU ran the tasks; whether it did; and how
+    many tasks have no such time."""
+    worked: defaultdict[tuple[str, int | None], list[Event]] = defaultdict(list)
+    for event in profile.on_gpu:
+        worked[event.name, event.external_id].append(event)
+    is_gpu = any(isinstance(parse_range(name), TaskRange) for name, _ in worked)
+    num_launched = Counter(event[2:] for event in profile.on_cpu)
+    ranges = []
+    num_idle = 0
+    for event in profile.on_cpu:
+        tells = parse_range(event.name)
+        assert tells is not None
+        start_ns, end_ns = event[:2]
+        if is_gpu:
+            on_gpu = worked[event[2:]]
+            if on_gpu:
+                if num_launched[event[2:]] > 1:
+                    raise _unnumbered(profile, event.name)
+                start_ns = min(each.start_ns for each in on_gpu)
+                end_ns = max(each.end_ns for each in on_gpu)
+            elif not isinstance(tells, ScheduleRange):
+                # The GPU had nothing to do there, and the time of the CPU's launch does not count.
+                num_idle += isinstance(tells, TaskRange)
+                continue
+        ranges.append(FoundRange(tells, event.start_ns, start_ns, end_ns))
+    if num_idle and not any(isinstance(found.tells, TaskRange) for found in ranges):
+        raise _unnumbered(profile, next(iter(worked))[0])
+    return ranges, is_gpu, num_idle
+
+
+def _unnumbered(profile: Profile, name: str) -> RrfpError:
+    return RrfpError(
+        f"{profile.path} does not tell which of its ranges '{name[:40]}' the GPU worked for; "
+        "profile with a torch that writes their External id"
+    )
+
+
+# Tasks of torch.distributed.pipelining on the CPU, timed by the operators in their ranges.
+#
+# Its ranges hold the wait for a task's input, and GPipe's the send of its output too. A task lasts
+# from the first operator in its range that autograd numbers to the last; what comes before it is
+# the wait for its input.
+
+
+def time_by_operators(rank: ProfiledRank, host: HostProfile) -> None:
+    """Put each task of a rank, whose steps are known, at the time of its operators. A rank whose
+    profile lacks the operators of a forward stays as it is."""
+    operators = sorted([*host.forwards, *host.backwards])
+    starts_ns = [operator.start_ns for operator in operators]
+    received_ns = sorted(transfer.end_ns for transfer in host.transfers)
+    timed: list[tuple[FoundRange, TaskRange, int, int]] = []
+    for found, task in rank.tasks:
+        first = bisect_left(starts_ns, found.start_ns)
+        last = bisect_left(starts_ns, found.end_ns)
+        if first == last:
+            if task.kind is Kind.F:
+                return
+            # The first stage has no input whose gradient it could compute.
+            received = bisect_right(received_ns, found.end_ns) - 1
+            start_ns = (
+                max(received_ns[received], found.start_ns) if received >= 0 else found.start_ns
+            )
+            timed.append((found, task, start_ns, found.end_ns))
+            continue
+        end_ns = min(found.end_ns, max(each.end_ns for each in operators[first:last]))
+        timed.append((found, task, operators[first].start_ns, end_ns))
+    for found, task, start_ns, end_ns in timed:
+        if start_ns == found.start_ns:
+            continue
+        wait = WaitRange(Maker.PIPELINING, Cause.TRANSFER, task.step, is_receive=True)
+        rank.found.append(FoundRange(wait, found.launched_ns, found.start_ns, start_ns))
+        found.start_ns, found.end_ns = start_ns, end_ns
+    rank.is_timed_by_operators = True
+
+
+# Which step each range of a run's profiles belongs to, where the ranges do not tell.
+
+
+def number_steps(ranks: list[ProfiledRank]) -> Iterator[str]:
+    """Give a step to each range that does not tell its own, and yield notes on it.
+
+    It is the profiler's step if each of these has every task at most once; else steps are counted.
+    """
+    if ranks[0].maker is Maker.RRFP:
+        return
+    chosen = [_steps_of_profiler(rank) for rank in ranks]
+    if any(steps is None for steps in chosen):
+        counted = [_counted_steps(rank) for rank in ranks]
+        torn = [rank for rank, each in zip(ranks, counted, strict=True) if each.is_torn]
+        if torn:
+            yield (
+                f"{len(torn)} of {len(ranks)} profiles begin in the middle of a step, which is "
+                f"left out there ({torn[0].path}{', ...' if torn[1:] else ''})"
+            )
+            _align(counted)
+        chosen = [each.steps for each in counted]
+    for rank, steps in zip(ranks, chosen, strict=True):
+        assert steps is not None
+        for found, step in zip(rank.found, steps, strict=True):
+            tells = found.tells
+            if not isinstance(tells, ScheduleRange) and tells.step is None:
+                found.tells = replace(tells, step=step)
+
+
+def _steps_of_profiler(rank: ProfiledRank) -> Sequence[int | None] | None:
+    steps = []
+    seen: set[tuple[int, Range]] = set()
+    index = -1
+    for found in rank.found:
+        while index + 1 < len(rank.steps) and rank.steps[index + 1].start_ns <= found.launched_ns:
+            index += 1
+        if index < 0 or found.launched_ns >= rank.steps[index].end_ns:
+            return None
+        step = parse_profiler_step(rank.steps[index].name)
+        assert step is not None
+        if isinstance(found.tells, TaskRange):
+            if (step, found.tells) in seen:
+                return None
+            seen.add((step, found.tells))
+        steps.append(step)
+    return steps
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The steps of a rank's ranges, counted from the first whole one."""
+
+    steps: list[int | None]
+    """By range; None before the first whole step."""
+    begins_ns: list[int]
+    """When each step began."""
+    is_torn: bool
+    """Whether tasks come before the first whole step."""
+
+
+def _counted_steps(rank: ProfiledRank) -> _Counted:
+    """A step begins with the first forward of the rank's first stage, as in every order, or when a
+    task comes again."""
+    first = min(
+        ((task.stage or 0, task.microbatch) for _, task in rank.tasks if task.kind is Kind.F),
+        default=None,
+    )
+    seen: set[Range] = set()
+    counted = _Counted([], [], is_torn=False)
+    for found in rank.found:
+        task = found.tells
+        if isinstance(task, TaskRange):
+            is_first = task.kind is Kind.F and (task.stage, task.microbatch) == first
+            if is_first or (counted.begins_ns and task in seen):
+                seen.clear()
+                counted.begins_ns.append(found.launched_ns)
+            seen.add(task)
+            counted.is_torn |= not counted.begins_ns
+        counted.steps.append(len(counted.begins_ns) - 1 if counted.begins_ns else None)
+    # A receive belongs to the next task.
+    step = counted.steps[-1]
+    for index, found in reversed(list(enumerate(rank.found))):
+        if isinstance(found.tells, TaskRange):
+            step = counted.steps[index]
+        elif isinstance(found.tells, WaitRange) and found.tells.is_receive:
+            counted.steps[index] = step
+    return counted
+
+
+def _align(ranks: list[_Counted]) -> None:
+    """Count on all ranks from the earliest rank's first whole step, which others may have torn. A
+    step begins on all ranks within half its length, as filling the pipeline takes no longer."""
+    reference_ns = min((rank.begins_ns for rank in ranks if rank.begins_ns), default=[])
+    for rank in ranks:
+        if rank.begins_ns:
+            skipped = _nearest(reference_ns, rank.begins_ns[0])
+            rank.steps = [None if step is None else step + skipped for step in rank.steps]
+
+
+def _nearest(times_ns: list[int], time_ns: int) -> int:
+    """The index of the nearest time."""
+    return min(range(len(times_ns)), key=lambda place: abs(times_ns[place] - time_ns))
+
+
+# Forwards and backwards told by autograd alone.
+#
+# Every operator of a forward that autograd records takes the next number of a sequence, and the
+# engine evaluates its node in the backward under the same number. Within one backward, the engine
+# takes nodes by falling numbers, for it runs the youngest that is ready first. So a number that
+# rises begins the next backward, and so does a send or a receive. The numbers of a backward are
+# those of the operators of its forward, which lasts from the first of these to the last.
+#
+# What a backward computes anew (activation checkpointing) lies inside its nodes and is passed over.
+# Forwards without gradients have no numbers: evaluations are not seen.
+
+
+def calls_of_autograd(
+    forwards: Sequence[Operator], backwards: Sequence[Operator], transfers: Sequence[Transfer]
+) -> list[Call]:
+    """The forwards and backwards of a rank, by their operators in the order of time."""
+    groups = list(_backwards(backwards, transfers))
+    outside = list(_outside(forwards, groups))
+    top = list(_top_level(outside))
+    starts_ns = [operator.start_ns for operator in top]
+    made: dict[int, Operator] = {}
+    for operator in outside:
+        # Of the operators with one number, the last to begin took it.
+        made[operator.sequence] = operator
+    calls = []
+    for pair, nodes in enumerate(groups):
+        start_ns, end_ns = nodes[0].start_ns, max(node.end_ns for node in nodes)
+        calls.append(Call(start_ns, start_ns, end_ns, Kind.B, pair))
+        found = [made[node.sequence] for node in nodes if node.sequence in made]
+        if found:
+            first = top[bisect_right(starts_ns, min(found).start_ns) - 1]
+            last = top[bisect_right(starts_ns, max(found).start_ns) - 1]
+            calls.append(Call(first.start_ns, first.start_ns, last.end_ns, Kind.F, pair))
+    return sorted(calls)
+
+
+def _backwards(
+    nodes: Sequence[Operator], transfers: Sequence[Transfer]
+) -> Iterator[list[Operator]]:
+    """The nodes of each backward."""
+    between_ns = [transfer.start_ns for transfer in transfers]
+    group: list[Operator] = []
+    lowest = MOST_SEQUENCE
+    for node in _top_level(nodes):
+        if group:
+            moved = bisect_left(between_ns, group[-1].end_ns) < bisect_left(
+                between_ns, node.start_ns
+            )
+            if moved or lowest < node.sequence < MOST_SEQUENCE:
+                yield group
+                group, lowest = [], MOST_SEQUENCE
+        group.append(node)
+        lowest = min(lowest, node.sequence)
+    if group:
+        yield group
+
+
+def _outside(
+    forwards: Sequence[Operator], groups: Sequence[Sequence[Operator]]
+) -> Iterator[Operator]:
+    """The operators that ran in no backward."""
+    starts_ns = [nodes[0].start_ns for nodes in groups]
+    ends_ns = [max(node.end_ns for node in nodes) for nodes in groups]
+    for operator in forwards:
+        place = bisect_right(starts_ns, operator.start_ns) - 1
+        if place < 0 or operator.start_ns >= ends_ns[place]:
+            yield operator
+
+
+def _top_level(operators: Sequence[Operator]) -> Iterator[Operator]:
+    """Those that lie in no other."""
+    end_ns: int | None = None
+    for operator in operators:
+        if end_ns is None or operator.start_ns >= end_ns:
+            yield operator
+            end_ns = operator.end_ns

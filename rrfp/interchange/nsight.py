@@ -1,0 +1,272 @@
+"""The tables of Nsight Systems' SQLite export (`nsys export --type sqlite`), read only.
+
+The schema is that of "SQLite Export Schema Reference" in NVIDIA's documentation of nsys-exporter
+(docs.nvidia.com/nsight-systems, 2020 to 2025): `NVTX_EVENTS` has ranges, with their name in `text`
+or by `textId` in `StringIds`; `CUPTI_ACTIVITY_KIND_KERNEL` what the GPU ran, and
+`CUPTI_ACTIVITY_KIND_RUNTIME` the calls that launched it, joined by `correlationId`. Tables are made
+only where there is something in them. Times are nanoseconds. A `globalTid` holds the process id in
+its bits 24 to 47 and the thread's in the lowest 24.
+"""
+
+import re
+import sqlite3
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rrfp.errors import RrfpError
+from rrfp.interchange.inferred_tasks import (
+    Kernel,
+    Transfer,
+    is_nccl_transfer,
+    is_transfer,
+    kind_of_call,
+)
+from rrfp.interchange.kineto import spans_of
+from rrfp.interchange.kineto_file import Event, Profile
+from rrfp.interchange.kineto_ranks import EVALUATED, MOST_SEQUENCE, HostProfile, Operator
+from rrfp.interchange.range_names import is_overlapped, parse_profiler_step, parse_range
+from rrfp.interchange.rank_names import ranks_by_name
+from rrfp.interchange.spans import RankSpans, Source
+
+MAGIC = b"SQLite format 3\0"
+_STEPS_OF_A_BYTE, _LEAST_STEPS, _STEPS_AT_ONCE = 1000, 10**8, 10**6
+"""How much SQLite's machine may work for each byte of a file; reading takes it a few steps."""
+_MOST_NS = 1 << 61
+"""Of times; ids of threads are smaller too."""
+_RANGES = """
+    SELECT event.start, event.end, coalesce(event.text, string.value), event.globalTid
+    FROM NVTX_EVENTS AS event LEFT JOIN StringIds AS string ON string.id = event.textId
+    WHERE event.eventType IN (59, 60, 70, 71) AND event.end IS NOT NULL
+    ORDER BY event.start
+"""
+"""Ranges that were pushed and popped (59, 70), and started and ended (60, 71)."""
+_KERNELS = """
+    SELECT kernel.start, kernel.end, kernel.correlationId, string.value, kernel.globalPid
+    FROM CUPTI_ACTIVITY_KIND_KERNEL AS kernel
+    LEFT JOIN StringIds AS string ON string.id = kernel.shortName
+    ORDER BY kernel.start
+"""
+_LAUNCHES = """
+    SELECT runtime.start, runtime.correlationId, runtime.globalTid
+    FROM CUPTI_ACTIVITY_KIND_RUNTIME AS runtime
+"""
+_COLUMNS = {
+    "NVTX_EVENTS": {"start", "end", "eventType", "text", "textId", "globalTid"},
+    "StringIds": {"id", "value"},
+    "CUPTI_ACTIVITY_KIND_KERNEL": {"start", "end", "correlationId", "shortName", "globalPid"},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "correlationId", "globalTid"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An NVTX range of a process."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+
+
+@dataclass(slots=True)
+class Process:
+    """What one process did."""
+
+    pid: int
+    ranges: list[Range] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: dict[int, int] = field(default_factory=dict)
+    """When each kernel was launched, by its correlation."""
+
+
+def read_processes(path: Path) -> list[Process]:
+    """The processes of an export that have NVTX ranges, by their ids.
+
+    Raises RrfpError when the file is no such export, or has no NVTX ranges.
+    """
+    processes: dict[int, Process] = {}
+
+    def process_of(global_id: int) -> Process:
+        pid = global_id >> 24 & 0xFFFFFF
+        return processes.setdefault(pid, Process(pid))
+
+    try:
+        # A file in use by nsys itself must not be touched: no journal, no lock.
+        location = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(location, uri=True)) as database:
+            _bound(database, path.stat().st_size)
+            tables = _tables(path, database)
+            for start_ns, end_ns, name, thread in _rows(path, database, _RANGES, text_at=2):
+                if isinstance(name, str):
+                    process_of(thread).ranges.append(Range(start_ns, end_ns, name))
+            if {"CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
+                for start_ns, end_ns, correlation, name, owner in _rows(
+                    path, database, _KERNELS, text_at=3
+                ):
+                    kernel = Kernel(start_ns, end_ns, correlation, is_nccl_transfer(name or ""))
+                    process_of(owner).kernels.append(kernel)
+                for start_ns, correlation, thread in _rows(path, database, _LAUNCHES):
+                    process_of(thread).launches[correlation] = start_ns
+    # SQLite's error message may contain a name that is not valid UTF-8.
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise RrfpError(
+            f"{path} cannot be read as SQLite ({error}); export it again with nsys export --type "
+            "sqlite"
+        ) from None
+    found = [processes[pid] for pid in sorted(processes) if processes[pid].ranges]
+    if not found:
+        raise RrfpError(f"{path} {_WITHOUT_RANGES}")
+    return found
+
+
+def _bound(database: sqlite3.Connection, num_bytes: int) -> None:
+    """Let a file of that size cost no more than it can hold: pages of a damaged one may name each
+    other without an end."""
+    left = iter(range((num_bytes * _STEPS_OF_A_BYTE + _LEAST_STEPS) // _STEPS_AT_ONCE))
+    database.set_progress_handler(lambda: next(left, None) is None, _STEPS_AT_ONCE)
+
+
+_WITHOUT_RANGES = (
+    "has no NVTX ranges, which alone tell what a kernel belongs to; profile with --trace=cuda,nvtx "
+    "and torch.autograd.profiler.emit_nvtx()"
+)
+
+
+def _tables(path: Path, database: sqlite3.Connection) -> set[str]:
+    """The tables that are there, once each is known to have the columns that are read."""
+    rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    found = {name for (name,) in rows}
+    if "NVTX_EVENTS" not in found:
+        known = found & {"StringIds", "TARGET_INFO_SYSTEM_ENV", "META_DATA_CAPTURE", *_COLUMNS}
+        raise RrfpError(
+            f"{path} {_WITHOUT_RANGES}"
+            if known
+            else f"{path} is a database, and not one of Nsight Systems; export a report with nsys "
+            "export --type sqlite"
+        )
+    for table, columns in _COLUMNS.items():
+        has = {row[1] for row in database.execute(f'PRAGMA table_info("{table}")')}
+        if table in found and not columns <= has:
+            raise RrfpError(
+                f"{path} has a table {table} without {', '.join(sorted(columns - has))}; export it "
+                "with Nsight Systems 2022.1 or newer"
+            )
+    if "StringIds" not in found:
+        raise RrfpError(f"{path} has no table StringIds; export it again")
+    return found
+
+
+def _rows(
+    path: Path, database: sqlite3.Connection, query: str, *, text_at: int | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a query, all of whose columns are whole numbers but one, which is text. Rows with
+    text are of something that lasts, and begin with its start and its end."""
+    for row in database.execute(query):
+        numbers = [value for index, value in enumerate(row) if index != text_at]
+        if any(type(value) is not int or abs(value) > _MOST_NS for value in numbers) or (
+            text_at is not None and row[1] < row[0]
+        ):
+            raise RrfpError(f"{path} has a row {str(row)[:60]} that is damaged; export it again")
+        yield row
+
+
+# A run read from Nsight Systems' exports: a file a rank, or a file a host with several processes.
+#
+# Ranges are read as those of a torch profile: `rrfp.megatron.trace_native`'s, those of
+# torch.distributed.pipelining, Megatron's own (`--nvtx-ranges`), and what
+# `torch.autograd.profiler.emit_nvtx` writes of every operator, `aten::addmm, seq = 42, op_id = 7`.
+# NCCL's own ranges (`ncclSend`, `ncclRecv`) tell of transfers.
+
+
+_NAME = "export of Nsight Systems"
+_OF_EMIT_NVTX = re.compile(r"(?P<name>.*?)(?:, seq = (?P<sequence>\d{1,19}))?(?:, op_id = \d+.*)?")
+_TRANSFERS = {
+    "c10d::send": False,
+    "nccl:send": False,
+    "ncclSend": False,
+    "c10d::recv_": True,
+    "nccl:recv": True,
+    "ncclRecv": True,
+}
+
+
+def read_exports(paths: Sequence[Path]) -> tuple[list[RankSpans], Source]:
+    """The spans of a run from its exports. Raises RrfpError for files that are no exports, or that
+    tell no tasks."""
+    found = [(path, process) for path in paths for process in read_processes(path)]
+    if len(found) == len(paths):
+        numbers, notes = ranks_by_name(paths)
+    else:
+        numbers = list(range(len(found)))
+        notes = [
+            "several processes share a file: ranks are numbered in the order of their process ids"
+        ]
+    profiles: list[Profile] = []
+    hosts: dict[int, HostProfile] = {}
+    for number, (path, process) in zip(numbers, found, strict=True):
+        profile = _profile(path, process, number)
+        hosts[id(profile)] = _host(path, process)
+        profiles.append(profile)
+    spans, source = spans_of(profiles, lambda profile: hosts[id(profile)], _NAME)
+    if any(rank.tells_waits for rank in spans):
+        return spans, source  # Our own ranges tell their rank.
+    return spans, replace(source, notes=(*source.notes, *notes))
+
+
+def _profile(path: Path, process: Process, number: int) -> Profile:
+    """The ranges that name tasks, with the GPU's time of each as torch's profiler gives it."""
+    profile = Profile(path, number=number, pid=process.pid)
+    launched = sorted((time_ns, number) for number, time_ns in process.launches.items())
+    times_ns = [time_ns for time_ns, _ in launched]
+    kernels = {kernel.correlation: kernel for kernel in process.kernels}
+    for index, told in enumerate(process.ranges):
+        name = _plain(told)[0]
+        if is_overlapped(name):
+            raise RrfpError(
+                f"{path} has ranges of a forward and a backward at once, such as '{name[:40]}', "
+                "which nothing tells apart; profile a schedule without OVERLAP_F_B"
+            )
+        event = Event(told.start_ns, told.end_ns, name, index)
+        if parse_profiler_step(name) is not None:
+            profile.steps.append(event)
+        elif parse_range(name) is not None:
+            profile.on_cpu.append(event)
+            inside = launched[
+                bisect_left(times_ns, told.start_ns) : bisect_left(times_ns, told.end_ns)
+            ]
+            ran = [kernels[number] for _, number in inside if number in kernels]
+            if ran:
+                first, last = min(ran).start_ns, max(kernel.end_ns for kernel in ran)
+                profile.on_gpu.append(Event(first, last, name, index))
+    return profile
+
+
+def _host(path: Path, process: Process) -> HostProfile:
+    """What tells tasks where no range names them."""
+    host = HostProfile(path, kernels=sorted(process.kernels), launches=process.launches)
+    for told in process.ranges:
+        name, sequence = _plain(told)
+        event = Event(told.start_ns, told.end_ns, name, None)
+        if kind := kind_of_call(name):
+            host.ranges.append((event, kind))
+        elif name in _TRANSFERS or is_transfer(name):
+            is_receive = _TRANSFERS.get(name, "recv" in name)
+            host.transfers.append(Transfer(told.start_ns, told.end_ns, is_receive))
+        elif name.startswith(EVALUATED):
+            number = MOST_SEQUENCE if sequence is None else sequence
+            host.backwards.append(Operator(told.start_ns, told.end_ns, number))
+        elif sequence is not None and not name.startswith(("c10d::", "nccl:")):
+            host.forwards.append(Operator(told.start_ns, told.end_ns, sequence))
+    return host
+
+
+def _plain(told: Range) -> tuple[str, int | None]:
+    """A range's name without what emit_nvtx adds to it, and its number in autograd's sequence."""
+    match = _OF_EMIT_NVTX.fullmatch(told.name)
+    if match is None:
+        return told.name, None
+    sequence = match["sequence"]
+    return match["name"], None if sequence is None else int(sequence)

@@ -1,1 +1,0 @@
-"""A run read from what Nsight Systems exported as SQLite."""

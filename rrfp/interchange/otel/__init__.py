@@ -1,1 +1,0 @@
-"""A run read from OpenTelemetry spans of Megatron-LM."""

@@ -1,1 +1,0 @@
-"""Deals the global batch of a real step to the data-parallel replicas (`admit_across`)."""

@@ -1,0 +1,183 @@
+"""Counts the bytes that a microbatch keeps on a model chunk: from its F until its B, and until its
+W.
+
+Each storage counts once. Parameters, buffers and gradients do not count, nor does what outlives the
+step though autograd saved it (the loop's own batches, caches of masks and positions): no B or W
+would free it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+from rrfp.megatron.memory.saved_tensors import SavedTensors, StorageRef, storage_refs
+
+# The masks that a forward fills attention scores with.
+#
+# Where no fused kernel does it, Megatron fills them in place, in a view. The node that autograd
+# makes of it does not show what it keeps, so the masks are noted as they are used.
+
+
+class Masks:
+    """The layers of a model chunk that use masks."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._users: list[Any] = [
+            module for module in model.modules() if isinstance(module, FusedScaleMaskSoftmax)
+        ]
+
+    @contextmanager
+    def noted(self) -> Iterator[dict[int, StorageRef]]:
+        """Wrap a forward; gives the masks that are still there, by address, once it has ended."""
+        used: list[StorageRef] = []
+        alive: dict[int, StorageRef] = {}
+        functions = [user.mask_func for user in self._users]
+
+        def noting(function: Any) -> Any:
+            def fill(scores: Any, mask: Any) -> Any:
+                used.extend(storage_refs([mask], self._device).values())
+                return function(scores, mask)
+
+            return fill
+
+        for user, function in zip(self._users, functions, strict=True):
+            user.mask_func = noting(function)
+        try:
+            yield alive
+        finally:
+            for user, function in zip(self._users, functions, strict=True):
+                user.mask_func = function
+            alive.update({mask.address: mask for mask in used if mask.is_alive})
+
+
+Tensors = Iterable[torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBytes:
+    """What one microbatch kept on one chunk."""
+
+    until_b: int
+    """From the end of its F on."""
+    until_w: int
+    """From the end of its B on: the operands of the products that W computes; 0 if the backward is
+    whole. Gradients are among them, so it may be more than what the F kept."""
+    allocated: int | None
+    """By how much its F let the device's allocated memory grow; None on the CPU. Only a check: it
+    includes the output on its way to the next rank, and what other threads receive meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """What a microbatch keeps after its F."""
+
+    message_bytes: int
+    """Of the chunk's inputs and outputs, as far as they are kept."""
+    saved: list[StorageRef]
+    allocated: int | None
+
+
+class Kept:
+    """Counts for the microbatches of one chunk in one step."""
+
+    def __init__(self, model: torch.nn.Module, fixed: frozenset[int], device: torch.device) -> None:
+        """`fixed` are the `fixed_storages` of all chunks of the rank. Only memory of `device`
+        counts."""
+        self._fixed = fixed
+        self._device = device
+        self._masks = Masks(model, device)
+        self._noted: dict[int, StorageRef] = {}
+        self._allocated: int | None = None
+        self._forwards: dict[int, _Forward] = {}
+        self._until_w: dict[int, int] = {}
+        self._now: dict[int, int] = {}
+        self.hidden: set[str] = set()
+        """The kinds of autograd nodes met that do not show what they keep."""
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Wrap a forward; `count_forward` comes next."""
+        before = self._num_allocated()
+        with self._masks.noted() as self._noted:
+            yield
+        after = self._num_allocated()
+        self._allocated = None if before is None or after is None else after - before
+
+    def count_forward(
+        self, microbatch: int, inputs: Tensors, outputs: Tensors, sent: Tensors = ()
+    ) -> None:
+        """Count what a microbatch keeps after its F: its inputs and outputs, and what autograd
+        saved in their graph. What was `sent` counts only if it was saved; a link may hold on to it
+        beyond the step."""
+        outputs = list(outputs)
+        graph = SavedTensors(outputs)
+        messages = self._storages((*inputs, *outputs))
+        saved = self._storages(graph)
+        messages |= {
+            address: saved[address] for address in self._storages(sent) if address in saved
+        }
+        saved |= {
+            address: mask for address, mask in self._noted.items() if address not in self._fixed
+        }
+        self._forwards[microbatch] = _Forward(
+            sum(each.size for each in messages.values()),
+            [each for address, each in saved.items() if address not in messages],
+            self._allocated,
+        )
+        self.hidden |= graph.hidden
+        forward = self._forwards[microbatch]
+        self._now[microbatch] = forward.message_bytes + sum(each.size for each in forward.saved)
+
+    def count_backward(self, microbatch: int, operands: Tensors) -> None:
+        """Count what a microbatch keeps after its B, for its W."""
+        operand_bytes = sum(each.size for each in self._storages(operands).values())
+        self._until_w[microbatch] = self._now[microbatch] = operand_bytes
+
+    def freed(self, microbatch: int) -> None:
+        """Its last task has run."""
+        del self._now[microbatch]
+
+    @property
+    def held_bytes(self) -> int:
+        """What all microbatches keep now, with whatever outlives the step."""
+        return sum(self._now.values())
+
+    def found(self) -> list[KeptBytes]:
+        """By microbatch, once the step's last task has run."""
+        return [
+            KeptBytes(
+                forward.message_bytes
+                + sum(each.size for each in forward.saved if not each.is_alive),
+                self._until_w.get(microbatch, 0),
+                forward.allocated,
+            )
+            for microbatch, forward in sorted(self._forwards.items())
+        ]
+
+    def _storages(self, tensors: Tensors) -> dict[int, StorageRef]:
+        found = storage_refs(tensors, self._device)
+        return {address: each for address, each in found.items() if address not in self._fixed}
+
+    def _num_allocated(self) -> int | None:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
+
+
+def fixed_storages(models: Sequence[Any], device: torch.device) -> frozenset[int]:
+    """The addresses of parameters, buffers and gradients, which are there whatever a step runs."""
+    return frozenset(
+        storage_refs(
+            (
+                tensor
+                for model in models
+                # Megatron's DistributedDataParallel has a `buffers` of another meaning.
+                for held in (*model.parameters(), *torch.nn.Module.buffers(model))
+                for tensor in (held, held.grad, getattr(held, "main_grad", None))
+            ),
+            device,
+        )
+    )

@@ -1,0 +1,295 @@
+"""What a run may choose from while its chunks, their placement and its memory stay as they are."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean, stdev
+
+from rrfp.errors import UsageError
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.hints import WeightGradients
+from rrfp.schedule.knobs import AutoPatience, counts_microbatches
+from rrfp.schedule.named_hints import HINTS, ORDERS
+from rrfp.schedule.policy import AgreementRule, Dispatch, Policy
+from rrfp.schedule.rehearsal import fitted
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Kind, Task
+from rrfp.simulate.step import simulate_step
+from rrfp.simulate.world import World
+
+_RULES = ("bf", "bfw", "bf-deep", "bfw-deep", "b-first")
+_ORDERS = ("1f1b", "zb-h1", "interleaved", "zb-v", "v-half", "v-min")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy, fitted to a shape, and the shape with its kinds of task."""
+
+    policy: Policy
+    shape: Shape
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """What tells it apart from the other candidates of a run."""
+        policy = self.policy
+        return (policy.hint.name, policy.dispatch, policy.w, policy.patience)
+
+
+def in_words(policy: Policy) -> str:
+    """What a choice decides of a policy, as `zb-v ready ranked`."""
+    words = [policy.hint.name, str(policy.dispatch)]
+    if policy.w is WeightGradients.RANKED:
+        words.append(str(policy.w))
+    if policy.patience:
+        words.append("patient")
+    return " ".join(words)
+
+
+def candidates_of(
+    asked: Policy,
+    shape: Shape,
+    *,
+    splits: bool | None = None,
+    may_bind: bool = True,
+) -> list[Candidate]:
+    """The policies that fit a shape and stay within the bounds of `asked`, the one to begin with
+    first. With `splits`, those alone that split the backward, or that do not; without `may_bind`,
+    none that binds an order. A binding order is among them if it keeps no more microbatches than a
+    bound that counts them allows; in bytes, what an order keeps differs from step to step
+    (`rrfp.planning.candidates.fits`)."""
+    found: list[Candidate] = []
+
+    def offer(policy: Policy) -> None:
+        with suppress(UsageError):  # It does not fit the shape or the bounds.
+            found.append(Candidate(*fitted(policy, shape, counts_places=False)))
+
+    first = asked.hint.on(shape)
+    names = [first.name, *(name for name in (*_RULES, *_ORDERS) if name != first.name)]
+    hints = [HINTS[name] for name in names]
+    for hint in hints:
+        if splits not in (None, hint.splits_backward):
+            continue
+        if shape.num_chunks == 1 and hint.name.endswith("-deep"):
+            continue  # the same as without it
+        ready = replace(asked, hint=hint, order=None)
+        offer(ready)
+        if hint.ranks_weight_gradients:
+            offer(replace(ready, w=WeightGradients.RANKED))
+        if may_bind and hint.name in ORDERS and asked.agreement is AgreementRule.INTERSECTION:
+            limit = None if asked.limits_by_shape else asked.limit
+            hold = asked.hold if counts_microbatches(asked.hold) else None
+            offer(Policy(hint, None, Dispatch.FIXED, limit, hold))
+    return found
+
+
+def unbound_of(policy: Policy, asked: Policy) -> Policy:
+    """A policy that binds an order, with that order as a mere hint and the bounds of `asked`."""
+    ready = replace(asked, hint=policy.hint, order=policy.order)
+    return replace(ready, w=WeightGradients.RANKED) if policy.hint.ranks_weight_gradients else ready
+
+
+def patient(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that can wait for what is announced, waiting."""
+    return [
+        replace(each, policy=replace(each.policy, patience=AutoPatience.AUTO))
+        for each in candidates
+        if each.policy.dispatch is Dispatch.READY and not each.policy.patience
+    ]
+
+
+# Steps whose costs are known, played under any candidate.
+
+
+MakeWorld = Callable[[Policy], World]
+"""The world of one replica's step under a policy, with fresh state."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSteps:
+    """Known steps of a run; each is a world for every replica."""
+
+    steps: Sequence[Sequence[MakeWorld]]
+    budgets: Sequence[int] = ()
+    """The bounds in bytes by pipeline rank; empty where memory is not counted in bytes."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def play(self, candidate: Candidate, step: int) -> int | None:
+        """What a step takes under a candidate, in ns; None if it binds an order that keeps more
+        than the budgets. A step that is too heavy for the budgets whatever its order has as much as
+        it needs."""
+        policy, shape = candidate.policy, candidate.shape
+        worlds = []
+        for make in self.steps[step]:
+            world = make(policy)
+            if self.budgets and world.sizes is not None:
+                if not fits(policy, shape, world.sizes, self.budgets):
+                    return None
+                budgets = map(max, self.budgets, least_budgets(world.sizes, shape))
+                world = replace(world, budgets=tuple(budgets))
+            worlds.append(world)
+        return simulate_step(shape, policy, worlds).makespan_ns
+
+
+def least_budgets(sizes: Sizes, shape: Shape) -> list[int]:
+    """By pipeline rank, the bytes that the heaviest microbatches take on its chunks."""
+    return [sizes.of(shape.stages_of(rank)).least_budget for rank in range(shape.num_ranks)]
+
+
+def fits(policy: Policy, shape: Shape, sizes: Sizes, budgets: Sequence[int]) -> bool:
+    """Whether a step of these sizes stays within the budgets under a policy. Those that bind
+    nothing keep to them by themselves; the order that binds decides what a rank keeps, and not how
+    long its tasks take."""
+    if policy.dispatch is not Dispatch.FIXED:
+        return True
+    order = policy.order
+    assert order is not None
+    return all(
+        _peak_bytes(order.rows[rank], shape, sizes) <= budgets[rank]
+        for rank in range(shape.num_ranks)
+    )
+
+
+def _peak_bytes(row: Sequence[Task], shape: Shape, sizes: Sizes) -> int:
+    """The most that a rank keeps at once if it runs its tasks in this sequence."""
+    held = most = 0
+    for stage, kind, microbatch in row:
+        size = sizes.kept[stage][microbatch]
+        if kind is Kind.F:
+            held += size
+            most = max(most, held)
+            continue
+        owed = 0
+        if shape.splits_backward:
+            owed = size if sizes.owed is None else sizes.owed[stage][microbatch]
+        held -= size - owed if kind is Kind.B else owed
+    return most
+
+
+# The best of some candidates, by successive halving over known steps.
+#
+# All candidates meet the same steps, so they differ by what they do and not by their luck. Every
+# candidate runs one step; those that are far behind the best one are dropped, the others run as
+# many again, and so on.
+
+
+Play = Callable[[Candidate, int], int | None]
+"""What a numbered step takes under a candidate, in ns; None if the step does not fit into the
+memory under it."""
+
+_MARGINS = (0.10, 0.05, 0.02, 0.01)
+"""How far behind the best a candidate may be after each round, the last for all later ones."""
+_MOST = (8, 6, 4, 3)
+"""How many go on, at most."""
+_LAST = len(_MOST) - 1
+LEAST_GAIN = 0.005
+"""What a change must gain, besides twice the standard error of its gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A candidate, and what it is expected to take."""
+
+    candidate: Candidate
+    times_ns: tuple[int, ...]
+    """By known step."""
+
+    @property
+    def mean_ns(self) -> float:
+        return fmean(self.times_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and from what."""
+
+    chosen: Predicted
+    kept: Predicted | None
+    """What steered until now; None if that cannot run, or nothing did."""
+    num_candidates: int
+    num_simulations: int
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    play: Play,
+    num_steps: int,
+    current: Candidate | None = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Choice | None:
+    """The best candidate for steps like these, of which there are `num_steps`.
+
+    The first candidate is the one to begin with. With a `current` one, another is chosen only if it
+    gains more than luck explains. Candidates under which a step does not fit into the memory are
+    left out; None if all are. `is_over` ends the comparison early.
+    """
+    race = _Race(play)
+    current_name = None if current is None else current.name
+    num, rounds = 1, 0
+    left = list(candidates)
+    while True:
+        num = min(num, num_steps)
+        left = race.run(left, num)
+        if not left or num == num_steps or is_over():
+            break
+        margin, most = _MARGINS[min(rounds, _LAST)], _MOST[min(rounds, _LAST)]
+        best_ns = race.mean_ns(left[0])
+        near = [each for each in left if race.mean_ns(each) <= (1 + margin) * best_ns][:most]
+        # The one to begin with is good in most cases, whatever luck the others had so far.
+        left = near if candidates[0] in near else [*near, *candidates[:1]]
+        if rounds == 0:
+            # Whoever waits is worth as much as the one that does not, and a little.
+            left += patient(left)
+        num, rounds = 2 * num, rounds + 1
+    if not left:
+        return None
+    best = race.predicted(left[0])
+    kept = None
+    if current is not None and race.run([current], num):
+        kept = race.predicted(current)
+    chosen = best
+    if kept is not None and best.candidate.name != current_name and not _gains(best, kept):
+        chosen = kept
+    return Choice(chosen, kept, race.num_candidates, race.num_simulations)
+
+
+class _Race:
+    def __init__(self, play: Play) -> None:
+        self._play = play
+        self._times_ns: dict[tuple[object, ...], list[int]] = {}
+        self._fails: set[tuple[object, ...]] = set()
+        self.num_simulations = 0
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self._times_ns) + len(self._fails)
+
+    def run(self, candidates: Sequence[Candidate], num: int) -> list[Candidate]:
+        """Run each under the first `num` steps; those that could, best first."""
+        for each in candidates:
+            times_ns = self._times_ns.setdefault(each.name, [])
+            while len(times_ns) < num and each.name not in self._fails:
+                time_ns = self._play(each, len(times_ns))
+                if time_ns is None:
+                    self._fails.add(each.name)
+                    break
+                self.num_simulations += 1
+                times_ns.append(time_ns)
+        ran = [each for each in candidates if each.name not in self._fails]
+        return sorted(ran, key=self.mean_ns)
+
+    def mean_ns(self, candidate: Candidate) -> float:
+        return fmean(self._times_ns[candidate.name])
+
+    def predicted(self, candidate: Candidate) -> Predicted:
+        return Predicted(candidate, tuple(self._times_ns[candidate.name]))
+
+
+def _gains(best: Predicted, kept: Predicted) -> bool:
+    gains = [
+        kept_ns - best_ns for kept_ns, best_ns in zip(kept.times_ns, best.times_ns, strict=False)
+    ]
+    error = stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else 0.0
+    return fmean(gains) > max(LEAST_GAIN * kept.mean_ns, 2 * error)

@@ -1,0 +1,472 @@
+"""What is wrong with a run, by what mending it would save.
+
+Every suspect is replayed as if it were like its peers: a stage like the median stage, a rank or a
+replica like the same ranks of the others, a link like the median link, microbatches and stages like
+each other; and the policy without its binding order, with twice its bound, or with a bound in bytes
+in the place of one that counts microbatches. What saves most is worth most, whoever seems to wait.
+
+Some things make every step longer than its work, whatever is wrong with the run: that a pipeline
+fills and drains, that messages take time, and that task times scatter, so that a stage has a few
+long tasks. They count only where they hide nothing else: where they save more than twice what any
+other culprit does.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from fractions import Fraction
+from statistics import fmean, median, median_low
+
+from rrfp.errors import RrfpError, UsageError
+from rrfp.replay.change import W_SHARE, Change, replay
+from rrfp.replay.measured import MeasuredStep
+from rrfp.replay.recorded import RecordedRun
+from rrfp.schedule.admission import Admit
+from rrfp.schedule.hints import Hint
+from rrfp.schedule.knobs import Auto, Bytes, doubled
+from rrfp.schedule.named_hints import HINTS
+from rrfp.schedule.policy import Dispatch
+from rrfp.schedule.tasks import Kind
+
+# The two parts of a bubble: what the schedule leaves, and what jitter adds.
+#
+# They stand apart from the replay that finds them, so that who only prints them need not load the
+# simulator.
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleParts:
+    """Idle time as a share of the measured time; the parts sum to the whole."""
+
+    structural: float
+    excess: float
+
+    @property
+    def fraction(self) -> float:
+        return self.structural + self.excess
+
+    @property
+    def told(self) -> str:
+        """In two sentences, whose whole percents add up."""
+        whole, structural = (round(100 * part) for part in (self.fraction, self.structural))
+        excess = whole - structural
+        jitter = f"{'added' if excess > 0 else 'took off'} {abs(excess)}%"
+        return (
+            f"{whole}% of the ranks' time was bubble. Tasks at their mean times would have left "
+            f"{structural}%; jitter {jitter if excess else 'changed nothing'}."
+        )
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "fraction": self.fraction,
+            "structural": self.structural,
+            "excess": self.excess,
+        }
+
+
+# How much of a run's bubble its schedule leaves by itself, and how much jitter adds.
+#
+# The *structural* part is the bubble that the same tasks would leave under the same policy if each
+# took the mean time of its stage and kind in the step; the rest is *excess*.
+#
+# Only the tasks' own times are averaged. Messages and the delays before tasks stay as they were,
+# and count as structural: many of them happen once, like a rank's late entry into the step, and a
+# mean would lay them upon every message of a link.
+#
+# Excess may be negative, and usually is on ranks that share cores: there a task takes long because
+# others run beside it, and little where they wait. The recorded times then fit the recorded idling,
+# and the means do not.
+
+
+@dataclass(frozen=True, slots=True)
+class Structural:
+    """The parts of the bubble, over the steps of a run."""
+
+    ranks: tuple[BubbleParts, ...]
+    """By pipeline rank, over its replicas."""
+
+    @property
+    def whole(self) -> BubbleParts:
+        """Of all ranks together."""
+        count = len(self.ranks)
+        return BubbleParts(
+            sum(rank.structural for rank in self.ranks) / count,
+            sum(rank.excess for rank in self.ranks) / count,
+        )
+
+
+def structural(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Structural:
+    """Divide the bubble of these steps of a run into its two parts."""
+    window_ns = sum(step.window_ns for step in steps)
+    smooth_ns = sum(replay(run, step.without_jitter()).makespan_ns for step in steps)
+    busy_ns = [0.0] * run.shape.num_ranks
+    for step in steps:
+        for replica in step.replicas:
+            for rank, time_ns in enumerate(replica.busy_ns(run.shape)):
+                busy_ns[rank] += time_ns / len(step.replicas)
+    return Structural(
+        tuple(
+            BubbleParts((smooth_ns - busy) / window_ns, (window_ns - smooth_ns) / window_ns)
+            for busy in busy_ns
+        )
+    )
+
+
+LEAST_SAVING = 0.01
+"""Of a step; what saves less is not worth a word."""
+
+_LEAST_EXCESS = 0.05
+"""Ranks, replicas and links are never quite equal; this much over their peers is no suspicion."""
+LEAST_EXCESS_OF_STAGE = 0.02
+"""Stages differ by what they were given, and little by chance."""
+_MOST_OF_A_KIND = 3
+"""So many suspects of a kind are replayed, the worst ones."""
+_BACKGROUND_FACTOR = 2
+"""What lies in the nature of a pipeline must save so many times what the worst culprit does."""
+_SAME_SHARE = 0.8
+"""Two culprits are one if mending the smaller saves so much of what mending the larger does."""
+_ONE_STAGE = 0.6
+"""One stage is to blame for uneven stages if mending it saves so much of what evening out all
+does."""
+
+
+class CulpritKind(StrEnum):
+    """What may be wrong with a run."""
+
+    SLOW_STAGE = "slow_stage"
+    SLOW_RANK = "slow_rank"
+    REPLICA = "replica"
+    SLOW_LINK = "slow_link"
+    UNEVEN_LAYERS = "uneven_layers"
+    UNEVEN_MICROBATCHES = "uneven_microbatches"
+    ORDER = "order"
+    BOUND = "bound"
+    MEMORY = "memory"
+    LINKS = "links"
+    UNEVEN_TASKS = "uneven_tasks"
+    PIPELINE_DEPTH = "pipeline_depth"
+
+
+BACKGROUND = (CulpritKind.LINKS, CulpritKind.UNEVEN_TASKS, CulpritKind.PIPELINE_DEPTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """One thing that is wrong, and what mending it would save."""
+
+    kind: CulpritKind
+    change: Change
+    pp_rank: int | None = None
+    """Where: of a stage or a rank."""
+    excess: float = 0.0
+    """By how much more than its peers it takes, as a share of what they take."""
+    saving: float = 0.0
+    """The share of a step that mending it saves in a replay, the median over the steps."""
+    remedy: Change | None = None
+    """What is at hand to mend it, at least in part."""
+    remedy_saving: float = 0.0
+    """What that saves, likewise."""
+    hides: float = 0.0
+    """The share of a step that it takes if more than what mending it saves: heavy microbatches cost
+    what they weigh, and mending gives what they weigh too much to the others."""
+
+    is_scattered: bool = False
+    """A stage that has more work than its peers for a few long tasks alone."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it makes every step longer, whatever is wrong with the run."""
+        return self.kind in BACKGROUND or self.is_scattered
+
+    @property
+    def weight(self) -> float:
+        """What decides whether something in the nature of a pipeline stands behind it."""
+        return max(self.saving, self.hides)
+
+
+def culprits(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[Culprit]:
+    """What is worth mending, the largest saving first. `steps` are the run's, measured.
+
+    Raises RrfpError for a step that takes no time.
+    """
+    if any(step.window_ns <= 0 for step in steps):
+        raise RrfpError("the steps take no time in this trace; see 'rrfp trace check'")
+    own = [replay(run, step) for step in steps]
+    own_ns = [step.makespan_ns for step in own]
+    most_bytes = max(max(step.peak_held_bytes) for step in own)
+    found = []
+    for suspect in _suspects(run, steps, most_bytes):
+        saving = _saving(run, steps, own_ns, suspect.change)
+        if saving < LEAST_SAVING:
+            continue
+        mended = replace(suspect, saving=saving)
+        if suspect.remedy is not None:
+            remedy_saving = _saving(run, steps, own_ns, suspect.remedy)
+            mended = replace(mended, remedy_saving=remedy_saving)
+        if suspect.kind is CulpritKind.UNEVEN_MICROBATCHES:
+            hides = _saving(run, steps, own_ns, Change(usual_microbatches=True))
+            mended = replace(mended, hides=hides)
+        found.append(mended)
+    found = _told_apart(run, found)
+    most = max((each.weight for each in found if not each.is_background), default=0.0)
+    return sorted(
+        (
+            each
+            for each in found
+            if not each.is_background or each.saving > _BACKGROUND_FACTOR * most
+        ),
+        key=lambda each: -each.saving,
+    )
+
+
+def _saving(
+    run: RecordedRun, steps: Sequence[MeasuredStep], own_ns: Sequence[int], change: Change
+) -> float:
+    """What a change saves; nothing if the run cannot have it."""
+    try:
+        policy, shape = change.policy(run) if change.has_policy else (None, None)
+        after_ns = [
+            replay(run, change.apply(step, run), policy, shape, W_SHARE).makespan_ns
+            for step in steps
+        ]
+    except UsageError:
+        return 0.0
+    return median(1 - after / own for after, own in zip(after_ns, own_ns, strict=True))
+
+
+def _suspects(
+    run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int
+) -> Iterator[Culprit]:
+    """What may be wrong, not replayed yet. `most_bytes` is what a rank held at most; 0 where that
+    is not known."""
+    stages = list(_slow_stages(run, steps))
+    whole = [each for each in stages if not each.is_scattered]
+    yield from _worst(whole, LEAST_EXCESS_OF_STAGE)
+    yield from _worst((each for each in stages if each.is_scattered), LEAST_EXCESS_OF_STAGE)
+    yield from _worst(_slow_ranks(run, steps))
+    yield from _worst(_slow_replicas(run, steps))
+    most = max(whole, key=lambda each: each.excess, default=None)
+    if most is not None and most.excess > LEAST_EXCESS_OF_STAGE:
+        change = Change(even_stages=True)
+        yield replace(most, kind=CulpritKind.UNEVEN_LAYERS, change=change, remedy=None)
+    if run.tells_arrivals:
+        yield from _worst(_slow_links(run, steps))
+    yield Culprit(CulpritKind.LINKS, Change(free_links=True))
+    yield Culprit(
+        CulpritKind.UNEVEN_MICROBATCHES,
+        Change(even_microbatches=True),
+        remedy=Change(admit=Admit.PYRAMID),
+    )
+    yield Culprit(CulpritKind.UNEVEN_TASKS, Change(without_jitter=True))
+    if run.policy.dispatch is Dispatch.FIXED:
+        yield Culprit(CulpritKind.ORDER, Change(_own_ready_hint(run), Dispatch.READY))
+    else:
+        # A bound withholds nothing from an order that binds.
+        yield from _bounds(run, steps, most_bytes)
+    if Kind.W not in run.shape.kinds:
+        for hint in ("bfw", "bfw-deep")[: run.shape.num_chunks]:
+            yield Culprit(CulpritKind.PIPELINE_DEPTH, Change(HINTS[hint]))
+
+
+def _bounds(run: RecordedRun, steps: Sequence[MeasuredStep], most_bytes: int) -> Iterator[Culprit]:
+    """Twice the run's bound; and where that counts microbatches, one in bytes that lets every rank
+    hold what one of them has held."""
+    limit, hold = run.policy.limit, run.policy.hold
+    if hold is Auto.AUTO:
+        budgets = [each for step in steps for replica in step.replicas for each in replica.budgets]
+        hold = Bytes(max(budgets)) if budgets else None
+    if limit is not None:
+        yield Culprit(CulpritKind.BOUND, Change(limit=2 * limit))
+    elif hold is not None:
+        wider = doubled(hold)
+        if isinstance(wider, Bytes):
+            wider = _rounded_down(wider.num)
+        yield Culprit(CulpritKind.BOUND, Change(hold=wider))
+    if most_bytes and (limit is not None or isinstance(hold, int | Fraction)):
+        yield Culprit(CulpritKind.MEMORY, Change(hold=_rounded_down(most_bytes)))
+
+
+def _rounded_down(num_bytes: int) -> Bytes:
+    """A size that is short to write, and at most a thousandth less."""
+    unit = next((unit for unit in (2**20, 2**10) if num_bytes >= 1000 * unit), 1)
+    return Bytes(num_bytes // unit * unit)
+
+
+def _own_ready_hint(run: RecordedRun) -> Hint:
+    """The hint of the same tasks that suits readiness."""
+    name = "bfw" if run.shape.splits_backward else "bf"
+    return HINTS[name if run.shape.num_chunks == 1 else f"{name}-deep"]
+
+
+def _worst(suspects: Iterable[Culprit], least_excess: float = _LEAST_EXCESS) -> list[Culprit]:
+    found = [each for each in suspects if each.excess > least_excess]
+    return sorted(found, key=lambda each: -each.excess)[:_MOST_OF_A_KIND]
+
+
+def _slow_stages(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Stages with more work than the median one; some for a few long tasks alone."""
+    times_ns: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    for step in steps:
+        for replica in step.replicas:
+            for task, time_ns in replica.durations_ns.items():
+                times_ns[task.stage, task.kind].append(time_ns)
+    excesses = _excesses(run, {key: fmean(each) for key, each in times_ns.items()})
+    usual = _excesses(run, {key: _usually_at_most(each) for key, each in times_ns.items()})
+    for stage, excess in enumerate(excesses):
+        yield Culprit(
+            CulpritKind.SLOW_STAGE,
+            Change(median_stage=stage),
+            run.shape.rank_of(stage),
+            excess,
+            remedy=None if run.layers is None else Change(even_stages=True),
+            is_scattered=usual[stage] < excess / 2,
+        )
+
+
+def _excesses(run: RecordedRun, times_ns: Mapping[tuple[int, Kind], float]) -> list[float]:
+    """By how much more than the median one each stage works, by what its tasks take."""
+    work_ns = [0.0] * run.shape.num_stages
+    for (stage, _), ns in times_ns.items():
+        work_ns[stage] += ns
+    usual_ns = max(1.0, median_low(work_ns))
+    return [ns / usual_ns - 1 for ns in work_ns]
+
+
+def _usually_at_most(times_ns: Sequence[int]) -> int:
+    """Three of four take no longer."""
+    return sorted(times_ns)[3 * (len(times_ns) - 1) // 4]
+
+
+def _slow_ranks(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Ranks with more work than the same ranks of the other replicas; in a run of one, than those
+    that run their tasks with them."""
+    busy_ns = _busy_ns(run, steps)
+    if len(busy_ns) == 1:
+        yield from _slow_members(run)
+    for number, of_ranks in enumerate(busy_ns):
+        for pp_rank, ns in enumerate(of_ranks):
+            others = [each[pp_rank] for each in busy_ns if each is not of_ranks]
+            if others:
+                rank = _slowest_member(run, number, pp_rank)
+                excess = ns / max(1, median(others)) - 1
+                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+
+
+def _slow_members(run: RecordedRun) -> Iterator[Culprit]:
+    """Ranks whose tasks take longer than those of the ranks that run them with them."""
+    for pp_rank in range(run.shape.num_ranks):
+        work_ns = _members_work_ns(run, 0, pp_rank)
+        for rank, ns in work_ns.items():
+            others = [other for each, other in work_ns.items() if each != rank]
+            if others:
+                excess = ns / max(1, median(others)) - 1
+                yield Culprit(CulpritKind.SLOW_RANK, Change(usual_rank=rank), pp_rank, excess)
+
+
+def _slowest_member(run: RecordedRun, replica: int, pp_rank: int) -> int:
+    """The rank that works most of those that run a pipeline rank's tasks together."""
+    work_ns = _members_work_ns(run, replica, pp_rank)
+    return max(work_ns, key=lambda rank: (work_ns[rank], -rank))
+
+
+def _members_work_ns(run: RecordedRun, replica: int, pp_rank: int) -> dict[int, int]:
+    """Time in tasks of each rank that runs a pipeline rank's tasks."""
+    work_ns: defaultdict[int, int] = defaultdict(int)
+    for step in run.steps:
+        for member in step.replicas[replica][pp_rank]:
+            work_ns[member.info.rank] += sum(task.end_ns - task.start_ns for task in member.tasks)
+    return work_ns
+
+
+def _slow_replicas(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Replicas with more work than the others."""
+    busy_ns = _busy_ns(run, steps)
+    for number, of_ranks in enumerate(busy_ns):
+        others = [sum(each) for each in busy_ns if each is not of_ranks]
+        if others:
+            excess = sum(of_ranks) / max(1, median(others)) - 1
+            yield Culprit(CulpritKind.REPLICA, Change(usual_replica=number), excess=excess)
+
+
+def _busy_ns(run: RecordedRun, steps: Sequence[MeasuredStep]) -> list[list[int]]:
+    """Time in tasks, by replica and pipeline rank."""
+    totals_ns = [[0] * run.shape.num_ranks for _ in run.steps[0].replicas]
+    for step in steps:
+        for of_ranks, replica in zip(totals_ns, step.replicas, strict=True):
+            for pp_rank, ns in enumerate(replica.busy_ns(run.shape)):
+                of_ranks[pp_rank] += ns
+    return totals_ns
+
+
+def _slow_links(run: RecordedRun, steps: Sequence[MeasuredStep]) -> Iterator[Culprit]:
+    """Links whose messages take longer than the median link's."""
+    times_ns: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    for step in steps:
+        for replica in step.replicas:
+            for task, time_ns in replica.transfers_ns.items():
+                link = run.shape.link(task)
+                if link is not None:
+                    times_ns[link].append(time_ns)
+    medians_ns = {link: median_low(each) for link, each in times_ns.items()}
+    if not medians_ns:
+        return
+    usual_ns = max(1, median_low(medians_ns.values()))
+    for link, ns in medians_ns.items():
+        yield Culprit(CulpritKind.SLOW_LINK, Change(usual_link=link), link[1], ns / usual_ns - 1)
+
+
+def _told_apart(run: RecordedRun, found: list[Culprit]) -> list[Culprit]:
+    """Without what is part of another culprit, or only seems to be one because of it."""
+    by_kind: defaultdict[CulpritKind, list[Culprit]] = defaultdict(list)
+    for each in found:
+        by_kind[each.kind].append(each)
+    ranks, replicas = by_kind[CulpritKind.SLOW_RANK], by_kind[CulpritKind.REPLICA]
+    stages = [each for each in by_kind[CulpritKind.SLOW_STAGE] if not each.is_scattered]
+    dropped: list[Culprit] = []
+    # All microbatches of a slow replica look heavy.
+    for heavy in by_kind[CulpritKind.UNEVEN_MICROBATCHES]:
+        dropped += _parts(heavy, replicas + ranks, _SAME_SHARE)
+    # A slow rank makes its replica and its stage look slow.
+    for rank in ranks:
+        assert rank.change.usual_rank is not None
+        number, _ = run.place_of(rank.change.usual_rank)
+        for replica in replicas:
+            if replica.change.usual_replica == number:
+                is_rank = rank.saving >= _SAME_SHARE * replica.saving
+                dropped.append(replica if is_rank else rank)
+        for stage in stages:
+            if stage.pp_rank == rank.pp_rank:
+                dropped += _parts(stage, [rank], _SAME_SHARE)
+    # One slow stage, or rank, makes them all uneven.
+    for uneven in by_kind[CulpritKind.UNEVEN_LAYERS]:
+        is_one = _parts(uneven, stages + ranks + replicas, _ONE_STAGE)
+        dropped += is_one or stages
+    # A wider bound gains little over one that fills the memory which was used anyway.
+    for bound in by_kind[CulpritKind.BOUND]:
+        dropped += _parts(bound, by_kind[CulpritKind.MEMORY], _SAME_SHARE)
+    # Of several hints that fill the drain the best is enough.
+    depths = sorted(by_kind[CulpritKind.PIPELINE_DEPTH], key=lambda each: -each.saving)
+    dropped += depths[1:]
+    orders = by_kind[CulpritKind.ORDER]
+    if orders and depths and depths[0].saving > orders[0].saving:
+        # Who gives up an order that keeps work waiting may as well fill the drain.
+        dropped += [orders[0], depths[0]]
+        found = [*found, _with_remedy(orders[0], depths[0])]
+    return [each for each in found if each not in dropped]
+
+
+def _with_remedy(order: Culprit, depth: Culprit) -> Culprit:
+    """A binding order, mended by a hint that fills the drain too; readiness alone is the remedy."""
+    return replace(
+        order,
+        change=depth.change,
+        saving=depth.saving,
+        remedy=order.change,
+        remedy_saving=order.saving,
+    )
+
+
+def _parts(whole: Culprit, parts: Sequence[Culprit], share: float) -> list[Culprit]:
+    """The whole, if one of its parts saves so large a share of what it does; else nothing."""
+    return [whole] if any(each.saving >= share * whole.saving for each in parts) else []

@@ -1,1 +1,0 @@
-"""Whoever may have started this process as one of several, and how it says so."""

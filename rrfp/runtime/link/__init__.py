@@ -1,0 +1,1 @@
+"""The protocol of one directed link, without sockets: frames, acknowledgement, both ends."""

@@ -1,0 +1,1 @@
+"""Connections between ranks: sockets, TLS, the handshake, and reconnecting."""

@@ -1,0 +1,154 @@
+"""CUDA IPC: device memory that the processes of a host share, for tensors on its GPUs.
+
+The slab is memory of CUDA's own allocation. A peer opens it by its handle and copies out of it on a
+stream of its own GPU, the same or another; it lets go of it before it says farewell.
+"""
+
+import logging
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rrfp.errors import first_line
+from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
+from rrfp.runtime.device.interface import Device
+from rrfp.runtime.planes.plane import MappedPuller, Offer, PlaneRefusal, Puller
+from rrfp.runtime.planes.registry import TransportName
+
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
+
+_log = logging.getLogger(__name__)
+
+
+class CudaIpcPlane:
+    """Implements `rrfp.runtime.planes.plane.Plane`."""
+
+    name = TransportName.CUDA_IPC
+    is_inline = False
+    lends = False
+
+    def __init__(self, device: Device, slab_bytes: int) -> None:
+        """Raises PlaneRefusal where there is no CUDA, not so much memory, or no way to export
+        it."""
+        self.device = device
+        try:
+            self._pid_namespace = str(_PID_NAMESPACE.readlink())
+        except OSError as error:
+            raise PlaneRefusal(f"the PID namespace is unknown ({error}); mount /proc") from None
+        with device.selected():
+            try:
+                self._cuda = CudaRuntime(device.torch_device.index or 0)
+                self._gpu = self._cuda.name
+            except CudaRuntimeError as error:
+                raise PlaneRefusal(str(error)) from None
+            try:
+                self._address = self._cuda.allocate(slab_bytes)
+            except CudaRuntimeError as error:
+                raise PlaneRefusal(
+                    f"CUDA gives no outbox of {slab_bytes} bytes ({error})"
+                ) from None
+            try:
+                self._handle = self._cuda.export(self._address)
+            except CudaRuntimeError as error:
+                self._free()
+                raise PlaneRefusal(f"CUDA exports no memory ({error})") from None
+        try:
+            self.slab = device.memory_at(self._address, slab_bytes)
+        except RuntimeError as error:  # torch's own
+            self._free()
+            raise PlaneRefusal(
+                f"torch does not use CUDA's memory ({first_line(str(error))})"
+            ) from None
+        self.reserved_bytes = slab_bytes
+
+    def offer(self) -> Offer:
+        return Offer(
+            self.name,
+            {
+                "handle": self._handle.hex(),
+                "bytes": self.slab.numel(),
+                "gpu": self._gpu,
+                "pid_namespace": self._pid_namespace,
+            },
+        )
+
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
+        octets, num_bytes = offer.values.get("handle"), offer.values.get("bytes")
+        gpu, namespace = offer.values.get("gpu"), offer.values.get("pid_namespace")
+        if not (isinstance(octets, str) and isinstance(num_bytes, int) and isinstance(gpu, str)):
+            raise PlaneRefusal(f"rank {peer} sent no handle of CUDA memory")
+        if num_bytes < 1:
+            raise PlaneRefusal(f"rank {peer} sent a handle of {num_bytes} bytes")
+        if namespace != self._pid_namespace:
+            raise PlaneRefusal(
+                f"CUDA IPC needs one PID namespace, and rank {peer} is in {namespace}, its receiver"
+                f" in {self._pid_namespace}; start containers with --pid=host"
+            )
+        with self.device.selected():
+            try:
+                if self._cuda.lacks_access_to(gpu):
+                    raise PlaneRefusal(
+                        f"{self._gpu} has no peer access to {gpu} of rank {peer}; see nvidia-smi"
+                        " topo -m"
+                    )
+                address = self._cuda.open(bytes.fromhex(octets))
+            except (CudaRuntimeError, ValueError) as error:
+                raise PlaneRefusal(
+                    f"the CUDA memory of rank {peer} cannot be opened ({error})"
+                ) from None
+        close = partial(self._close, address, peer)
+        puller = None
+        try:
+            slab = self.device.memory_at(address, num_bytes)
+            puller = CudaIpcPuller(self.device, slab, peer, close)
+            return puller, puller.measure()
+        except RuntimeError as error:  # torch's own
+            if puller is None:
+                close()
+            else:
+                puller.detach()
+            raise PlaneRefusal(
+                f"the CUDA memory of rank {peer} cannot be copied ({first_line(str(error))})"
+            ) from None
+
+    def _close(self, address: int, peer: int) -> None:
+        """Let go of a peer's slab."""
+        with self.device.selected():
+            try:
+                self._cuda.close(address)
+            except CudaRuntimeError as error:
+                _log.warning("the CUDA memory of rank %d was not closed: %s", peer, error)
+
+    def close(self, *, are_detached: bool) -> None:
+        del self.slab
+        # To free what a peer has open is undefined; it goes with this process.
+        if are_detached:
+            with self.device.selected():
+                self._free()
+
+    def _free(self) -> None:
+        try:
+            self._cuda.free(self._address)
+        except CudaRuntimeError as error:
+            _log.warning("the outbox was not freed: %s", error)
+
+
+class CudaIpcPuller(MappedPuller):
+    """Closes the peer's slab once nothing is copied out of it."""
+
+    def __init__(self, device: Device, slab: torch.Tensor, peer: int, close: partial[None]) -> None:
+        super().__init__(device, slab, peer)
+        self._close = close
+
+    def detach(self, *, waits: bool = True) -> None:
+        if self._slab is None:
+            return
+        if waits:
+            # A device that has failed says so again, and copies nothing any more.
+            with suppress(RuntimeError):
+                self._await_copies()
+        self._slab = None
+        if waits:  # CUDA itself waits for the device, to close it
+            self._close()

@@ -1,0 +1,477 @@
+"""NIXL's agent on a thread of its own: it is not safe to be called by several.
+
+Reads are one-sided: the process that is read from does nothing for them but keep NIXL's progress
+thread. That one spins a whole core as NIXL's Python makes it, so that it is told to block instead.
+"""
+
+import base64
+import binascii
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Any, TypeVar
+
+import torch
+
+from rrfp.errors import RrfpError, first_line
+from rrfp.runtime.device.cuda_runtime import CudaRuntime, CudaRuntimeError
+from rrfp.runtime.device.interface import Device
+from rrfp.runtime.planes.codec import copied, packed_bytes, unpacked
+from rrfp.runtime.planes.plane import (
+    TRIAL_BYTES,
+    WINDOW_BYTES,
+    Offer,
+    PlaneRefusal,
+    Pull,
+    Pulled,
+    Puller,
+    Release,
+    beyond_slab,
+)
+from rrfp.runtime.planes.registry import TransportName, nixl_api
+from rrfp.runtime.planes.slots import Slots
+from rrfp.runtime.protocols import PeerLostError
+
+T = TypeVar("T")
+
+_PROGRESS_DELAY_US = 50_000
+"""What makes NIXL's progress thread block until something comes, instead of spinning."""
+_EAGER_S = 0.05
+"""For how long after the last thing that happened to poll without a pause: a large read goes on
+only while somebody polls."""
+_POLL_S = 1e-3
+_START_S = 30.0
+_CLOSE_S = 2.0
+_NETWORK_DEVICES = "UCX_NET_DEVICES"
+_making = Lock()
+
+
+class ReadError(RrfpError):
+    """A peer's memory cannot be read any more."""
+
+
+Done = Callable[[torch.Tensor | ReadError], None]
+"""Told, on the agent's thread, the memory that was read into, which is given out again afterwards;
+or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes of a peer's that are to be read."""
+
+    remote: str
+    """The peer's agent."""
+    address: int
+    device: int
+    num_bytes: int
+    done: Done
+
+
+@dataclass(slots=True)
+class _Reading:
+    read: Read
+    offset: int
+    """Of the landing slot."""
+    handle: Any
+
+
+class NixlAgent:
+    """One agent, with two slabs: peers read from the first, and what is read lands in the other."""
+
+    def __init__(
+        self, name: str, device: Device, lent: torch.Tensor, landing: torch.Tensor
+    ) -> None:
+        """Both slabs lie on the device. Raises PlaneRefusal where there is no NIXL, or none that
+        starts."""
+        self._name = name
+        self._device = device
+        self._slabs = lent, landing
+        self._memory = "VRAM" if lent.is_cuda else "DRAM"
+        self._work: SimpleQueue[Callable[[], None] | Read | None] = SimpleQueue()
+        self._landing = Slots(landing.numel())
+        self._waiting: deque[Read] = deque()
+        """Reads without a landing slot."""
+        self._reading: deque[_Reading] = deque()
+        self._agent: Any = None
+        self._registered: list[Any] = []
+        self._thread = Thread(target=self._run, name="rrfp-nixl", daemon=True)
+        self._thread.start()
+        try:
+            self.metadata: bytes = self._call(self._begin, _START_S)
+        except PlaneRefusal:
+            self.close()
+            raise
+        except Exception as error:
+            self.close()
+            raise PlaneRefusal(f"NIXL does not start ({type(error).__name__}: {error})") from None
+
+    def add(self, metadata: bytes, timeout_s: float) -> str:
+        """Learn of a peer's agent; gives its name."""
+
+        def add() -> str:
+            name = self._agent.add_remote_agent(metadata)
+            return name.decode() if isinstance(name, bytes) else str(name)
+
+        return self._call(add, timeout_s)
+
+    def read(self, read: Read) -> None:
+        """Have bytes read. Any thread may call it; none waits."""
+        self._work.put(read)
+
+    def close(self) -> None:
+        """End the agent and its thread; what is being read is given up."""
+        self._work.put(None)
+        self._thread.join(2 * _CLOSE_S)
+
+    def _call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """What a function gives that runs on the agent's thread. Raises TimeoutError."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._work.put(run)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"it did not answer for {timeout_s:g} s") from None
+
+    # The thread.
+
+    def _begin(self) -> bytes:
+        self._agent = _made(self._name)
+        for slab in self._slabs:
+            self._registered.append(self._agent.register_memory(slab))
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def _run(self) -> None:
+        with self._device.selected():
+            self._serve()
+
+    def _serve(self) -> None:
+        happened_s = time.monotonic()
+        while True:
+            try:
+                work = self._work.get(block=not self._reading)
+                happened_s = time.monotonic()
+            except Empty:
+                now_s = time.monotonic()
+                if self._poll():
+                    happened_s = now_s
+                time.sleep(0 if now_s - happened_s < _EAGER_S else _POLL_S)
+                continue
+            if work is None:
+                break
+            if isinstance(work, Read):
+                self._waiting.append(work)
+                self._post_waiting()
+            else:
+                work()
+        self._end()
+
+    def _post_waiting(self) -> None:
+        """Begin what has a place to land."""
+        agent = self._agent
+        while self._waiting:
+            offset = self._landing.take(self._waiting[0].num_bytes)
+            if offset is None:
+                return
+            read = self._waiting.popleft()
+            own = self._place(offset, read.num_bytes)
+            try:
+                handle = agent.initialize_xfer(
+                    "READ",
+                    agent.get_xfer_descs([own], self._memory),
+                    agent.get_xfer_descs(
+                        [(read.address, read.num_bytes, read.device)], self._memory
+                    ),
+                    read.remote,
+                )
+                self._reading.append(_Reading(read, offset, handle))
+                if agent.transfer(handle) == "ERR":
+                    raise RuntimeError("the transfer failed as it began")
+            except Exception as error:  # NIXL's own errors have no common base
+                self._landing.release(offset)
+                if self._reading and self._reading[-1].read is read:
+                    _release(self._reading.pop())
+                read.done(_failed(error))
+
+    def _place(self, offset: int, num_bytes: int) -> tuple[int, int, int]:
+        landing = self._slabs[1]
+        return landing.data_ptr() + offset, num_bytes, max(landing.get_device(), 0)
+
+    def _poll(self) -> bool:
+        """Finish what has ended; tells whether there was any."""
+        ended = []
+        for reading in self._reading:
+            outcome = self._outcome(reading)
+            if outcome is not None:
+                ended.append((reading, outcome))
+        for reading, outcome in ended:
+            self._reading.remove(reading)
+            reading.read.done(outcome)
+            self._landing.release(reading.offset)
+        if ended:
+            self._post_waiting()
+        return bool(ended)
+
+    def _outcome(self, reading: _Reading) -> torch.Tensor | ReadError | None:
+        """What came of a read; None while it is under way."""
+        try:
+            state = self._agent.check_xfer_state(reading.handle)
+            if state == "PROC":
+                return None
+            if state == "DONE":
+                reading.handle.release()
+                return self._slabs[1][reading.offset : reading.offset + reading.read.num_bytes]
+            raise RuntimeError("the transfer failed")
+        except Exception as error:  # as above
+            _release(reading)
+            return _failed(error)
+
+    def _end(self) -> None:
+        for reading in self._reading:
+            _release(reading)
+        self._reading.clear()
+        for each in self._registered:
+            with suppress(Exception):
+                self._agent.deregister_memory(each)
+        self._agent = None
+
+
+def keep_to_this_host() -> None:
+    """Have UCX, by which NIXL reads, listen at loopback alone, and not at every interface; what the
+    user has set stays. For a process whose peers are all on its host, before its first agent."""
+    os.environ.setdefault(_NETWORK_DEVICES, "lo")
+
+
+def _made(name: str) -> Any:
+    """NIXL's own agent. Its class reads its bindings from its module, and sets the delay in them to
+    0 by itself."""
+    try:
+        api = nixl_api()
+    except ImportError as error:
+        raise PlaneRefusal(str(error)) from None
+    with _making:
+        bindings = api.nixlBind
+        api.nixlBind = _BlockingBindings(bindings)
+        try:
+            return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=True))
+        finally:
+            api.nixlBind = bindings
+
+
+class _BlockingBindings:
+    """NIXL's bindings, with a progress thread that blocks."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:  # noqa: N802 - their name
+        config.pthrDelay = _PROGRESS_DELAY_US
+        return self._bindings.nixlAgent(name, config)
+
+
+def _release(reading: _Reading) -> None:
+    """Let NIXL forget a read that came to nothing."""
+    with suppress(Exception):
+        reading.handle.release()
+
+
+def _failed(error: Exception) -> ReadError:
+    return ReadError(f"{type(error).__name__}: {error}")
+
+
+# One-sided reads by NVIDIA's NIXL: between hosts, over whatever fabric UCX finds.
+#
+# Both slabs are registered once. A read lands in this rank's landing slab, and is copied from there
+# to the tensors: memory that comes and goes would have to be registered each time.
+
+
+_TRIAL_S = 2.0
+"""A trial of a slow link ends then: every link's comes before a run can begin."""
+
+_log = logging.getLogger(__name__)
+
+
+class NixlPlane:
+    """Implements `rrfp.runtime.planes.plane.Plane`."""
+
+    name = TransportName.NIXL
+    is_inline = False
+    lends = False
+
+    def __init__(self, device: Device, slab_bytes: int) -> None:
+        """Raises PlaneRefusal where there is no NIXL, or none that starts."""
+        self.device = device
+        self.reserved_bytes = 2 * slab_bytes
+        self._on_exit = ExitStack()
+        try:
+            self.slab, landing = self._memory(slab_bytes), self._memory(slab_bytes)
+            self._agent = NixlAgent(f"rrfp-{secrets.token_hex(8)}", device, self.slab, landing)
+        except PlaneRefusal:
+            self._on_exit.close()
+            raise
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory to be registered. Of a GPU it is none of torch's: reads of that are slow where
+        its segments expand (https://github.com/ai-dynamo/nixl/issues/1754)."""
+        device = self.device
+        if device.torch_device.type != "cuda":
+            return device.empty([num_bytes], torch.uint8, device.compute_stream())
+        with device.selected():
+            try:
+                cuda = CudaRuntime(device.torch_device.index or 0)
+                address = cuda.allocate(num_bytes)
+            except CudaRuntimeError as error:
+                raise PlaneRefusal(f"CUDA gives no outbox for NIXL ({error})") from None
+        self._on_exit.callback(self._free, cuda, address)
+        return device.memory_at(address, num_bytes)
+
+    def _free(self, cuda: CudaRuntime, address: int) -> None:
+        with self.device.selected():
+            try:
+                cuda.free(address)
+            except CudaRuntimeError as error:
+                _log.warning("memory that NIXL read from was not freed: %s", error)
+
+    def offer(self) -> Offer:
+        return Offer(
+            self.name,
+            {
+                "agent": base64.b64encode(self._agent.metadata).decode(),
+                "address": self.slab.data_ptr(),
+                "device": max(self.slab.get_device(), 0),
+                "bytes": self.slab.numel(),
+            },
+        )
+
+    def attach(self, offer: Offer, peer: int, timeout_s: float) -> tuple[Puller, float | None]:
+        agent = offer.values.get("agent")
+        place = [offer.values.get(name) for name in ("address", "device", "bytes")]
+        numbers = [number for number in place if isinstance(number, int)]
+        if not isinstance(agent, str) or len(numbers) != len(place):
+            raise PlaneRefusal(f"rank {peer} sent no agent of NIXL's")
+        if numbers[2] > self.slab.numel():
+            # A message that fits there might have no place to land here.
+            raise PlaneRefusal(
+                f"rank {peer} has an outbox of {numbers[2]} bytes and its receiver one of"
+                f" {self.slab.numel()}; give all ranks the same outbox_mb"
+            )
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            remote = self._agent.add(base64.b64decode(agent, validate=True), timeout_s)
+        except binascii.Error:
+            raise PlaneRefusal(f"the agent of rank {peer} cannot be read") from None
+        except Exception as error:  # NIXL's own errors have no common base
+            raise PlaneRefusal(
+                f"NIXL does not reach rank {peer} ({type(error).__name__}: {error})"
+            ) from None
+        puller = NixlPuller(self._agent, self.device, remote, peer, *numbers)
+        return puller, puller.measure(deadline_s)
+
+    def close(self, *, are_detached: bool) -> None:
+        self._agent.close()
+        del self.slab
+        if are_detached:
+            self._on_exit.close()
+
+
+class NixlPuller:
+    """Pulls on the agent's thread. Implements `rrfp.runtime.planes.plane.Puller`."""
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        device: Device,
+        remote: str,
+        peer: int,
+        address: int,
+        remote_device: int,
+        slab_bytes: int,
+    ) -> None:
+        """The peer's slab lies at this address of its own, on its device of this number."""
+        self._agent = agent
+        self._device = device
+        self._stream = device.new_stream()
+        self._remote = remote
+        self._peer = peer
+        self._address = address
+        self._remote_device = remote_device
+        self._slab_bytes = slab_bytes
+
+    def pull(self, pull: Pull, told: Pulled, release: Release) -> None:
+        num_bytes = packed_bytes(pull.forms)
+        if pull.offset + num_bytes > self._slab_bytes:
+            told(pull, beyond_slab(self._peer, pull, self._slab_bytes))
+            return
+
+        def done(landed: torch.Tensor | ReadError) -> None:
+            if isinstance(landed, ReadError):
+                told(pull, self._loss(landed))
+                return
+            try:
+                told(pull, copied(unpacked(landed, pull.forms), self._device, self._stream))
+            except Exception as error:  # the agent's thread serves other links, too
+                told(pull, self._not_taken(pull, error))
+
+        place = self._address + pull.offset
+        self._agent.read(Read(self._remote, place, self._remote_device, num_bytes, done))
+
+    def _loss(self, error: ReadError) -> PeerLostError:
+        return PeerLostError(
+            f"rank {self._peer} was lost while its outbox was read ({error}); see its own output"
+            " for the cause"
+        )
+
+    def _not_taken(self, pull: Pull, error: Exception) -> RrfpError:
+        told = RrfpError(
+            f"what rank {self._peer} sent for {pull.task} was read and cannot be taken over"
+            f" ({type(error).__name__}: {first_line(str(error))})"
+        )
+        told.__cause__ = error
+        return told
+
+    def measure(self, deadline_s: float) -> float:
+        """Read as much as a trial takes, or for a while; gives GB/s. Raises PlaneRefusal."""
+        window = min(WINDOW_BYTES, self._slab_bytes)
+        self._read(window, deadline_s)
+        begun_s, num_bytes, taken_s = time.perf_counter(), 0, 0.0
+        while num_bytes < TRIAL_BYTES and taken_s < _TRIAL_S:
+            self._read(window, deadline_s)
+            num_bytes += window
+            taken_s = time.perf_counter() - begun_s
+        return num_bytes / taken_s / 1e9
+
+    def _read(self, num_bytes: int, deadline_s: float) -> None:
+        landed: list[torch.Tensor | ReadError] = []
+        is_done = Event()
+
+        def done(outcome: torch.Tensor | ReadError) -> None:
+            landed.append(outcome)
+            is_done.set()
+
+        self._agent.read(Read(self._remote, self._address, self._remote_device, num_bytes, done))
+        if not is_done.wait(max(deadline_s - time.monotonic(), 0)):
+            raise PlaneRefusal(f"NIXL read nothing from rank {self._peer} in time")
+        if isinstance(landed[0], ReadError):
+            raise PlaneRefusal(f"NIXL reads nothing from rank {self._peer} ({landed[0]})")
+
+    def detach(self, *, waits: bool = True) -> None:
+        # Nothing is pulled any more; NIXL forgets its peers with the agent.
+        pass

@@ -1,0 +1,551 @@
+"""The named orders: published schedules, generated for a pipeline's shape.
+
+Each is a function from a shape and a rank to that rank's tasks. The table `ORDERS` says which
+layouts each supports and whether it splits the backward. None depends on how long tasks take.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from functools import lru_cache
+from itertools import count
+from typing import Final, Self
+
+from rrfp.errors import UsageError, did_you_mean
+from rrfp.schedule.hints import Hint, Rounds, WeightGradients
+from rrfp.schedule.order import Order, order_rounds
+from rrfp.schedule.shape import SPLIT_BACKWARD, WHOLE_BACKWARD, Placement, Shape
+from rrfp.schedule.tasks import Kind, Task, Value
+
+# Hints that alternate between forwards and backwards, or strictly prefer one of them.
+
+
+@dataclass(frozen=True, slots=True)
+class Alternation(Value):
+    """Try `first`, then the other direction (paper section 5). Forwards prefer the smallest chunk
+    (the largest if `deep`), backwards the largest; within a chunk the smallest microbatch wins."""
+
+    name: str
+    first: Kind
+    in_rounds: bool
+    """A round runs one task of each direction that has one ready; otherwise `first` always wins."""
+    deep: bool = False
+    """Forwards prefer the largest chunk, as backwards do, instead of the smallest (the paper's
+    rule)."""
+    splits_backward: bool = False
+
+    @property
+    def second(self) -> Kind:
+        return Kind.B if self.first is Kind.F else Kind.F
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return False
+
+    def on(self, shape: Shape) -> Self:
+        """Itself: it fits any shape."""
+        return self
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Ranked by chunk, then microbatch."""
+        num_chunks, num_microbatches = shape.num_chunks, shape.num_microbatches
+        keys: list[int] = []
+        for kind in shape.kinds:
+            prefers_shallow = kind is Kind.F and not self.deep
+            for chunk in range(num_chunks):
+                preference = chunk if prefers_shallow else num_chunks - 1 - chunk
+                start = preference * num_microbatches
+                keys += range(start, start + num_microbatches)
+        return keys
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        first, second = (self.first,), (self.second,)
+        top = (first, second)
+        if not self.in_rounds:
+            return Rounds(top, {})
+        return Rounds(top, {self.first: (second, first)})
+
+
+BF = Alternation("bf", Kind.B, in_rounds=True)
+BFW = Alternation("bfw", Kind.B, in_rounds=True, splits_backward=True)
+
+ALTERNATIONS = {
+    hint.name: hint
+    for hint in (
+        BF,
+        Alternation("fb", Kind.F, in_rounds=True),
+        Alternation("b-first", Kind.B, in_rounds=False),
+        Alternation("f-first", Kind.F, in_rounds=False),
+        BFW,
+        Alternation("bf-deep", Kind.B, in_rounds=True, deep=True),
+        Alternation("bfw-deep", Kind.B, in_rounds=True, deep=True, splits_backward=True),
+    )
+}
+
+
+# V-Half and V-Min (Qi et al. 2024, "Pipeline parallelism with controllable memory", arXiv
+# 2405.15362): orders over a V of two chunks that hold a half, or a third, of what 1F1B holds.
+#
+# As in the paper, a building block says when each stage runs a microbatch's forward and backward if
+# every task takes a unit of time. It repeats every six units, which is a rank's work for a
+# microbatch, so that no two tasks of a rank coincide; weight gradients fill the gaps. The sooner a
+# block's backwards follow its forwards, the less is held.
+#
+# The repeated blocks are then squeezed, each task starting once its rank is free and its inputs are
+# there, and reordered while the pipeline fills and drains: a task may overtake others of its rank
+# if the rest of the row, left as it is, still keeps within the peak. The first task of a row is
+# thus always allowed, and since the blocks respect what tasks need, some first task can always run:
+# there is no deadlock, with however many ranks and microbatches.
+
+
+F, B, W = Kind.F, Kind.B, Kind.W
+
+_PERIOD = 6
+"""Units of time from one microbatch's block to the next."""
+_NUM_LANES = 4
+"""A rank runs forwards and backwards on two stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block(Value):
+    """A building block: the unit of time in which each stage runs a microbatch."""
+
+    starts: dict[Kind, tuple[int, ...]]
+    peak: int
+    """The most that a rank holds in the repeated blocks, in slots of a chunk and a microbatch."""
+
+
+def v_half(shape: Shape, rank: int) -> tuple[Task, ...]:
+    """V-Half: N ranks hold at most (N + 2) // 2 microbatches each."""
+    return _rows(shape, _half_block)[rank]
+
+
+def v_min(shape: Shape, rank: int) -> tuple[Task, ...]:
+    """V-Min: N ranks hold at most (N + 4) // 3 microbatches each."""
+    return _rows(shape, _min_block)[rank]
+
+
+def _half_block(num_ranks: int) -> _Block:
+    """A microbatch's forward, and then its backward, takes two units for each rank on the way down
+    the V, and one on the way up."""
+    pause = 3 if num_ranks % 2 == 0 else 0  # Without it tasks of a rank would coincide.
+    ranks = range(num_ranks)
+    forwards = [2 * rank for rank in ranks] + [2 * num_ranks - 1 + rank for rank in ranks]
+    down = [3 * num_ranks - 1 + pause + 2 * rank for rank in ranks]
+    up = [5 * num_ranks - 1 + pause + rank for rank in ranks]
+    return _block(forwards, [*down, *up], peak=num_ranks // 2 + 1)
+
+
+def _min_block(num_ranks: int) -> _Block:
+    """Every stage follows the one before at once."""
+    pause = 2 if num_ranks % 3 == 0 else 0  # Without it tasks of a rank would coincide.
+    num_stages = 2 * num_ranks
+    forwards = list(range(num_stages))
+    backwards = [num_stages + pause + place for place in range(num_stages)]
+    return _block(forwards, backwards, peak=(num_ranks + 4) // 3)
+
+
+def _block(forwards: list[int], backwards: list[int], *, peak: int) -> _Block:
+    """The block with these starts in the sequence in which tasks run, the last stage's backward
+    first, and with this peak in microbatches."""
+    return _Block({F: tuple(forwards), B: tuple(reversed(backwards))}, 2 * peak)
+
+
+class _Phase(Enum):
+    """A part of the step. Only the steady one keeps to the blocks' sequence: before it, fewer
+    microbatches are in flight than memory allows, and after it, no new ones come."""
+
+    FILL = auto()
+    STEADY = auto()
+    DRAIN = auto()
+
+
+_Row = deque[tuple[_Phase, Task | None]]
+"""Tasks in sequence; None is the weight gradient that is owed the longest by then."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank while its row is squeezed and reordered."""
+
+    row: _Row
+    """What it has yet to run."""
+    ran: list[Task] = field(default_factory=list)
+    owed: deque[Task] = field(default_factory=deque)
+    """Weight gradients whose backward has run."""
+    held: int = 0
+    """Forwards run minus weight gradients run."""
+
+    def choose(self, shape: Shape, peak: int, ran: set[Task]) -> int | None:
+        """The place in the row of the task to run in this unit, given what all ranks ran; None to
+        wait."""
+        held = largest = self.held  # With the row as it stands, up to the task looked at.
+        overtaken: set[tuple[int, Kind]] = set()
+        for place, (phase, task) in enumerate(self.row):
+            if phase is not self.row[0][0] or (phase is _Phase.STEADY and place):
+                break
+            if task is None:
+                held -= 1
+                continue
+            stage, kind, _ = task
+            if (stage, kind) not in overtaken:  # Microbatches do not overtake each other.
+                fits = kind is B or largest < peak
+                if fits and ran.issuperset(shape.prerequisites(task)):
+                    return place
+                overtaken.add((stage, kind))
+                if len(overtaken) == _NUM_LANES:
+                    break
+            held += kind is F
+            largest = max(largest, held)
+        if not self.owed:
+            return None
+        return next(place for place, (_, task) in enumerate(self.row) if task is None)
+
+    def run(self, place: int) -> Task:
+        """Run the task at a place in the row."""
+        _, task = self.row[place]
+        del self.row[place]
+        if task is None:
+            task = self.owed.popleft()
+            self.held -= 1
+        elif task.kind is B:
+            self.owed.append(task._replace(kind=W))
+        else:
+            self.held += 1
+        self.ran.append(task)
+        return task
+
+
+@lru_cache(maxsize=4)
+def _rows(shape: Shape, block_of: Callable[[int], _Block]) -> tuple[tuple[Task, ...], ...]:
+    """Each rank's tasks: the blocks repeated, squeezed and reordered. Cached, since a rank's row
+    comes with those of all others."""
+    block = block_of(shape.num_ranks)
+    ranks = [_Rank(_repeated(shape, block, rank)) for rank in range(shape.num_ranks)]
+    ran: set[Task] = set()
+    while any(rank.row for rank in ranks):
+        # All ranks choose before any of them runs what it chose.
+        chosen = [rank.choose(shape, block.peak, ran) for rank in ranks]
+        ran.update(
+            rank.run(place) for rank, place in zip(ranks, chosen, strict=True) if place is not None
+        )
+    return tuple(tuple(rank.ran) for rank in ranks)
+
+
+def _repeated(shape: Shape, block: _Block, rank: int) -> _Row:
+    """A rank's row in the repeated blocks, with weight gradients in the gaps."""
+    at = {
+        block.starts[kind][stage] + _PERIOD * microbatch: Task(stage, kind, microbatch)
+        for kind in (F, B)
+        for stage in shape.stages_of(rank)
+        for microbatch in range(shape.num_microbatches)
+    }
+    filled = block.starts[B][shape.num_ranks]  # The first backward is at the bottom of the V.
+    last = _PERIOD * (shape.num_microbatches - 1)  # The last microbatch starts.
+    end = max(at)
+    row: _Row = deque()
+    start, num_owed = min(at), 0
+    while num_owed or start <= end:
+        phase = _Phase.DRAIN if start > last else _Phase.FILL if start < filled else _Phase.STEADY
+        task = at.get(start)
+        if task is not None:
+            row.append((phase, task))
+            num_owed += task.kind is B
+        elif num_owed:
+            row.append((phase, None))
+            num_owed -= 1
+        start += 1
+    return row
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks(Value):
+    """The chunks and placement that an order supports."""
+
+    needed: str
+    """As an error names them."""
+    min_chunks: int = 1
+    max_chunks: int | None = None
+    placement: Placement | None = None
+
+    def fits(self, shape: Shape) -> bool:
+        return (
+            self.min_chunks <= shape.num_chunks
+            and (self.max_chunks is None or shape.num_chunks <= self.max_chunks)
+            and self.placement in (None, shape.placement)
+        )
+
+
+_ANY = _Chunks("any number of chunks per rank")
+_ONE_CHUNK = _Chunks("1 chunk per rank", max_chunks=1)
+_LOOP = _Chunks("2 or more chunks per rank in placement loop", 2, placement=Placement.LOOP)
+_V = _Chunks("2 chunks per rank in placement v", 2, 2, Placement.V)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOrder(Value):
+    """A named order, and the pipelines that it can be generated for."""
+
+    name: str
+    row: Callable[[Shape, int], Iterable[Task]]
+    """The tasks of a rank, in sequence."""
+    kinds: tuple[Kind, ...]
+    chunks: _Chunks
+    in_whole_rounds: bool = False
+    """Whether it needs a multiple of the number of ranks as microbatches."""
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether this order can be generated for this shape."""
+        return self.chunks.fits(shape) and self._fits_microbatches(shape)
+
+    def on(self, shape: Shape) -> Order:
+        """The order for a shape; the shape's kinds are replaced by this order's own.
+
+        Raises UsageError, naming what it needs, for a shape that it does not fit.
+        """
+        if not self.chunks.fits(shape):
+            raise UsageError(
+                f"order {self.name} needs {self.chunks.needed}, not {shape.num_chunks} in "
+                f"placement {shape.placement}; change --placement and --chunks (in a job of your "
+                "own, its virtual pipeline size), or choose another hint"
+            )
+        if not self._fits_microbatches(shape):
+            raise UsageError(
+                f"order {self.name} needs a multiple of its {shape.num_ranks} pipeline ranks as "
+                f"microbatches, not {shape.num_microbatches}; change their number"
+            )
+        shape = replace(shape, kinds=self.kinds)
+        return Order(
+            self.name, shape, tuple(tuple(self.row(shape, rank)) for rank in range(shape.num_ranks))
+        )
+
+    @property
+    def splits_backward(self) -> bool:
+        return W in self.kinds
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return self.splits_backward
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        """Ranked by place in the rank's row."""
+        return self.on(shape).keys(shape, rank)
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        return order_rounds(w)
+
+    def _fits_microbatches(self, shape: Shape) -> bool:
+        return not self.in_whole_rounds or shape.num_microbatches % shape.num_ranks == 0
+
+
+def _one_forward_one_backward(shape: Shape, rank: int) -> Iterator[Task]:
+    """1F1B (PipeDream-flush; Narayanan et al. 2021), as Megatron runs it."""
+    microbatches = range(shape.num_microbatches)
+    forwards = [Task(rank, F, microbatch) for microbatch in microbatches]
+    backwards = [Task(rank, B, microbatch) for microbatch in microbatches]
+    return _alternate(forwards, backwards, shape.num_ranks - 1 - rank)
+
+
+def _gpipe(shape: Shape, rank: int) -> Iterator[Task]:
+    """GPipe (Huang et al. 2019): all forwards, then all backwards from the deepest chunk on."""
+    stages = shape.stages_of(rank)
+    for kind, of_kind in ((F, stages), (B, stages[::-1])):
+        for stage in of_kind:
+            for microbatch in range(shape.num_microbatches):
+                yield Task(stage, kind, microbatch)
+
+
+def _interleaved(shape: Shape, rank: int) -> Iterator[Task]:
+    """Interleaved 1F1B (Narayanan et al. 2021), as Megatron runs it with groups of one microbatch
+    per rank.
+
+    Each group of as many microbatches as there are ranks passes through all of the rank's chunks
+    before the next group; backwards visit the chunks in reverse.
+    """
+    num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
+    visits = [
+        (chunk, first + place)
+        for first in range(0, shape.num_microbatches, num_ranks)
+        for chunk in range(num_chunks)
+        for place in range(num_ranks)
+    ]
+    forwards = [Task(shape.stage_of(rank, chunk), F, m) for chunk, m in visits]
+    backwards = [Task(shape.stage_of(rank, num_chunks - 1 - chunk), B, m) for chunk, m in visits]
+    num_ahead = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * num_ranks
+    return _alternate(forwards, backwards, num_ahead)
+
+
+def _alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
+) -> Iterator[Task]:
+    """First `num_ahead` forwards, then forwards and backwards alternating, then the rest."""
+    num_ahead = min(num_ahead, len(forwards))
+    yield from forwards[:num_ahead]
+    for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(backwards) - num_ahead :]
+
+
+def _zb_h1(shape: Shape, rank: int) -> Iterator[Task]:
+    """ZB-H1 (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
+
+    1F1B with weight gradients deferred, on rank r by r microbatches. Rank r of 1F1B holds r fewer
+    activations than rank 0, so no rank comes to hold more than rank 0 did.
+    """
+    owed: deque[Task] = deque()
+    for task in _one_forward_one_backward(shape, rank):
+        yield task
+        if task.kind is B:
+            owed.append(task._replace(kind=W))
+            if len(owed) > rank:
+                yield owed.popleft()
+    yield from owed
+
+
+def _zb_v(shape: Shape, rank: int) -> Iterator[Task]:
+    """ZB-V (Qi et al. 2024, "Pipeline parallelism with controllable memory").
+
+    Every rank has an early and a late stage, so backwards start on the rank where forwards end.
+    The order is generated for at least 2N - 1 microbatches on N ranks; with fewer, the tasks of
+    the surplus microbatches are dropped.
+    """
+    num_ranks = shape.num_ranks
+    num = max(shape.num_microbatches, 2 * num_ranks - 1)
+    early, late = shape.stages_of(rank)
+    early_whole, late_whole = ((early, B), (early, W)), ((late, B), (late, W))
+    num_before_steady = 2 * num_ranks - 1 - rank
+    passes: tuple[tuple[int, tuple[tuple[int, Kind], ...]], ...] = (
+        (num_before_steady - rank, ((early, F),)),
+        (rank, ((late, F), (early, F))),
+        (num_ranks - rank, ((late, F), *late_whole)),
+        (num - num_before_steady, ((early, F), *early_whole, (late, F), *late_whole)),
+        (num_ranks - 1 - rank, (*early_whole, (late, F), *late_whole)),
+        (rank, ((early, B), (late, B))),
+        (num_ranks - rank, early_whole),
+        (rank, ((late, W),)),
+        (rank, ((early, W),)),
+    )
+    microbatches = {(stage, kind): count() for stage in (early, late) for kind in shape.kinds}
+    for num_times, steps in passes:
+        for _ in range(num_times):
+            for stage, kind in steps:
+                microbatch = next(microbatches[stage, kind])
+                if microbatch < shape.num_microbatches:
+                    yield Task(stage, kind, microbatch)
+
+
+ORDERS = {
+    order.name: order
+    for order in (
+        NamedOrder("1f1b", _one_forward_one_backward, WHOLE_BACKWARD, _ONE_CHUNK),
+        NamedOrder("gpipe", _gpipe, WHOLE_BACKWARD, _ANY),
+        NamedOrder("zb-h1", _zb_h1, SPLIT_BACKWARD, _ONE_CHUNK),
+        NamedOrder("zb-v", _zb_v, SPLIT_BACKWARD, _V),
+        NamedOrder("v-half", v_half, SPLIT_BACKWARD, _V),
+        NamedOrder("v-min", v_min, SPLIT_BACKWARD, _V),
+        NamedOrder("interleaved", _interleaved, WHOLE_BACKWARD, _LOOP, in_whole_rounds=True),
+    )
+}
+
+
+# Every named hint. A new one takes a line in `HINTS`, and what it is a line in `IN_WORDS`.
+
+
+HINTS: dict[str, Hint] = {
+    **ALTERNATIONS,
+    **ORDERS,
+}
+
+
+IN_WORDS: dict[str, str] = {
+    "bf": "in turns: a backward, a forward",
+    "fb": "in turns: a forward, a backward",
+    "b-first": "any ready backward before forwards",
+    "f-first": "any ready forward before backwards",
+    "bfw": "bf, with weight gradients when idle",
+    "bf-deep": "bf, deepest chunk's forwards first",
+    "bfw-deep": "bfw, deepest chunk's forwards first",
+    "1f1b": "Megatron's: a forward, a backward",
+    "gpipe": "all forwards, then all backwards",
+    "zb-h1": "zero bubble: 1f1b, backward split",
+    "zb-v": "zero bubble over a V of two chunks",
+    "v-half": "over a V: half of 1f1b's memory",
+    "v-min": "over a V: a third of 1f1b's memory",
+    "interleaved": "Megatron's 1f1b over several chunks",
+}
+"""What each hint is, in a few words."""
+
+
+def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
+    """The hint of that name; raises UsageError, with the list of names, if there is none. `others`
+    are names that the caller takes besides."""
+    if name not in HINTS:
+        names = [*HINTS, *others]
+        raise UsageError(
+            f"'{name}' is neither a hint ({', '.join(names)}) nor the path of an order file"
+            f"{did_you_mean(name, names)}"
+        )
+    return HINTS[name]
+
+
+# The hint that is chosen while a run goes on, by simulation (`rrfp.simulate.choice`).
+
+
+NAME: Final = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class AutoHint(Value):
+    """The wish for a choice. As a hint it is the one to begin with, which whatever knows of no
+    choice has as well, such as an evaluation."""
+
+    first: str | None = None
+    """The hint to begin with. None: `zb-v` on a V, `bfw` with one chunk, `bfw-deep` with several in
+    a loop."""
+    every: int = 50
+    """Steps from one choice to the next."""
+    waits: bool = False
+    """Whether the step after a question waits for the answer: then it does not depend on the
+    machine which steps have which hint, as far as their costs do not."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for an unknown hint, and for steps that leave none to measure."""
+        if self.first is not None:
+            hint_named(self.first)
+        if self.every < 2:
+            raise UsageError(
+                f"hint auto is to choose every {self.every} steps, and it has to measure one "
+                "first; set it to 2 or more"
+            )
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.first is None or HINTS[self.first].splits_backward
+
+    @property
+    def ranks_weight_gradients(self) -> bool:
+        return False
+
+    def on(self, shape: Shape) -> Hint:
+        """The hint to begin with."""
+        name = self.first
+        if name is None and shape.placement is Placement.V:
+            name = "zb-v"
+        if name is None:
+            name = "bfw" if shape.num_chunks == 1 else "bfw-deep"
+        return HINTS[name].on(shape)
+
+    def keys(self, shape: Shape, rank: int) -> list[int]:
+        return self.on(shape).keys(shape, rank)
+
+    def rounds(self, w: WeightGradients) -> Rounds:
+        raise TypeError("a choice of a hint is fitted to a shape before it steers anything")
+
+
+AUTO: Final = AutoHint()

@@ -1,0 +1,246 @@
+"""What a bound on memory costs that is too low to fill the pipeline.
+
+It is told by simulating a step of equal tasks: F, B and W of one length, and free messages. The
+measure is 1F1B of the same chunks (interleaved, if there are several), whose time is known:
+with C chunks on each of N ranks, M microbatches take C * max(M, N) + min(M, N) - 1 times as long as
+one microbatch takes on one chunk. A hint that takes longer even without a bound is measured against
+that, so that only what the bound itself costs is told.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from math import sqrt
+
+from rrfp.errors import UsageError
+from rrfp.schedule.bounds import Sizes
+from rrfp.schedule.hints import kinds_of
+from rrfp.schedule.knobs import Bytes, ShareOf1F1B, told_bytes
+from rrfp.schedule.order import Order
+from rrfp.schedule.policy import Dispatch, Policy, filling_limit
+from rrfp.schedule.shape import Shape
+from rrfp.simulate.costs.model import Costs
+from rrfp.simulate.step import play
+from rrfp.simulate.world import TaskTimes, World
+
+_TASK_NS = 1000
+
+_TOLERANCE = 1.01
+"""How many times as long as 1F1B a step may take under a bound that fills the pipeline."""
+
+_MOST_FORWARDS = 2**15
+"""Of a simulated step, which then takes some 60 ms. A larger one is simulated with fewer ranks and
+a bound that is lower in proportion. Where ranks of several chunks drain, more of them pay more."""
+
+_NUM_ROUNDS = 8
+"""The most microbatches of a simulated step, for each rank; more hardly change the price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfilled:
+    """A bound that cannot fill the pipeline."""
+
+    flag: str
+    """Which bound it is: limit or hold."""
+    bound: int
+    num_stages: int
+    price: float
+    """How many times as long a step takes."""
+    enough: int | None
+    """A higher bound, which fills it; None if there is none under this hint."""
+
+    def told(self) -> str:
+        """A sentence for whoever has set it."""
+        instead = (
+            "choose a hint that needs less, such as bfw-deep"
+            if self.enough is None
+            else f"use {self.enough} or more"
+        )
+        return (
+            f"{self.flag} {self.bound} cannot fill a pipeline of {self.num_stages} stages: a step "
+            f"takes about {self.price:.3g} times as long (simulated, equal tasks); {instead}, or "
+            f"leave --{self.flag} out"
+        )
+
+
+def unfilled(policy: Policy, shape: Shape) -> Unfilled | None:
+    """The bound that a user has set as a number, if it cannot fill a pipeline of this shape; None
+    for any other policy. Raises UsageError for a hint that does not fit the shape."""
+    flag, bound = ("limit", policy.limit) if policy.hold is None else ("hold", policy.hold)
+    is_asked = policy.dispatch is Dispatch.READY and not policy.limits_by_shape
+    if not is_asked or not isinstance(bound, int) or not _withholds(flag, bound, shape):
+        return None
+    is_order = isinstance(policy.hint, Order)
+    if is_order and shape.num_ranks * _num_forwards_of_a_rank(shape) > _MOST_FORWARDS:
+        return None  # An order from a file is of this shape alone.
+    small = shape if is_order else _smaller(shape)
+
+    def time_ns(asked: int | None) -> int:
+        scaled = None if asked is None else max(1, asked * small.num_ranks // shape.num_ranks)
+        if flag == "limit":
+            return _time_ns(replace(policy, limit=scaled), small)
+        return _time_ns(replace(policy, hold=scaled), small)
+
+    best_ns, under_it_ns = _time_of_1f1b_ns(small), time_ns(bound)
+    if under_it_ns <= _TOLERANCE * best_ns:
+        return None
+    best_ns = max(best_ns, time_ns(None))
+    price = under_it_ns / best_ns
+    if price <= _TOLERANCE:
+        return None
+    return Unfilled(flag, bound, shape.num_stages, price, _enough(policy, flag, bound, shape))
+
+
+def unbounded(policy: Policy, shape: Shape) -> str | None:
+    """Describe what a rank may keep if the usual limit withholds nothing; None if that is at most
+    twice what it keeps under 1F1B. Raises UsageError for a hint that does not fit the shape."""
+    if not policy.limits_by_shape or policy.of_shape(shape).limit is not None:
+        return None
+    # 1F1B runs N (C + 1) - 1 forwards ahead (docs/decisions/0036-usual-limit.md).
+    usual = -(-(shape.num_ranks * (shape.num_chunks + 1) - 1) // shape.num_chunks)
+    if shape.num_microbatches <= 2 * usual:
+        return None
+    return (
+        f"{policy.hint.name} over {shape.num_chunks} chunks fills the pipeline only without a "
+        f"limit, so a rank may keep the activations of nearly all {shape.num_microbatches} "
+        f"microbatches, where interleaved 1F1B keeps those of about {usual}; if memory is short, "
+        "use --hint interleaved or --hint bfw-deep, which have limits, or set --hold"
+    )
+
+
+def _enough(policy: Policy, flag: str, bound: int, shape: Shape) -> int | None:
+    """What fills the pipeline, if it is more than this bound."""
+    limit = filling_limit(policy.hint.on(shape), shape)
+    if limit is None:
+        return None
+    enough = limit if flag == "limit" else -(-limit // shape.num_chunks)
+    return enough if enough > bound else None
+
+
+def _num_forwards_of_a_rank(shape: Shape) -> int:
+    return shape.num_chunks * shape.num_microbatches
+
+
+def _withholds(flag: str, bound: int, shape: Shape) -> bool:
+    """Whether a bound can withhold a forward."""
+    num = shape.num_microbatches if flag == "hold" else _num_forwards_of_a_rank(shape)
+    return bound < num
+
+
+def _smaller(shape: Shape) -> Shape:
+    """A shape like this one that is quick to simulate."""
+    num_ranks = shape.num_ranks
+    num_microbatches = min(shape.num_microbatches, _NUM_ROUNDS * num_ranks)
+    num_forwards = num_ranks * shape.num_chunks * num_microbatches
+    if num_forwards > _MOST_FORWARDS:
+        num_ranks = max(2, int(num_ranks * sqrt(_MOST_FORWARDS / num_forwards)))
+    num_microbatches = max(1, num_microbatches * num_ranks // shape.num_ranks)
+    return replace(shape, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+
+def _time_of_1f1b_ns(shape: Shape) -> int:
+    fewer, more = sorted((shape.num_ranks, shape.num_microbatches))
+    return 3 * _TASK_NS * (shape.num_chunks * more + fewer - 1)
+
+
+def _time_ns(policy: Policy, shape: Shape) -> int:
+    hint = policy.hint.on(shape)
+    shape = replace(shape, kinds=kinds_of(hint))
+    rows = [[_TASK_NS] * shape.num_microbatches] * shape.num_stages
+    world = World(TaskTimes(rows, rows, rows))
+    return play(shape, replace(policy, hint=hint, order=None), world).makespan_ns
+
+
+# Budgets in bytes that are given as a multiple of what 1F1B keeps.
+
+
+def resolved(
+    policy: Policy, shape: Shape, costs: Costs, steps: Sequence[tuple[int, int]]
+) -> Policy:
+    """The policy with its share of 1F1B's peak as a number; any other policy as it is.
+
+    The peak is the largest over ranks and `steps`, which are (seed, replica) pairs. Where the costs
+    say nothing of memory, microbatches are of one size, and the peak is theirs. Raises UsageError
+    for a hold in bytes where they say nothing, and for one below what some step needs.
+    """
+    share = policy.hold
+    if isinstance(share, Bytes):
+        _check_suffices(share, shape, costs, steps)
+    if not isinstance(share, ShareOf1F1B):
+        return policy
+    peaks = [peak_of_1f1b(costs, shape, seed, replica) for seed, replica in steps]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) == len(peaks):
+        hold = Bytes(int(share.factor * max(known)))
+        _check_suffices(hold, shape, costs, steps)
+        return replace(policy, hold=hold)
+    num_chunks = shape.num_chunks
+    peak = min(shape.num_ranks, shape.num_microbatches) * num_chunks
+    num_slots = max(num_chunks, int(share.factor * peak))
+    return replace(policy, hold=Fraction(num_slots, num_chunks))
+
+
+def _check_suffices(
+    hold: Bytes, shape: Shape, costs: Costs, steps: Sequence[tuple[int, int]]
+) -> None:
+    """Raise UsageError for a hold with which a rank could get stuck in one of the steps, with the
+    least one that is enough for all."""
+    least = 0
+    for seed, replica in steps:
+        sizes = costs.step(shape, seed, replica).sizes
+        if sizes is None:
+            raise UsageError(
+                f"a hold of {hold} needs to know what microbatches keep, and the costs do not say "
+                "it; give the costs bytes, or the hold in microbatches"
+            )
+        of_ranks = (sizes.of(shape.stages_of(rank)) for rank in range(shape.num_ranks))
+        least = max(least, *(each.least_budget for each in of_ranks))
+    if hold.num < least:
+        raise UsageError(
+            f"the hold of {told_bytes(hold.num)} ({hold.num} bytes) is below the "
+            f"{told_bytes(least)} that the heaviest microbatches of these steps take on their way "
+            f"through a rank's chunks; set it to {least}B or more"
+        )
+
+
+def peak_of_1f1b(costs: Costs, shape: Shape, seed: int, replica: int) -> int | None:
+    """The largest sum of bytes, over ranks, that 1F1B keeps at once in a step with as many ranks
+    and microbatches, in the order given by the data; None if the costs say nothing of memory.
+
+    1F1B has one chunk per rank. Costs that are given by chunk count a rank's chunks as one.
+    """
+    try:
+        whole = costs.step(Shape(shape.num_ranks, shape.num_microbatches), seed, replica).sizes
+    except UsageError:
+        if shape.num_chunks == 1:
+            raise
+        whole = (
+            None if (own := costs.step(shape, seed, replica).sizes) is None else by_rank(own, shape)
+        )
+    if whole is None:
+        return None
+    return widest_of_1f1b(whole)
+
+
+def widest_of_1f1b(whole: Sizes) -> int:
+    """The largest sum that 1F1B keeps at once on any rank; `whole` has a row for each."""
+    num_ranks = len(whole.kept)
+    # Rank r starts the microbatch num_ranks - r places after the one whose backward it ends.
+    return max(_widest(row, num_ranks - rank) for rank, row in enumerate(whole.kept))
+
+
+def by_rank(sizes: Sizes, shape: Shape) -> Sizes:
+    """Sizes of whole ranks, all chunks of a rank added up."""
+    return Sizes(
+        [
+            [sum(each) for each in zip(*sizes.of(shape.stages_of(rank)).kept, strict=True)]
+            for rank in range(shape.num_ranks)
+        ]
+    )
+
+
+def _widest(row: Sequence[int], width: int) -> int:
+    """The largest sum of so many neighbours."""
+    sums = [0, *accumulate(row)]
+    return max(sums[end] - sums[max(0, end - width)] for end in range(1, len(sums)))

@@ -1,1 +1,0 @@
-"""The order in which a step's microbatches enter, planned by simulating the step before it."""

@@ -1,0 +1,460 @@
+"""One pipeline's step whose messages travel while ranks compute.
+
+They travel one at a time on a directed link, in the order in which they were sent.
+`rrfp.simulate.transfers` models transfers that block.
+
+The members of a group (tensor parallelism) run each task together, because it contains collectives;
+only their messages arrive at different times. The leader's dispatcher counts them all. It decides
+on the next task while one runs, just early enough for the round of agreement to be over when that
+task ends. If nothing was ready by then, the group waits for a decision and its round.
+
+Where a device works beside its host and launches take time, every rank decides on its next task
+while one runs, as late as it dares, and again with every arrival from then on. At most one task
+waits behind the running one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rrfp.errors import UsageError
+from rrfp.schedule.order import Order
+from rrfp.schedule.patience import NEVER, Durations, JustInTime, Punctuality
+from rrfp.schedule.policy import Dispatch, Policy
+from rrfp.schedule.ready_tracker import KINDS, NO_RANK, NOTHING
+from rrfp.schedule.shape import Shape
+from rrfp.schedule.tasks import Announced, Cause, Kind, Task, Waited
+from rrfp.simulate.engine import (
+    ANNOUNCED,
+    CAME,
+    DECIDES_AHEAD,
+    ENDED,
+    IDLE,
+    LOSES_PATIENCE,
+    Log,
+    PipelineRun,
+    Step,
+)
+from rrfp.simulate.world import TaskTimes, World
+
+# Announcements in virtual time: what ranks expect of their tasks, and make of what they hear.
+
+
+class Announcing:
+    """The announcements of steps of the same costs. As in the runtime, ranks learn from what came
+    how punctual announcements are."""
+
+    def __init__(self, shape: Shape, world: World, heard: Sequence[Punctuality]) -> None:
+        """`heard` is what each rank makes of announcements."""
+        self._shape = shape
+        self._known_ns = (
+            None if world.expected is None else world.expected.by_kind(split=shape.splits_backward)
+        )
+        self._durations = [Durations() for _ in range(shape.num_ranks)]
+        self._heard = heard
+        self._left_ns: dict[Task, int] = {}
+
+    def taking_ns(self, rank: int, task: Task, time_ns: int) -> int | None:
+        """How long a rank expects the task to take that it begins; None: it has no idea. It will
+        learn from the time that it takes, `time_ns`."""
+        stage, kind, microbatch = task
+        if self._known_ns is not None:
+            return self._known_ns[kind][stage][microbatch]
+        chunk = self._shape.chunk_of(stage)
+        mean_ns = self._durations[rank].expected_ns(kind, chunk)
+        self._durations[rank].took(kind, chunk, time_ns)
+        return None if mean_ns is None else int(mean_ns)
+
+    def announce(self, task: Task, left_ns: int) -> None:
+        """Tell a task's rank that its input will come `left_ns` after the announcement."""
+        self._left_ns[task] = left_ns
+
+    def heard(self, rank: int, task: Task, now_ns: int) -> Announced:
+        """The announcement of a task has reached its rank."""
+        return self._heard[rank].announced(task, now_ns, self._left_ns.pop(task))
+
+    def arrived(self, rank: int, task: Task, now_ns: int) -> None:
+        """The input of a task has reached its rank."""
+        self._heard[rank].arrived(task, now_ns)
+
+
+# One pipeline's step whose transfers block the compute path, as in Megatron's own schedules.
+#
+# A transfer starts when both its sender and its receiver are there, and neither goes on until it
+# has passed. What a rank sends after a task, and receives for its next one, follows the calls in
+# Megatron-Core's schedules.py:
+#
+# - One chunk per rank: the two overlap if they go to and come from the same rank
+# (`send_forward_recv_backward`, `send_backward_recv_forward`); otherwise the send goes first. -
+# Several chunks: they always overlap, and if a forward is followed by a backward, all four messages
+# of the pair pass after the backward (`send_forward_backward_recv_forward_backward`). - A weight
+# gradient has no transfers: it runs while those before it pass.
+
+
+@dataclass(slots=True)
+class _Rank:
+    """The state of a rank. A message is named by the task that consumes it."""
+
+    row: tuple[Task, ...]
+    sends: dict[Task, list[Task]]
+    """Messages that it sends, by the task after which they leave."""
+    receives: dict[Task | None, list[Task]]
+    """Messages that it receives, by the task after which it asks for them; None: at the start."""
+    num_run: int = 0
+    is_busy: bool = False
+    ended_ns: int = 0
+    open: set[Task] = field(default_factory=set)
+    """Messages that the rank is ready to transfer and that have not passed."""
+    asks_later: list[Task] = field(default_factory=list)
+    """Messages to receive once the open ones have passed."""
+
+
+class BlockingStep(Step):
+    """A step whose ranks meet for every message. Its order must bind, because a receiver must know
+    beforehand which message comes next."""
+
+    deadlock = "its order deadlocks over blocking transfers; choose --links async or another hint"
+
+    def __init__(self, shape: Shape, policy: Policy, world: World, log: Log | None) -> None:
+        if policy.dispatch is not Dispatch.FIXED or policy.order is None:
+            raise UsageError(
+                "blocking links need a binding order; add --dispatch fixed or choose --links async"
+            )
+        super().__init__(shape, policy, world, log)
+        # The sending and the receiving rank of each message.
+        self._links: dict[Task, tuple[int, int]] = {}
+        self._ranks = [self._rank_of(row) for row in policy.order.rows]
+        self._half_met: set[Task] = set()
+
+    def _rank_of(self, row: tuple[Task, ...]) -> _Rank:
+        """A rank with this row: what it sends and receives between which tasks."""
+        units: list[list[Task]] = []
+        pairs = self._pairs(row)
+        for task in row:
+            if task.kind is Kind.W:
+                continue
+            is_second = pairs and task.kind is Kind.B and bool(units)
+            if is_second and [before.kind for before in units[-1]] == [Kind.F]:
+                units[-1].append(task)
+            else:
+                units.append([task])
+        rank = _Rank(row, defaultdict(list), defaultdict(list))
+        before: Task | None = None
+        for unit in units:
+            for task in unit:
+                link = self.shape.link(task)
+                if link is not None:
+                    rank.receives[before].append(task)
+                    self._links[task] = link
+                receiver = self.shape.receiver(task)
+                if receiver is not None and self.shape.link(receiver) is not None:
+                    rank.sends[unit[-1]].append(receiver)
+            before = unit[-1]
+        return rank
+
+    def _pairs(self, row: tuple[Task, ...]) -> bool:
+        """Whether a forward and the backward after it form a pair: with several chunks, unless
+        Megatron's warmup covers all forwards."""
+        shape = self.shape
+        rank = shape.rank_of(row[0].stage)
+        num_forwards = shape.num_chunks * shape.num_microbatches
+        num_warmup = 2 * (shape.num_ranks - 1 - rank) + (shape.num_chunks - 1) * shape.num_ranks
+        starts_with_all = all(task.kind is Kind.F for task in row[:num_forwards])
+        return shape.num_chunks > 1 and not (starts_with_all and num_warmup >= num_forwards)
+
+    def play(self) -> PipelineRun:
+        for rank in range(self.shape.num_ranks):
+            self._exchange(rank, 0, None)
+        while (now_ns := self.next_ns()) != NEVER:
+            what, rank, _, number = self.take()
+            task = self.lanes[rank].task(number)
+            if what == ENDED:
+                self._ranks[rank].is_busy = False
+                self._ranks[rank].ended_ns = now_ns
+                self._exchange(rank, now_ns, task)
+            else:
+                self._passed(now_ns, task)
+        return self.result()
+
+    def _exchange(self, rank: int, now_ns: int, ended: Task | None) -> None:
+        """Send the outputs of the tasks up to this one, and receive the inputs of the next ones."""
+        this = self._ranks[rank]
+        sent = [] if ended is None else this.sends[ended]
+        needed = this.receives[ended]
+        peers = {other for task in (*sent, *needed) for other in self._links[task] if other != rank}
+        self._open(rank, now_ns, sent)
+        if not sent or self.shape.num_chunks > 1 or len(peers) == 1:
+            self._open(rank, now_ns, needed)
+        else:
+            this.asks_later = needed
+        self._go_on(rank, now_ns)
+
+    def _open(self, rank: int, now_ns: int, messages: Iterable[Task]) -> None:
+        """A rank is ready for messages; each passes once its other rank is ready too."""
+        for task in messages:
+            self._ranks[rank].open.add(task)
+            if task not in self._half_met:
+                self._half_met.add(task)
+                continue
+            self._half_met.remove(task)
+            sender, receiver = self._links[task]
+            end_ns = now_ns
+            if self.world.transfer is not None:
+                end_ns += self.world.transfer(sender, receiver, task)
+            if self.world.lateness is not None:
+                # Members run as one: all continue when the last one's message has passed.
+                others = range(1, self.world.num_members)
+                end_ns += max((self.world.lateness(each, task) for each in others), default=0)
+            if self.log is not None:
+                for member in range(self.world.num_members):
+                    self.log.passed(sender, receiver, member, now_ns, end_ns, task)
+            self.push(end_ns, CAME, receiver, 0, self.lanes[receiver].number(task))
+
+    def _passed(self, now_ns: int, task: Task) -> None:
+        sender, receiver = self._links[task]
+        number = self.lanes[receiver].number(task)
+        for member in range(self.world.num_members):
+            self.came(receiver, member, now_ns, number)
+        for rank in (sender, receiver):
+            this = self._ranks[rank]
+            this.open.remove(task)
+            if not this.open:
+                later, this.asks_later = this.asks_later, []
+                self._open(rank, now_ns, later)
+            self._go_on(rank, now_ns)
+
+    def _go_on(self, rank: int, now_ns: int) -> None:
+        """Run the next task of the row, if the rank is free."""
+        this = self._ranks[rank]
+        if this.is_busy or this.num_run == len(this.row):
+            return
+        if this.open and this.row[this.num_run].kind is not Kind.W:
+            return
+        number = self.decide(rank, now_ns)
+        assert number != NOTHING, "its input has passed, and its row binds"
+        if self.log is not None and now_ns > this.ended_ns:
+            cause = Cause.TRANSFER if this.num_run else Cause.WARMUP
+            for member in range(self.world.num_members):
+                self.log.waited(rank, member, Waited(cause, this.ended_ns, now_ns))
+        this.num_run += 1
+        this.is_busy = True
+        self.run(rank, now_ns, number)
+
+
+def check_meets(order: Order) -> None:
+    """Raise RrfpError if an order deadlocks over blocking transfers. Durations do not matter: what
+    a rank sends and receives after each task follows from its row alone."""
+    shape = order.shape
+    times = [[1] * shape.num_microbatches] * shape.num_stages
+    policy = Policy(order, dispatch=Dispatch.FIXED)
+    BlockingStep(shape, policy, World(TaskTimes(times, times, times)), None).play()
+
+
+class TravellingStep(Step):
+    """A step whose messages travel while ranks compute."""
+
+    deadlock = "its order deadlocks as a binding one; reorder it or choose --dispatch ready"
+
+    def __init__(
+        self,
+        shape: Shape,
+        policy: Policy,
+        world: World,
+        log: Log | None,
+        announcing: Announcing | None = None,
+    ) -> None:
+        """With `announcing`, ranks tell each other when to expect their output."""
+        super().__init__(shape, policy, world, log)
+        self._agreement_ns = world.agreement_ns if world.num_members > 1 else 0
+        self._launch_ns = world.launch_ns
+        # By rank, where launches take time: what it knows, when it may decide on its next task, and
+        # when its device began what it runs.
+        num_deciding = shape.num_ranks if world.launch_ns else 0
+        self._in_time = [JustInTime(world.launch_risk) for _ in range(num_deciding)]
+        self._due_ns = [NEVER] * shape.num_ranks
+        self._began_ns = [0] * shape.num_ranks
+        self._is_busy = [False] * shape.num_ranks
+        # Ranks that something happened to, each once.
+        self._to_decide = list(range(shape.num_ranks))
+        self._is_to_decide = [True] * shape.num_ranks
+        # By group: its next task, decided ahead, and when that round is over.
+        self._ahead: dict[int, tuple[int, int]] = {}
+        self._announcing = announcing
+        # By rank: when it decides anew at the latest, although nothing came.
+        self._deadline_ns = [NEVER] * shape.num_ranks
+        # By link, and by link and member.
+        self._free_ns: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._last_came_ns: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+
+    def play(self) -> PipelineRun:
+        now_ns = 0
+        while True:
+            self._decide_all(now_ns)
+            now_ns = self.next_ns()
+            if now_ns == NEVER:
+                return self.result()
+            while self.next_ns() == now_ns:
+                what, rank, member, number = self.take()
+                if what == ENDED:
+                    self._is_busy[rank] = False
+                    self._ask(rank)
+                    if self._launch_ns:
+                        self._ran(rank, now_ns, number)
+                    self._send_output(rank, now_ns, number)
+                elif what == CAME:
+                    self._came(rank, member, now_ns, number)
+                elif what == DECIDES_AHEAD:
+                    # It may be over, if the task took less than was expected.
+                    if self._is_busy[rank] and rank not in self._ahead:
+                        self._decide_ahead(rank, now_ns)
+                elif what == ANNOUNCED:
+                    self._heard(rank, now_ns, number)
+                elif self._deadline_ns[rank] == now_ns:
+                    self._ask(rank)
+
+    def _ask(self, rank: int) -> None:
+        """Let a rank decide, if it is free, once everything of this instant has happened."""
+        if not self._is_to_decide[rank]:
+            self._is_to_decide[rank] = True
+            self._to_decide.append(rank)
+
+    def _decide_all(self, now_ns: int) -> None:
+        for rank in self._to_decide:
+            self._is_to_decide[rank] = False
+            if not self._is_busy[rank]:
+                self._decide(rank, now_ns)
+            elif NEVER < self._due_ns[rank] <= now_ns and rank not in self._ahead:
+                self._decide_ahead(rank, now_ns)
+        self._to_decide.clear()
+
+    def _decide(self, rank: int, now_ns: int) -> None:
+        """Let a free rank begin a task, if one may run."""
+        if self._ahead and rank in self._ahead:
+            number, agreed_ns = self._ahead.pop(rank)
+        else:
+            number = self.decide(rank, now_ns)
+            if number == NOTHING:
+                deadline_ns = self.leaders[rank].deadline_ns
+                if deadline_ns != NEVER:
+                    self._deadline_ns[rank] = deadline_ns
+                    self.push(deadline_ns, LOSES_PATIENCE, rank, 0, 0)
+                self._idle_followers(rank, now_ns)
+                return
+            agreed_ns = now_ns + self._agreement_ns
+            self._log_round(rank, now_ns, agreed_ns, number)
+        if agreed_ns > now_ns and self.log is not None:
+            self.log.waited(rank, 0, Waited(Cause.COORDINATION, now_ns, agreed_ns))
+            # The followers have the task's input too, and wait for the decision.
+            self._idle_followers(rank, now_ns)
+        self._is_busy[rank] = True
+        start_ns = max(now_ns, agreed_ns + self._launch_ns)
+        end_ns = self.run(rank, start_ns, number)
+        if self._announcing is not None:
+            self._deadline_ns[rank] = NEVER
+            self._announce(self._announcing, rank, start_ns, end_ns, number)
+        if self._launch_ns:
+            self._decide_in_time(rank, start_ns, end_ns, number)
+        elif self._agreement_ns:
+            self.push(max(start_ns, end_ns - self._agreement_ns), DECIDES_AHEAD, rank, 0, number)
+
+    def _decide_in_time(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
+        """Let a rank decide on its next task while its device runs this one."""
+        lanes, in_time = self.lanes[rank], self._in_time[rank]
+        lane = number // lanes.num_microbatches
+        kind, chunk = KINDS[lanes.kinds[lane]], lanes.chunks[lane]
+        self._began_ns[rank] = start_ns
+        in_time.launched(kind, chunk, self._launch_ns + self._agreement_ns)
+        due_ns = in_time.due_ns(kind, chunk, start_ns)
+        self._due_ns[rank] = NEVER
+        if due_ns is not None and due_ns < end_ns:
+            self._due_ns[rank] = due_ns
+            self.push(due_ns, DECIDES_AHEAD, rank, 0, number)
+
+    def _ran(self, rank: int, now_ns: int, number: int) -> None:
+        """The device of a rank has ended a task."""
+        lanes = self.lanes[rank]
+        lane = number // lanes.num_microbatches
+        taken_ns = now_ns - self._began_ns[rank]
+        self._in_time[rank].ran(KINDS[lanes.kinds[lane]], lanes.chunks[lane], taken_ns)
+
+    def _idle_followers(self, rank: int, now_ns: int) -> None:
+        # Without a log there are none.
+        for member in range(1, len(self.members[rank])):
+            self.handle(rank, member, now_ns, IDLE)
+
+    def _decide_ahead(self, rank: int, now_ns: int) -> None:
+        number = self.decide(rank, now_ns, is_idle=False)
+        if number != NOTHING:
+            agreed_ns = now_ns + self._agreement_ns
+            self._ahead[rank] = (number, agreed_ns)
+            self._log_round(rank, now_ns, agreed_ns, number)
+
+    def _log_round(self, rank: int, start_ns: int, end_ns: int, number: int) -> None:
+        if self.log is not None and self.world.num_members > 1:
+            self.log.agreed(rank, start_ns, end_ns, self.lanes[rank].task(number))
+
+    def _announce(
+        self, announcing: Announcing, rank: int, start_ns: int, end_ns: int, number: int
+    ) -> None:
+        """Tell the rank of the task that takes this one's output when to expect it."""
+        lanes = self.lanes[rank]
+        taking_ns = announcing.taking_ns(rank, lanes.task(number), end_ns - start_ns)
+        lane, microbatch = divmod(number, lanes.num_microbatches)
+        to_rank = lanes.to_rank[lane]
+        if to_rank == NO_RANK or taking_ns is None:
+            return
+        takes = lanes.to_lane[lane] * lanes.num_microbatches + microbatch
+        receiver = self.lanes[to_rank].task(takes)
+        transfer = self.world.transfer
+        hop_ns = 0 if transfer is None else transfer(rank, to_rank, receiver)
+        # It overtakes messages and takes as long as one, so that its hop is the output's, too.
+        announcing.announce(receiver, taking_ns)
+        self.push(start_ns + hop_ns, ANNOUNCED, to_rank, 0, takes)
+
+    def _heard(self, rank: int, now_ns: int, number: int) -> None:
+        """An announcement has reached a rank."""
+        assert self._announcing is not None
+        announced = self._announcing.heard(rank, self.lanes[rank].task(number), now_ns)
+        if self.log is None:
+            self.leaders[rank].handle(now_ns, announced)
+        else:
+            self.handle(rank, 0, now_ns, announced)
+
+    def _came(self, rank: int, member: int, now_ns: int, number: int) -> None:
+        """The input of a task has reached a member of its rank."""
+        if self._announcing is not None and member == 0:
+            self._announcing.arrived(rank, self.lanes[rank].task(number), now_ns)
+        self.came(rank, member, now_ns, number)
+        self._ask(rank)
+
+    def _send_output(self, rank: int, now_ns: int, number: int) -> None:
+        """Deliver a task's output to the rank of the task that takes it."""
+        lanes, world = self.lanes[rank], self.world
+        lane = number // lanes.num_microbatches
+        to_rank = lanes.to_rank[lane]
+        if to_rank == NO_RANK:
+            return
+        takes = number + (lanes.to_lane[lane] - lane) * lanes.num_microbatches
+        start_ns = end_ns = now_ns
+        if world.transfer is not None:
+            link = rank, to_rank
+            start_ns = max(now_ns, self._free_ns[link])
+            receiver = self.lanes[to_rank].task(takes)
+            end_ns = start_ns + world.transfer(rank, to_rank, receiver)
+            self._free_ns[link] = end_ns
+        for member in range(world.num_members):
+            came_ns = end_ns
+            if member and world.lateness is not None:
+                # A member's own link stays in order too.
+                end = rank, to_rank, member
+                late_ns = world.lateness(member, self.lanes[to_rank].task(takes))
+                came_ns = max(self._last_came_ns[end], end_ns + late_ns)
+                self._last_came_ns[end] = came_ns
+            if self.log is not None:
+                task = self.lanes[to_rank].task(takes)
+                self.log.passed(rank, to_rank, member, start_ns, came_ns, task)
+            if came_ns == now_ns:
+                # It arrives at this instant, before any rank decides, so it needs no event.
+                self._came(to_rank, member, now_ns, takes)
+            else:
+                self.push(came_ns, CAME, to_rank, member, takes)

@@ -1,0 +1,94 @@
+"""How many files, sockets included, the processes of a run may have open."""
+
+import ctypes
+import errno
+import os
+import resource
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from rrfp.errors import UsageError
+
+# How many cores this process has.
+
+
+def num_cores() -> int:
+    """On which this process may run: fewer than the machine's under taskset, or as a batch system
+    gives them out."""
+    with suppress(AttributeError, OSError):  # the system may lack the call, or refuse it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# Calls of the C library for which Python has no function.
+
+
+def call(name: str, *arguments: object) -> None:
+    """Call a function that returns 0 if all is well. Raises OSError if not, and AttributeError if
+    this system's library has none of that name."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+
+
+FILES_OF_A_RANK = 64
+"""A rank of a plain run has 40 open."""
+_FILES_OF_A_PEER = 16
+"""Of a rank with connections to all others, in each of its groups."""
+_MOST_DESCRIPTORS = 2**31 - 1
+"""Without a limit: a descriptor is an int of C."""
+_ADVICE = "raise the limit: ulimit -n 4096"
+
+
+def most_open_files() -> int:
+    """As many files as this process may ever have open: ranks raise their own limit that far."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_DESCRIPTORS if most == resource.RLIM_INFINITY else most
+
+
+def check_open_files() -> None:
+    """Raise UsageError if no rank could run with so few."""
+    most = most_open_files()
+    if most < FILES_OF_A_RANK:
+        raise UsageError(
+            f"a process may have {most} files open here and a rank needs {FILES_OF_A_RANK}; "
+            f"{_ADVICE}"
+        )
+
+
+def allow_open_files(num_ranks: int) -> None:
+    """Let this process, and those that it starts, have as many files open as a rank of such a run
+    may need, as far as the system allows."""
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = FILES_OF_A_RANK + _FILES_OF_A_PEER * num_ranks
+    if most != resource.RLIM_INFINITY:
+        needed = min(needed, most)
+    if 0 <= allowed < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+
+
+def is_of_too_many(error: BaseException) -> bool:
+    """Whether this process could open no more files. torch says so in a bare RuntimeError."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, RuntimeError) and "Too many open files" in str(error)
+
+
+def told_of_too_many() -> str:
+    """What a process says that has come to its limit."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"it needs more than the {allowed} files that it may have open; {_ADVICE}"
+
+
+# Where a run keeps what only it uses while it lasts.
+
+
+def temporary_directory() -> Path:
+    """The directory for temporary files. Raises UsageError where none can be written to."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        raise UsageError(
+            "no directory for temporary files can be written to; set TMPDIR to one that can"
+        ) from None

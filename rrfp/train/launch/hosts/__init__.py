@@ -1,0 +1,1 @@
+"""Several hosts of one run: rendezvous, status, and the records they bring together."""

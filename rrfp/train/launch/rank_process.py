@@ -1,0 +1,130 @@
+"""The process of one rank: `python -m rrfp.train.launch.rank_process MODULE RUN_DIR SETTINGS`.
+
+`rrfp.train.launch.launcher` starts it. Its output goes to its own log, so heavy modules, which
+print when imported, are imported only after output is redirected.
+"""
+
+import gc
+import importlib
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from rrfp.errors import RrfpError, first_line, is_torchs_loss, is_torchs_silence
+from rrfp.system import is_of_too_many, told_of_too_many
+from rrfp.trace.outcome import Culprit, FoundBy
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.safe_files import make_directory, open_own
+from rrfp.train.launch.failure import FailureReport, warn_launcher
+from rrfp.train.launch.heartbeat import end_with_launcher, enter, finish, show_life
+from rrfp.train.launch.private_network import enter_network
+from rrfp.train.launch.stopping import ignore_sigterm, take_sigterm_as_request
+
+
+def main() -> None:
+    """Do the work of one rank: call `work(run, settings, layout)` of the module that the command
+    line names."""
+    # The objects that torch and Megatron-Core make when imported live until the end. Looking
+    # through them again and again takes a third of a short run.
+    gc.disable()
+    end_with_launcher()
+    from rrfp.train.settings import DeviceKind, TrainSettings
+
+    module, run = sys.argv[1], RunDir(Path(sys.argv[2]))
+    settings = TrainSettings.from_json(sys.argv[3])
+    rank = int(os.environ["RANK"])
+    _write_output_to(run.rank_log(rank))
+    logging.basicConfig(format="%(message)s")
+    warn_launcher(rank)
+    # Let Ctrl-C end a rank at once, even inside a collective that Python cannot interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        enter_network()  # while there is one thread
+    except RrfpError as error:
+        _fail(error)
+    end_with_launcher()  # a process that enters a namespace of users has to ask again
+    show_life(waits_on_device=settings.run.device is not DeviceKind.CPU)
+    if settings.run.save is not None:
+        take_sigterm_as_request()
+    try:
+        from rrfp.train.launch.collectives import no_objects
+        from rrfp.train.launch.process_groups import parallel_groups, take_device
+
+        device = take_device(settings.run)
+        work = importlib.import_module(module).work
+        gc.freeze()
+        gc.enable()
+
+        with parallel_groups(settings, device=device) as layout, no_objects():
+            try:
+                work(run, settings, layout)
+            except (Exception, SystemExit) as error:
+                # Do not leave the groups: that could wait for ranks that wait for this one.
+                _fail(error)
+            enter("as it left its groups")
+        enter("as it ended")
+        if settings.run.save is not None:
+            ignore_sigterm()
+        finish()
+    except (Exception, SystemExit) as error:
+        _fail(error)
+    gc.freeze()  # or the interpreter looks through everything twice more as it ends
+
+
+def _fail(error: Exception | SystemExit) -> NoReturn:
+    """Report the failure and end this process without waiting for any other."""
+    logging.getLogger(__name__).error("this rank failed", exc_info=error)
+    if isinstance(error, SystemExit):
+        # The launcher says which exit code it was, as of any process that ends too early.
+        _end(_code_of(error))
+    from rrfp.runtime.protocols import PeerLostError, PeerSilentError, StallError
+
+    text, detail = first_line(str(error)), ""
+    if isinstance(error, RrfpError):
+        sentence, exit_code = text, error.exit_code
+        detail = str(error).partition("\n")[2]
+    elif is_of_too_many(error):
+        sentence, exit_code = told_of_too_many(), RrfpError.exit_code
+    else:
+        sentence, exit_code = f"{type(error).__name__}: {text}", RrfpError.exit_code
+    is_silence = isinstance(error, PeerSilentError) or is_torchs_silence(error)
+    is_lost = isinstance(error, PeerLostError) or is_torchs_loss(error)
+    culprit = error.culprit if isinstance(error, PeerLostError) else None
+    if isinstance(error, StallError):
+        culprit = Culprit(FoundBy.BOARD)
+    elif not is_lost and not is_silence:
+        culprit = Culprit(FoundBy.RANK, int(os.environ["RANK"]))
+    # Where the launcher looks for it, the disk may be full; the log says it, too.
+    with suppress(OSError):
+        FailureReport(
+            sentence, exit_code, is_lost and not is_silence, is_silence, detail, culprit=culprit
+        ).write()
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
+    logging.shutdown()
+    os._exit(exit_code)
+
+
+def _code_of(end: SystemExit) -> int:
+    """The exit code that the interpreter makes of it; a text it prints, and ends with 1."""
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1
+
+
+def _write_output_to(path: Path) -> None:
+    make_directory(path.parent)
+    # A run that is resumed has the output of all its sessions.
+    log = open_own(path)
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,617 @@
+"""The work of one rank of a training run, from introducing itself to its last step."""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rrfp.errors import RrfpError
+from rrfp.megatron.dropin import ForwardBackward, get_forward_backward_func
+from rrfp.megatron.native.schedule import CudaTimer, NativeSchedule
+from rrfp.megatron.settings import DispatchSettings
+from rrfp.megatron.step_policy import StepPolicy
+from rrfp.megatron.transport_log import TransportLog
+from rrfp.planning.candidates import in_words
+from rrfp.runtime import rendezvous as introduction
+from rrfp.runtime.net.transport import device_at
+from rrfp.runtime.pace import Delays, Pace
+from rrfp.runtime.protocols import Clock, StepSummary, monotonic
+from rrfp.runtime.recorder import Recorder
+from rrfp.runtime.rendezvous import default_store
+from rrfp.schedule.policy import Dispatch
+from rrfp.trace.records import NS_PER_S, BegunRecord, Doing, Phase, PhaseRecord, RankInfo, Record
+from rrfp.trace.run_dir import RunDir
+from rrfp.trace.run_json import PolicyLog
+from rrfp.trace.safe_files import ReportFile
+from rrfp.trace.spill import records_bytes
+from rrfp.train.checkpoints.saving import Session, session_of
+from rrfp.train.data.batches import Batch, Batches
+from rrfp.train.data.open import open_data
+from rrfp.train.description import write_description
+from rrfp.train.launch.heartbeat import enter
+from rrfp.train.launch.process_groups import Layout
+from rrfp.train.launch.watchdog import C_CALL
+from rrfp.train.models.model import ModelChunks, build_model
+from rrfp.train.pacing import PaceTally, pace_of
+from rrfp.train.planning import (
+    AdmissionFile,
+    RunAdmission,
+    RunDealing,
+    RunPlanner,
+    dealing_file,
+    run_dealing,
+    run_planner,
+)
+from rrfp.train.settings import DeviceKind, TrainSettings
+
+if TYPE_CHECKING:
+    from rrfp.train.checkpoints.saving import RunCheckpoints
+    from rrfp.train.pacing import StepPacer
+
+
+# One rank's training step, under any schedule function with Megatron's signature.
+
+
+_NUM_WARMUP_STEPS = 10
+"""The learning rate rises to its full value over these steps. Without that, Adam's first updates,
+all of one size, destabilise a fresh model."""
+
+
+class Schedule(Protocol):
+    """A schedule function like those of Megatron's `get_forward_backward_func`."""
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: list[Iterator[Any]],
+        model: list[Any],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+    ) -> list[Any]: ...
+
+
+def run_schedule(
+    schedule: Schedule,
+    settings: TrainSettings,
+    model: ModelChunks,
+    batches: Sequence[Batch],
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Let a schedule run a step on these microbatches, in their order. Returns the losses on the
+    last stage's rank, and an empty list on others."""
+    on_device = [_moved(batch, model.device) for batch in batches]
+    return schedule(
+        forward_step_func=model.forward_step,
+        data_iterator=[iter(on_device) for _ in model.chunks],
+        model=model.chunks,
+        num_microbatches=len(batches),
+        seq_length=settings.data.seq_length,
+        micro_batch_size=settings.data.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _moved(batch: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+class StepResult(NamedTuple):
+    """The outcome of a step, the same on every rank."""
+
+    loss: float
+    """Mean over the microbatches, in their order, and over the replicas, in theirs."""
+    grad_norm: float
+    """Norm of the whole model's gradient before clipping."""
+    tokens: int
+    """Labels that counted, over all replicas."""
+    heldout_loss: float | None = None
+    """Mean over the held-out labels; None if there was no evaluation after this step."""
+
+
+class Trainer:
+    """Trains one rank's chunks, a step at a time."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        layout: Layout,
+        model: ModelChunks,
+        batches: Batches,
+        schedule: Schedule,
+        record: Callable[[Record], None],
+        clock: Clock = monotonic,
+        pace: "StepPacer | None" = None,
+        planner: RunPlanner | None = None,
+        dealing: RunDealing | None = None,
+    ) -> None:
+        """`record` receives the step's data and optimizer phases; the schedule records its own.
+        `pace` is the schedule's: it is prepared before each step, and decides on admission if it
+        has costs, unless a `planner` does. A `dealing` takes the place of the `batches`."""
+        self._settings = settings
+        self._layout = layout
+        self._model = model
+        self._admission = dealing or RunAdmission(settings, layout, batches, pace, planner)
+        self._schedule = schedule
+        self._record = record
+        self._clock = clock
+        self._pace = pace
+
+    def train_step(self, step: int) -> StepResult:
+        """Run one step on every rank. Raises RrfpError if the loss or the gradient is not
+        finite."""
+        settings, model = self._settings, self._model
+        start_ns = self._begin_phase(Phase.DATA, step)
+        batches = self._admission.batches(step)
+        if self._pace is not None:
+            self._pace.prepare(step)
+        self._finish_phase(Phase.DATA, start_ns, step)
+
+        self._begin_phase(Phase.SCHEDULE, step)
+        losses = run_schedule(self._schedule, settings, model, batches)
+
+        enter(f"in the optimizer of step {step}")
+        start_ns = self._begin_phase(Phase.OPTIMIZER, step)
+        for group in model.optimizer.param_groups:
+            group["lr"] = settings.run.lr * min(1.0, (step + 1) / _NUM_WARMUP_STEPS)
+        _, grad_norm, _ = model.optimizer.step()
+        for chunk in model.chunks:
+            chunk.zero_grad_buffer()
+        model.optimizer.zero_grad()
+        tokens = sum(float(batch["loss_mask"].sum()) for batch in batches)
+        loss, tokens = self._shared(losses, tokens)
+        self._finish_phase(Phase.OPTIMIZER, start_ns, step)
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise RrfpError(
+                f"step {step} has a loss of {loss:g} and a gradient norm of {grad_norm:g}, which "
+                "further steps cannot fix; try a smaller --lr"
+            )
+        return StepResult(loss, float(grad_norm), int(tokens))
+
+    def _begin_phase(self, phase: Phase, step: int) -> int:
+        start_ns = self._clock()
+        self._record(BegunRecord(start_ns, start_ns, step, phase))
+        return start_ns
+
+    def _finish_phase(self, phase: Phase, start_ns: int, step: int) -> None:
+        self._record(PhaseRecord(start_ns, self._clock(), step, phase))
+
+    def _shared(self, losses: list[dict[str, torch.Tensor]], tokens: float) -> tuple[float, float]:
+        """Share the step's loss and tokens, which only the last stage knows, with every rank."""
+        layout = self._layout
+        shared = torch.zeros(2, dtype=torch.float64)
+        if layout.pp_rank == layout.last_stage_pp_rank:
+            from megatron.core import parallel_state
+
+            loss = sum(item["loss"].item() for item in losses) / len(losses)
+            own = torch.tensor([loss, tokens], dtype=torch.float64)
+            replicas = [torch.empty_like(own) for _ in range(layout.dp)]
+            dist.all_gather(replicas, own, group=parallel_state.get_data_parallel_group())
+            shared[0] = sum(replica[0].item() for replica in replicas) / layout.dp
+            shared[1] = sum(replica[1].item() for replica in replicas)
+        dist.broadcast(shared, layout.first_rank(layout.last_stage_pp_rank))
+        return shared[0].item(), shared[1].item()
+
+
+# The metrics of every step, over all ranks: one line of `metrics.jsonl` each.
+
+
+class Metrics:
+    """Gathers each step's numbers from all ranks; rank 0 writes and flushes them."""
+
+    def __init__(
+        self, path: Path, layout: Layout, info: RankInfo, *, is_traced: bool, is_needed: bool
+    ) -> None:
+        """`is_needed` where a run without its directory is of no use."""
+        self._layout = layout
+        self._offset_ns = info.clock_offset_ns
+        self._is_traced = is_traced
+        self._file = ReportFile(path, is_needed=is_needed) if layout.rank == 0 else None
+
+    def write(
+        self,
+        step: int,
+        result: StepResult,
+        summary: StepSummary,
+        seconds: float,
+        tally: PaceTally | None,
+        plan: dict[str, object] | None = None,
+        hint: str | None = None,
+        choice: dict[str, object] | None = None,
+    ) -> None:
+        """Write a finished step that took `seconds` in all; every rank calls this. `tally` is this
+        rank's, if tasks have modelled times. `plan` says how its order of entry was chosen, `hint`
+        what steered it, and `choice` how that was chosen, if it was in this step."""
+        layout = self._layout
+        own_tally = tally or PaceTally()
+        # Float64 represents nanoseconds exactly for the first hundred days after a host's boot.
+        own = torch.tensor(
+            [
+                summary.start_ns + self._offset_ns,
+                summary.end_ns + self._offset_ns,
+                summary.busy_ns,
+                summary.peak_held,
+                summary.peak_held_bytes or 0,
+                own_tally.num_tasks,
+                own_tally.num_over,
+                own_tally.worst_over_ns,
+                *_bytes_on_gpu(layout.device),
+            ],
+            dtype=torch.float64,
+        )
+        ranks = [torch.empty_like(own) for _ in range(layout.world_size)]
+        dist.all_gather(ranks, own)
+        if self._file is None:
+            return
+        table = torch.stack(ranks)
+        window_ns = float(table[:, 1].max() - table[:, 0].min())
+        # Pipeline rank varies slowest in the numbering of ranks.
+        busy = (table[:, 2] / window_ns).reshape(layout.pp, -1)
+        peak_held = table[:, 3].reshape(layout.pp, -1).amax(dim=1)
+        peak_bytes = table[:, 4].reshape(layout.pp, -1).amax(dim=1)
+        on_gpu = table[:, 8:].reshape(layout.pp, -1, 2).amax(dim=1)
+        line = {
+            "step": step,
+            "loss": result.loss,
+            "heldout_loss": result.heldout_loss,
+            "grad_norm": result.grad_norm,
+            "step_time_s": seconds,
+            "tokens": result.tokens,
+            "bubble_fraction": 1.0 - float(busy.mean()) if self._is_traced else None,
+            "peak_held": peak_held.tolist(),
+            "peak_held_bytes": [int(each) for each in peak_bytes] if peak_bytes.any() else None,
+            "allocated_bytes": on_gpu[:, 0].long().tolist() if on_gpu.any() else None,
+            "peak_allocated_bytes": on_gpu[:, 1].long().tolist() if on_gpu.any() else None,
+            "busy_fraction": busy.mean(dim=1).tolist(),
+            "plan": plan,
+            "hint": hint,
+            "choice": choice,
+            "over_pace": None
+            if tally is None
+            else {
+                "tasks": int(table[:, 6].sum()),
+                "of": int(table[:, 5].sum()),
+                "worst_s": float(table[:, 7].max()) / NS_PER_S,
+            },
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def copy_to(self, path: Path) -> None:
+        """Write all lines so far into another file, on rank 0. May raise OSError."""
+        if self._file is not None:
+            self._file.copy_to(path)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _bytes_on_gpu(device: torch.device) -> tuple[int, int]:
+    """What this rank's tensors take now, and the most they took since the last call; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0, 0
+    told = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return told
+
+
+# The loss on held-out data, computed by forwards alone through the same schedule.
+
+
+_MIN_MICROBATCHES = 32
+"""How many microbatches an evaluation runs, rounded up to whole steps on every replica."""
+
+
+class OwnSchedule(Schedule, Protocol):
+    """A schedule function that has no other caller."""
+
+    def close(self) -> None: ...
+
+
+class Evaluation:
+    """Evaluates the same held-out microbatches every time, without affecting training."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        layout: Layout,
+        model: ModelChunks,
+        heldout: Callable[[int], Batch],
+        schedule: OwnSchedule,
+    ) -> None:
+        """`schedule` must not be the training's: its steps are numbered separately. Raises what
+        `heldout` raises."""
+        self._settings = settings
+        self._layout = layout
+        self._model = model
+        self._schedule = schedule
+        num, dp = settings.data.microbatches, layout.dp
+        # Load them now, so that an unreadable image ends the run before it has trained.
+        self._steps = [
+            [heldout((step * dp + layout.dp_rank) * num + index) for index in range(num)]
+            for step in range(-(-_MIN_MICROBATCHES // (num * dp)))
+        ]
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        settings = self._settings
+        is_last = step + 1 == settings.num_steps
+        every = settings.run.heldout_every
+        return is_last or (every is not None and (step + 1) % every == 0)
+
+    def loss(self) -> float:
+        """The mean over all labels that count, the same on every rank. Raises RrfpError if it is
+        not finite."""
+        layout = self._layout
+        for chunk in self._model.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            sums = torch.stack([self._step(batches) for batches in self._steps]).sum(dim=0)
+        for chunk in self._model.chunks:
+            chunk.train()
+        if layout.pp_rank == layout.last_stage_pp_rank:
+            from megatron.core import parallel_state
+
+            dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        dist.broadcast(sums, layout.first_rank(layout.last_stage_pp_rank))
+        loss = (sums[0] / sums[1]).item()
+        if not math.isfinite(loss):
+            raise RrfpError(
+                f"the held-out loss is {loss:g}, which further steps cannot fix; try a smaller --lr"
+            )
+        return loss
+
+    def close(self) -> None:
+        """Close the schedule's links."""
+        self._schedule.close()
+
+    def _step(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """Sum and number of the losses of some microbatches; only the last stage knows them."""
+        losses = run_schedule(
+            self._schedule, self._settings, self._model, batches, forward_only=True
+        )
+        sums = torch.zeros(2, dtype=torch.float64)
+        # Empty except on the rank of the last stage.
+        for item, batch in zip(losses, batches, strict=bool(losses)):
+            count = float(batch["loss_mask"].sum())
+            sums += torch.tensor([item["loss"].item() * count, count], dtype=torch.float64)
+        return sums
+
+
+_MEETING_S = 60.0
+_INTRODUCTIONS = "rrfp/ranks"
+_LATER_S = 5.0
+"""How much later than the launcher a rank gives up a silent neighbour: that one can say more."""
+
+
+def work(run: RunDir, settings: TrainSettings, layout: Layout) -> None:
+    """Train this rank's chunks through all remaining steps. Raises whatever training raises."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    info = introduce(layout)
+    with session_of(run, settings, layout) as session:
+        if layout.rank == 0:
+            write_description(session.run, settings, _introduced(layout), session.first_step)
+        records = None if settings.run.no_trace else session.run.rank_records(info.rank)
+        most_bytes = records_bytes(settings.run.trace_mb, layout.world_size)
+        with Recorder(records, info, most_bytes=most_bytes) as recorder:
+            _train(session, settings, layout, info, recorder)
+
+
+def _train(
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    info: RankInfo,
+    recorder: Recorder,
+) -> None:
+    run, step = session.run, session.first_step
+    recorder.begin(step, Doing.SETTING_UP)
+    metrics = Metrics(
+        run.metrics,
+        layout,
+        info,
+        is_traced=not settings.run.no_trace,
+        is_needed=settings.run.save is None,
+    )
+    pace = pace_of(settings, layout)
+    planner = run_planner(settings, recorder.record, pace)
+    record = recorder.record if planner is None else planner.record
+    schedule = schedule_of(settings, layout.pp_rank, record, pace=pace)
+    schedule.start_at(session.first_step)
+    data = open_data(settings)
+    model = build_model(settings, layout, data)
+    dealing = run_dealing(settings, layout, data, pace)
+    trainer = Trainer(
+        settings,
+        layout,
+        model,
+        data.batches(layout.dp_rank),
+        schedule,
+        recorder.record,
+        pace=pace,
+        planner=planner,
+        dealing=dealing,
+    )
+    dealt = None
+    if dealing is not None:
+        dealt = dealing_file(run, settings, layout, session.first_step)
+    orders = None
+    if planner is not None:
+        num_microbatches = settings.data.microbatches
+        orders = AdmissionFile(run.admission, layout, num_microbatches, session.first_step)
+    every = range(layout.world_size) if layout.rank == 0 else ()
+    transport = TransportLog(default_store(), "train", run, layout.rank, every)
+    policies = PolicyLog(run.run_json) if layout.rank == 0 else None
+    evaluation = evaluation_of(settings, layout, model, data.heldout)
+    checkpoints = checkpoints_of(session, settings, layout, model, metrics)
+    for step in range(session.first_step, settings.num_steps):
+        enter(f"in step {step}")
+        start_s = time.monotonic()
+        result = trainer.train_step(step)
+        seconds = time.monotonic() - start_s
+        if isinstance(schedule, NativeSchedule):
+            # A GPU tells the times of its work once that is done.
+            schedule.settle(wait=True)
+        assert schedule.last_step is not None
+        if evaluation is not None and evaluation.is_due(step):
+            enter(f"in the evaluation after step {step}")
+            recorder.begin(step, Doing.EVALUATION)
+            result = result._replace(heldout_loss=evaluation.loss())
+        _tell_transport(transport, schedule)
+        # Writing metrics waits for every rank, so a step in them is in the records of all ranks.
+        recorder.flush(step)
+        recorder.begin(step, Doing.METRICS)
+        tally = pace.tally if pace is not None and pace.has_costs else None
+        plan = None if planner is None else planner.described()
+        steering = getattr(schedule, "last_steering", None)
+        if steering is not None and planner is not None:
+            planner.follow(steering)
+        if steering is not None and policies is not None:
+            policies.steered(step, steering.policy.described())
+        hint, choice = _told(settings, steering)
+        metrics.write(step, result, schedule.last_step, seconds, tally, plan, hint, choice)
+        if planner is not None and orders is not None:
+            orders.write(planner.order_of_step)
+        if dealing is not None and dealt is not None:
+            dealt.write(dealing.hands)
+        if checkpoints is not None:
+            enter(f"in the checkpoint after step {step}")
+            recorder.begin(step, Doing.CHECKPOINT)
+            if checkpoints.finish_step(step):
+                break
+    enter("after the last step")
+    recorder.begin(step, Doing.CLOSING)
+    # Every rank has told by now.
+    _tell_transport(transport, schedule)
+    if checkpoints is not None:
+        checkpoints.close()
+    if evaluation is not None:
+        evaluation.close()
+    schedule.close()
+    if planner is not None and orders is not None:
+        planner.close()
+        orders.close()
+    if dealt is not None:
+        dealt.close()
+    metrics.close()
+
+
+def _tell_transport(transport: TransportLog, schedule: ForwardBackward | NativeSchedule) -> None:
+    """Megatron's own schedule has none of our links."""
+    if isinstance(schedule, ForwardBackward) and schedule.planes is not None:
+        transport.tell(schedule.planes)
+
+
+def _told(
+    settings: TrainSettings, steering: StepPolicy | None
+) -> tuple[str, dict[str, object] | None]:
+    """What steered a step, in words, and how it was chosen, if it was in this step."""
+    if steering is None:
+        return f"{settings.hint.name} {settings.policy.dispatch}", None
+    choice = steering.choice
+    return in_words(steering.policy), None if choice is None else choice.described()
+
+
+def checkpoints_of(
+    session: Session,
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    metrics: Metrics,
+) -> "RunCheckpoints | None":
+    """The checkpoints of a run, or None if it saves none. A model that a session goes on with is
+    loaded."""
+    if settings.run.save is None:
+        return None
+    # Imported late: Megatron's checkpoints are slow to import.
+    from rrfp.train.checkpoints.saving import RunCheckpoints
+
+    return RunCheckpoints(session, settings, layout, model, metrics.copy_to)
+
+
+def evaluation_of(
+    settings: TrainSettings,
+    layout: Layout,
+    model: ModelChunks,
+    heldout: Callable[[int], Batch] | None,
+) -> Evaluation | None:
+    """The evaluation of held-out data, or None without such data. It has its own links, so that its
+    steps are numbered separately; it is neither paced nor recorded."""
+    if heldout is None:
+        return None
+    schedule = schedule_of(settings, layout.pp_rank, _forget)
+    return Evaluation(settings, layout, model, heldout, schedule)
+
+
+def _forget(_: Record) -> None:
+    pass
+
+
+def introduce(layout: Layout) -> RankInfo:
+    """Publish who this rank is; all ranks call it. Returns that, with the offset of this rank's
+    clock to rank 0's host."""
+    own = RankInfo(
+        rank=layout.rank,
+        pp_rank=layout.pp_rank,
+        tp_rank=layout.tp_rank,
+        dp_rank=layout.dp_rank,
+        stages=layout.stages,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+    return introduction.introduce(
+        *(default_store(), _INTRODUCTIONS, own, layout.world_size, device_at(layout.device)),
+        timeout_s=_MEETING_S,
+    )
+
+
+def _introduced(layout: Layout) -> list[RankInfo]:
+    """Who all ranks are, by rank."""
+    return introduction.introduced(
+        default_store(), _INTRODUCTIONS, layout.rank, layout.world_size, timeout_s=_MEETING_S
+    )
+
+
+def schedule_of(
+    settings: TrainSettings,
+    pp_rank: int,
+    record: Callable[[Record], None],
+    delays: Delays | None = None,
+    pace: Pace | None = None,
+) -> NativeSchedule | ForwardBackward:
+    """The function that runs this run's steps, paced if `pace` is given: Megatron's own, or ours,
+    which `delays` can slow down."""
+    if settings.policy.dispatch == Dispatch.MEGATRON:
+        on_gpu = settings.run.device is DeviceKind.CUDA
+        return NativeSchedule(pp_rank, record, CudaTimer() if on_gpu else None, pace=pace)
+    policy = settings.effective_policy
+    # On one host the launcher finds whoever stops, and gives one that holds the interpreter longer.
+    times = C_CALL if settings.run.nnodes == 1 else 1
+    dispatch = DispatchSettings(
+        hint=policy.hint,
+        dispatch=policy.dispatch,
+        limit=settings.policy.limit,
+        hold=settings.policy.hold,
+        hold_features=settings.policy.hold_features,
+        measure_memory=settings.policy.measure_memory,
+        w=policy.w,
+        agreement=policy.agreement,
+        patience=policy.patience,
+        grad_order=settings.policy.grad_order,
+        placement=settings.layout.placement,
+        transport=settings.layout.transport,
+        outbox_mb=settings.layout.outbox_mb,
+        tls=settings.layout.tls,
+        silence_s=settings.run.silence * times + _LATER_S,
+    )
+    return get_forward_backward_func(settings=dispatch, record=record, delays=delays, pace=pace)

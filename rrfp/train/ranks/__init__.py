@@ -1,1 +1,0 @@
-"""The processes of a run's ranks: how they start, meet, form groups and fail."""

@@ -1,1 +1,0 @@
-"""Several hosts of one run: how they meet, hear each other, and bring their records together."""

@@ -1,0 +1,1 @@
+"""Test doubles of a device and of a transport."""

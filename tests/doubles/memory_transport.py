@@ -1,0 +1,358 @@
+"""A transport in memory, in virtual time, between ranks of one process: for tests of what uses one.
+
+It runs the protocol that the sockets run (`link.py`), with no thread and no clock: time passes and
+bytes move only when a test says so, one end of one link at a time. A seed decides what the test
+leaves open: how late bytes are, and which of several ends moves first. So messages keep their order
+on one link and not between links, and a run is the same each time.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from rrfp.errors import UsageError
+from rrfp.runtime.link.channel import Link, LinkOptions, Output, Released, State
+from rrfp.runtime.link.receiver import DestinationLink
+from rrfp.runtime.link.sender import SourceLink
+from rrfp.runtime.link.wire import MAX_FORECAST_NS, Purpose, prepare_message
+from rrfp.runtime.planes.plane import Pull
+from rrfp.runtime.protocols import Inbox, Message
+from rrfp.schedule.tasks import Task
+from rrfp.trace.records import NS_PER_S, ReceiveRecord, Record, SendRecord
+
+HEARTBEAT_NS = NS_PER_S
+SILENCE_NS = 20 * NS_PER_S
+CLOSE_NS = 5 * NS_PER_S
+_MAX_MESSAGE_BYTES = 2**30
+
+
+@dataclass(slots=True, eq=False)
+class _Pipe:
+    """One way of a connection."""
+
+    capacity: int
+    chunks: deque[tuple[int, bytes]] = field(default_factory=deque)
+    """Each with the time at which it arrives."""
+    last_ns: int = 0
+    """When the last of them arrives."""
+    is_shut: bool = False
+    """Nothing more is written to it."""
+    is_unread: bool = False
+    """Nothing more is read from it."""
+    is_stalled: bool = False
+    """What is in it stays there."""
+
+    def room(self) -> int:
+        return self.capacity - sum(len(chunk) for _, chunk in self.chunks)
+
+    def arrival_ns(self) -> int | None:
+        """When there is something to read, the end of the pipe included; None: nothing yet."""
+        if self.is_stalled:
+            return None
+        if self.chunks:
+            return self.chunks[0][0]
+        return self.last_ns if self.is_shut else None
+
+    def read_into(self, buffer: memoryview, now_ns: int) -> int | None:
+        """Move what is here by now; 0 at the end of the pipe, None when more must arrive."""
+        arrival_ns = self.arrival_ns()
+        if arrival_ns is None or arrival_ns > now_ns:
+            return None
+        if not self.chunks:
+            return 0
+        _, chunk = self.chunks.popleft()
+        num_bytes = min(len(chunk), len(buffer))
+        buffer[:num_bytes] = chunk[:num_bytes]
+        if num_bytes < len(chunk):
+            self.chunks.appendleft((arrival_ns, chunk[num_bytes:]))
+        return num_bytes
+
+
+@dataclass(slots=True, eq=False)
+class _End:
+    """One end of a link, with its two pipes."""
+
+    rank: int
+    link: Link
+    incoming: _Pipe
+    outgoing: _Pipe
+    tell: Callable[[Output], None]
+    wake_ns: int
+    """When it looks at its link again, whether something has arrived or not."""
+
+    def next_ns(self) -> int:
+        arrival_ns = self.incoming.arrival_ns()
+        return self.wake_ns if arrival_ns is None else min(self.wake_ns, arrival_ns)
+
+
+class MemoryNetwork:
+    """What the transports of some ranks share: their links, the time, and what goes wrong."""
+
+    def __init__(
+        self, seed: int = 0, *, longest_delay_ns: int = 0, pipe_bytes: int = 2**16
+    ) -> None:
+        """Bytes take up to `longest_delay_ns` on their way; `pipe_bytes` are under way at most,
+        each way of a link."""
+        self.now_ns = 0
+        self._draws = random.Random(seed)
+        self._longest_delay_ns = longest_delay_ns
+        self._pipe_bytes = pipe_bytes
+        self._pipes: dict[tuple[int, int], tuple[_Pipe, _Pipe]] = {}
+        self._ends: list[_End] = []
+        self._stopped: set[int] = set()
+
+    def clock(self) -> int:
+        """The virtual time, as a `Clock`."""
+        return self.now_ns
+
+    # Time.
+
+    def step(self, latest_ns: int) -> bool:
+        """Do the next thing that happens by `latest_ns`: one end reads, waits or writes. When there
+        is nothing to do before, it is `latest_ns` then, and the answer is False."""
+        moving = [(end.next_ns(), end) for end in self._ends if end.rank not in self._stopped]
+        next_ns = min((moment for moment, _ in moving), default=latest_ns + 1)
+        if next_ns > latest_ns:
+            self.now_ns = max(self.now_ns, latest_ns)
+            return False
+        self.now_ns = max(self.now_ns, next_ns)
+        first = [end for moment, end in moving if moment <= self.now_ns]
+        self._serve(self._draws.choice(first))
+        return True
+
+    def run_for(self, duration_ns: int) -> None:
+        """Let so much time pass."""
+        latest_ns = self.now_ns + duration_ns
+        while self.step(latest_ns):
+            pass
+
+    # What goes wrong.
+
+    def cut(self, source: int, destination: int) -> None:
+        """Break the connection of a link: what is under way is lost, both ends find it closed."""
+        for pipe in self._pipes[source, destination]:
+            pipe.chunks.clear()
+            pipe.last_ns = self.now_ns
+            pipe.is_shut = pipe.is_unread = True
+
+    def stall(self, source: int, destination: int) -> None:
+        """Hold back what is under way on a link, both ways, until `release`."""
+        for pipe in self._pipes[source, destination]:
+            pipe.is_stalled = True
+
+    def release(self, source: int, destination: int) -> None:
+        """Let what `stall` held back go on."""
+        for pipe in self._pipes[source, destination]:
+            pipe.is_stalled = False
+
+    def stop(self, rank: int) -> None:
+        """Stop a rank's process, as a signal does: its links do nothing until `resume`."""
+        self._stopped.add(rank)
+
+    def resume(self, rank: int) -> None:
+        """Let a stopped rank go on."""
+        self._stopped.discard(rank)
+
+    # For its transports.
+
+    def pipes(self, source: int, destination: int) -> tuple[_Pipe, _Pipe]:
+        """The ways of a link: from its source and back. They are there before its ends are."""
+        key = source, destination
+        if key not in self._pipes:
+            self._pipes[key] = _Pipe(self._pipe_bytes), _Pipe(self._pipe_bytes)
+        return self._pipes[key]
+
+    def add(self, end: _End) -> None:
+        self._ends.append(end)
+
+    def write(self, end: _End) -> None:
+        """Write what the pipe takes."""
+        link, pipe = end.link, end.outgoing
+        while buffers := link.next_write(self.now_ns):
+            if pipe.is_unread:
+                _tell(end, link.write_failed())
+                return
+            data = bytes(buffers[0][: pipe.room()])
+            if data:
+                self._put(pipe, data)
+            _tell(end, link.wrote(len(data), self.now_ns))
+            if link.has_said_all:
+                pipe.is_shut = True
+            if not data:
+                return
+
+    def _put(self, pipe: _Pipe, data: bytes) -> None:
+        delay_ns = self._draws.randint(0, self._longest_delay_ns)
+        pipe.last_ns = max(pipe.last_ns, self.now_ns + delay_ns)
+        pipe.chunks.append((pipe.last_ns, data))
+
+    def _serve(self, end: _End) -> None:
+        """What a link's thread does between two waits."""
+        link, now_ns = end.link, self.now_ns
+        is_heard = False
+        while link.state is not State.OVER and not link.is_broken:
+            num_bytes = end.incoming.read_into(link.next_read(), now_ns)
+            if num_bytes is None:
+                break
+            is_heard = True
+            _tell(end, link.received(num_bytes, now_ns) or [])
+        if is_heard:
+            self._wake_peer(end)
+        else:
+            _tell(end, link.waited(now_ns))
+        if link.is_broken:
+            _tell(end, link.lose_gone())
+        self.write(end)
+        if link.state is State.OVER:
+            self._close(end)
+            return
+        end.wake_ns = now_ns + link.patience_ns(now_ns)
+        if link.due_ns is not None:
+            end.wake_ns = min(end.wake_ns, max(now_ns, link.due_ns))
+
+    def _wake_peer(self, end: _End) -> None:
+        """There is room again for whoever writes to this end."""
+        for each in self._ends:
+            if each.outgoing is end.incoming:
+                each.wake_ns = self.now_ns
+
+    def _close(self, end: _End) -> None:
+        for words in end.link.last_words():
+            if not end.outgoing.is_unread:
+                self._put(end.outgoing, bytes(words))
+        end.outgoing.is_shut = True
+        end.incoming.is_unread = True
+        self._ends.remove(end)
+
+
+def _tell(end: _End, outputs: Collection[Output]) -> None:
+    for output in outputs:
+        end.tell(output)
+
+
+class MemoryTransport:
+    """One rank's links in a network. Implements `rrfp.runtime.protocols.Transport`.
+
+    A link whose other end is not open yet takes what is sent and brings it once it is.
+    """
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        rank: int,
+        sends_to: Collection[int],
+        receives_from: Collection[int],
+        inbox: Inbox,
+        *,
+        num_credits: int,
+        record: Callable[[Record], None] | None = None,
+        heartbeat_ns: int = HEARTBEAT_NS,
+        silence_ns: int = SILENCE_NS,
+        close_ns: int = CLOSE_NS,
+    ) -> None:
+        """`SocketTransport` says what the arguments mean."""
+        self._network = network
+        self._rank = rank
+        self._sends_to = sends_to
+        self._receives_from = receives_from
+        self._inbox = inbox
+        self._num_credits = num_credits
+        self._record = record
+        self._close_ns = close_ns
+        self._options = LinkOptions(
+            heartbeat_ns, silence_ns, _MAX_MESSAGE_BYTES, keeps_records=record is not None
+        )
+        self._sources: dict[int, tuple[DestinationLink, _End]] = {}
+        self._destinations: dict[int, tuple[SourceLink, _End]] = {}
+
+    def open(self) -> None:
+        """Make this rank's ends; nobody is waited for."""
+        rank, now_ns = self._rank, self._network.now_ns
+        for peer in self._sends_to:
+            there, back = self._network.pipes(rank, peer)
+            source = SourceLink(rank, peer, self._options, now_ns)
+            self._destinations[peer] = source, self._add(source, back, there)
+        for peer in self._receives_from:
+            there, back = self._network.pipes(peer, rank)
+            destination = DestinationLink(rank, peer, self._options, now_ns, self._num_credits)
+            self._sources[peer] = destination, self._add(destination, there, back)
+
+    def _add(self, link: Link, incoming: _Pipe, outgoing: _Pipe) -> _End:
+        end = _End(self._rank, link, incoming, outgoing, self._tell, self._network.now_ns)
+        self._network.add(end)
+        return end
+
+    def _tell(self, output: Output) -> None:
+        assert not isinstance(output, Pull | Released), "a transport in memory has no data plane"
+        if not isinstance(output, SendRecord | ReceiveRecord):
+            self._inbox.put(output)
+        elif self._record is not None:
+            self._record(output)
+
+    def send(self, peer: int, message: Message) -> None:
+        """Send a message, or what of it the pipe takes now."""
+        link, end = self._destination(peer)
+        prepared = prepare_message(message, self._options.max_message_bytes)
+        self._go_on(end, link.send(prepared, self._network.now_ns))
+
+    def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
+        """Tell `peer` when to expect the input of a task that is still to be sent."""
+        link, end = self._destination(peer)
+        number = min(left_ns, MAX_FORECAST_NS)
+        self._go_on(end, link.announce(Purpose.FORECAST, step, task, number))
+
+    def report(self, peer: int, step: int, task: Task) -> None:
+        """Tell the group's leader `peer` that the input of a task is here."""
+        link, end = self._destination(peer)
+        self._go_on(end, link.announce(Purpose.REPORT, step, task, 0))
+
+    def decide(self, peer: int, step: int, position: int, task: Task) -> None:
+        """Tell the member `peer` the next task of the agreed sequence."""
+        link, end = self._destination(peer)
+        self._go_on(end, link.announce(Purpose.DECISION, step, task, position))
+
+    def consumed(self, peer: int, step: int) -> None:
+        """Give the link peer -> here one credit back."""
+        if peer not in self._sources:
+            raise UsageError(
+                f"rank {self._rank} does not receive from rank {peer}; it was not made with that"
+                " link"
+            )
+        link, end = self._sources[peer]
+        link.consumed(step)
+        end.wake_ns = self._network.now_ns
+
+    def grant(self, num_credits: int) -> None:
+        """Raise every incoming link's credits."""
+        for link, end in self._sources.values():
+            link.grant(num_credits)
+            end.wake_ns = self._network.now_ns
+
+    def close(self, *, farewell: bool = True) -> None:
+        """Begin to close every link; the network's next steps do the rest (`is_over`)."""
+        now_ns = self._network.now_ns
+        for link, end in self._links():
+            link.begin_close(now_ns + self._close_ns, farewell=farewell)
+            end.wake_ns = now_ns
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every link of this rank is."""
+        return all(link.state is State.OVER for link, _ in self._links())
+
+    def _links(self) -> list[tuple[Link, _End]]:
+        return [*self._destinations.values(), *self._sources.values()]
+
+    def _destination(self, peer: int) -> tuple[SourceLink, _End]:
+        if peer not in self._destinations:
+            raise UsageError(
+                f"rank {self._rank} does not send to rank {peer}; it was not made with that link"
+            )
+        return self._destinations[peer]
+
+    def _go_on(self, end: _End, outputs: list[Output]) -> None:
+        """Write at once what the pipe takes."""
+        _tell(end, outputs)
+        self._network.write(end)
+        end.wake_ns = self._network.now_ns
