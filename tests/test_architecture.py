@@ -1,85 +1,63 @@
-"""The rooms: imports go down only. This table is the one place that says what may import what."""
+"""The packages, and what each may import: imports go down only."""
 
 import ast
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-ANYWHERE = {
-    *(
-        "rrfp",
-        "rrfp.compiled",
-        "rrfp.system",
-        "rrfp.errors",
-        "rrfp.strict_json",
-        "rrfp.requirements",
-    )
+BASE = {
+    *("rrfp", "rrfp.compiled", "rrfp.errors", "rrfp.requirements", "rrfp.strict_json"),
+    "rrfp.system",
 }
-"""What every room may use: the version, how the core runs, the machine's cores, the errors, how
-JSON is parsed, and what is installed."""
+"""Modules that every package may import."""
 
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What the modules of one package may import besides their own package and the stdlib."""
-
-    below: frozenset[str]
-    third_parties: frozenset[str]
-
-
-def room(below: str = "", third_parties: str = "") -> Room:
-    return Room(
-        frozenset(f"rrfp.{name}" for name in below.split()), frozenset(third_parties.split())
-    )
-
-
-ROOMS = {
-    "rrfp": room(),
-    "rrfp.compiled": room(),
-    "rrfp.system": room(),
-    "rrfp.errors": room(),
-    "rrfp.strict_json": room(),
-    "rrfp.requirements": room(),
-    "rrfp.__main__": room("cli"),
-    "rrfp.schedule": room(),
-    "rrfp.inputs": room("schedule"),
-    "rrfp.trace": room("schedule", "perfetto google numpy viztracer"),
-    "rrfp.interchange": room("schedule trace", "polars"),
-    "rrfp.runtime": room("schedule trace", "cryptography torch cuda"),
-    "rrfp.simulate": room("schedule trace", "numpy"),
-    "rrfp.replay": room("schedule trace simulate"),
-    "rrfp.tune": room("schedule inputs trace simulate replay planning", "numpy"),
-    "rrfp.planning": room("schedule inputs trace simulate replay runtime", "numpy"),
-    "rrfp.megatron": room(
-        "schedule inputs trace interchange runtime simulate planning", "torch numpy megatron"
-    ),
-    "rrfp.train": room(
-        "schedule inputs trace runtime simulate replay planning megatron",
-        "torch numpy megatron PIL polars tokenizers",
-    ),
-    "rrfp.verify": room("schedule inputs trace runtime megatron train", "torch"),
-    "rrfp.chaos": room("runtime trace train", "torch"),
-    "rrfp.doctor": room("schedule runtime simulate train", "torch cuda nixl"),
-    "rrfp.watch": room("schedule trace", "numpy torch opentelemetry prometheus_client wandb"),
-    "rrfp.analyze": room("schedule trace simulate replay", "polars numpy altair vl_convert"),
-    "rrfp.race": room(
-        "schedule inputs trace runtime simulate replay planning megatron train analyze",
-        "torch numpy megatron polars altair deepspeed",
-    ),
-    "rrfp.cli": room(
-        "schedule inputs trace interchange runtime simulate replay planning megatron train verify "
-        "analyze "
-        "race tune watch doctor chaos",
-        "typer rich polars torch",
-    ),
+IMPORTS = {
+    "schedule": "",
+    "inputs": "schedule",
+    "trace": "schedule",
+    "simulate": "trace",
+    "replay": "simulate",
+    "interchange": "trace",
+    "runtime": "trace",
+    "planning": "inputs simulate runtime",
+    "megatron": "planning interchange",
+    "train": "megatron replay",
+    "tune": "inputs planning replay",
+    "watch": "trace",
+    "analyze": "replay",
+    "verify": "train",
+    "chaos": "train",
+    "doctor": "train",
+    "race": "train analyze",
+    "cli": "verify chaos doctor tune watch race",
+    "__main__": "cli",
 }
+"""What each package imports, besides what those may import (docs/decisions/0037-packages.md)."""
+
+THIRD_PARTIES = {
+    "trace": "perfetto google numpy viztracer",
+    "interchange": "polars",
+    "runtime": "cryptography torch cuda",
+    "simulate": "numpy",
+    "planning": "numpy",
+    "tune": "numpy",
+    "megatron": "torch numpy megatron",
+    "train": "torch numpy megatron PIL polars tokenizers",
+    "verify": "torch",
+    "chaos": "torch",
+    "doctor": "torch cuda nixl",
+    "watch": "numpy torch opentelemetry prometheus_client wandb",
+    "analyze": "polars numpy altair vl_convert",
+    "race": "torch numpy megatron polars altair deepspeed",
+    "cli": "typer rich polars torch",
+}
+"""The third-party packages that each may import."""
 
 IN_A_JOB = re.compile(r"rrfp\.(__main__|cli\.main|cli\.run|megatron|runtime|schedule)\b")
 """What runs in the processes of somebody's job, with all that it imports: its environment has what
@@ -102,9 +80,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted((ROOT / "rrfp").rglob("*.py"))}
 
 
-def room_of(module: str) -> str:
-    """The room that a module is in: its package, or itself outside of all."""
+def package_of(module: str) -> str:
+    """The package that a module is in, or the module itself if it is in none."""
     return ".".join(module.split(".")[:2])
+
+
+def importable(package: str) -> set[str]:
+    """The packages that a package may import, directly or through others."""
+    found: set[str] = set()
+    for name in IMPORTS[package].split():
+        found |= {f"rrfp.{name}"} | importable(name)
+    return found
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -122,16 +108,17 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def forbidden_imports(module: str, source: str) -> list[str]:
-    here = room_of(module)
-    allowed = ROOMS[here]
+    here = package_of(module)
+    package = here.removeprefix("rrfp.")
+    allowed = {here, *BASE, *(() if here in BASE else importable(package))}
+    libraries = sys.stdlib_module_names | set(THIRD_PARTIES.get(package, "").split())
     return [
         name
         for name in imports(ast.parse(source))
         if not (
-            room_of(name) == here
-            or room_of(name) in ANYWHERE | allowed.below
+            package_of(name) in allowed
             or name == "rrfp.__version__"
-            or name.partition(".")[0] in sys.stdlib_module_names | allowed.third_parties
+            or name.partition(".")[0] in libraries
         )
     ]
 
@@ -151,7 +138,7 @@ def test_imports_go_down_only(module: str) -> None:
     assert forbidden_imports(module, MODULES[module].read_text()) == []
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if room_of(name) != "rrfp.cli"])
+@pytest.mark.parametrize("module", [name for name in MODULES if package_of(name) != "rrfp.cli"])
 def test_only_the_command_line_prints(module: str) -> None:
     assert prints(MODULES[module].read_text()) == []
 
@@ -196,8 +183,9 @@ def test_the_check_finds_what_prints() -> None:
     assert prints(source) == [2, 3]
 
 
-def test_every_package_is_a_room() -> None:
-    assert {room_of(module) for module in MODULES} == ROOMS.keys()
+def test_every_package_is_in_the_table() -> None:
+    packages = {package_of(module) for module in MODULES} - BASE
+    assert packages == {f"rrfp.{name}" for name in IMPORTS}
 
 
 def graph() -> dict[str, set[str]]:

@@ -152,8 +152,8 @@ def test_values_travel_between_processes(value: object) -> None:
 
 def test_sources_run_where_they_are_asked_for() -> None:
     assert printed(CORE, interpreted=True).strip() == Core.INTERPRETED
-    code = "import rrfp.schedule.ready_tracker as books; print(books.__file__)"
-    assert printed(code, interpreted=True).strip().endswith("books.py")
+    code = "import rrfp.schedule.ready_tracker as module; print(module.__file__)"
+    assert printed(code, interpreted=True).strip().endswith("ready_tracker.py")
 
 
 @needs_compiled

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import rrfp
 from rrfp.train.launch import watchdog as vigil_module
 from rrfp.train.launch.heartbeat import (
     Frame,
@@ -29,9 +30,9 @@ from rrfp.train.launch.watchdog import Standstill, Vigil, Why
 STD = threading.__file__
 TORCHS = f"{Path(pytest.__file__).parent.parent}/torch/distributed/distributed_c10d.py"
 MEGATRONS = f"{Path(pytest.__file__).parent.parent}/megatron/core/optimizer.py"
-TRAINING = f"{Path(vigil_module.__file__).parents[3]}/train/training.py"
-WORKER = f"{Path(vigil_module.__file__).parents[3]}/runtime/worker.py"
-RECORDER = f"{Path(vigil_module.__file__).parents[3]}/runtime/recorder.py"
+TRAINING = f"{Path(rrfp.__file__).parent}/train/loop.py"
+WORKER = f"{Path(rrfp.__file__).parent}/runtime/worker.py"
+RECORDER = f"{Path(rrfp.__file__).parent}/runtime/recorder.py"
 
 
 @pytest.mark.parametrize(

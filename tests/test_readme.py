@@ -122,11 +122,11 @@ def test_the_picture_is_of_the_command_beside_it() -> None:
     assert f"`bfw` is {ratio} times as fast" in text
 
 
-def test_every_room_has_a_page_in_the_api_reference() -> None:
-    rooms = {path.parent.name for path in (ROOT / "rrfp").glob("*/__init__.py")} - {"cli"}
+def test_every_package_has_a_page_in_the_api_reference() -> None:
+    packages = {path.parent.name for path in (ROOT / "rrfp").glob("*/__init__.py")} - {"cli"}
     pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "api").glob("[a-z]*.md")}
-    assert pages.keys() == rooms | {"errors"}
-    assert all(f"\n::: rrfp.{room}\n" in page for room, page in pages.items())
+    assert pages.keys() == packages | {"errors", "inputs"}
+    assert all(f"\n::: rrfp.{package}\n" in page for package, page in pages.items())
 
 
 def test_the_make_targets_of_the_readme_exist() -> None:

@@ -1,4 +1,4 @@
 """One rank at run time: its worker, agreement, recorder and pace, and how it finds its peers.
 
-`rrfp.runtime.transport` moves its messages.
+`rrfp.runtime.net` moves its messages.
 """

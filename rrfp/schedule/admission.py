@@ -21,7 +21,7 @@ class Admit(StrEnum):
     """Light microbatches at both ends of the step, heavy ones in the middle."""
     PLAN = "plan"
     """The order that simulations find before the step, at worst the pyramid
-    (`rrfp.simulate.plan`)."""
+    (`rrfp.planning`)."""
 
 
 @dataclass(frozen=True, slots=True)

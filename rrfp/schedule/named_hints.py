@@ -490,7 +490,7 @@ def hint_named(name: str, others: Sequence[str] = ()) -> Hint:
     return HINTS[name]
 
 
-# The hint that is chosen while a run goes on, by simulation (`rrfp.simulate.choice`).
+# The hint that is chosen while a run goes on, by simulation (`rrfp.planning`).
 
 
 NAME: Final = "auto"

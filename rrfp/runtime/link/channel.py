@@ -2,7 +2,7 @@
 
 No thread, lock, socket or clock is in here. Whoever drives an end (`driver.py` over sockets,
 `memory.py` in virtual time) carries its bytes, passes the time in, and makes one call at a time.
-`states.py` has the tables of its states.
+The tables of its states come first.
 
 Messages, reports, decisions and forecasts go from source to destination; credits and released slots
 come back on the same connection; heartbeats and the farewell go both ways.

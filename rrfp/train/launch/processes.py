@@ -380,7 +380,7 @@ def run_to_end(
     until all have ended; returns the failures. A rank has failed unless it ends with 0 and has
     noted that it has done all its work (`rrfp.train.launch.heartbeat.finish`). As soon as
     one rank fails, the others are ended, and so it is if one stands still for `silence_s`
-    (`rrfp.train.ranks.liveness`); `warn` gets the rank, its process, how it stands still, and its
+    (`rrfp.train.launch.watchdog`); `warn` gets the rank, its process, how it stands still, and its
     stacks, if it may do so for longer. `is_whole` says that the run has no other ranks than these.
     All are ended, too, once `lost` gives an error, because another host is; it is raised.
 
