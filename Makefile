@@ -7,10 +7,8 @@ VENV := .venv$(if $(PYTHON),-$(VERSION))
 STAMP := $(VENV)/set-up
 # Present once the core is compiled, or has been found not to compile here.
 COMPILED := $(VENV)/compiled
-CORE_TESTS := $(addprefix tests/test_,$(addsuffix .py,admission_order agreement_rules bounds \
-    closed_forms compiled controllable_memory dealing dispatcher draws engine hint_order hints \
-    hold_in_bytes order orders patience rehearsal shape simulate_bounds tasks theorem \
-    wrong_policies))
+CORE_TESTS := $(addprefix tests/,schedule properties project/test_compiled.py trace/test_perfetto.py \
+    $(addprefix simulate/test_,engine.py jitter.py) $(addprefix planning/test_,admission.py balance.py))
 CORE := $(shell find rrfp/schedule rrfp/simulate -name '*.py') rrfp/compiled.py setup.py
 # Present while a set-up runs: one that was interrupted, or failed, is begun anew.
 UNFINISHED := $(VENV)/unfinished
@@ -83,7 +81,7 @@ test-all: lint  ## The same with every test, and more examples a property
 	$(VENV)/bin/pytest -q -rs --hypothesis-profile thorough $(ARGS)
 
 test-gpu: setup  ## What is to hold on a GPU; without one it says so
-	$(VENV)/bin/pytest -q -rs tests/test_gpu.py $(ARGS)
+	$(VENV)/bin/pytest -q -rs tests/e2e/test_gpu.py $(ARGS)
 
 FUZZ_INPUTS := 100000
 # Of each reader, besides; atheris is slower and finds what chance does not.

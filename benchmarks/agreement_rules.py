@@ -19,8 +19,8 @@ from rrfp.schedule.named_hints import HINTS
 from rrfp.schedule.policy import AgreementRule, Policy
 from rrfp.schedule.shape import Shape
 from rrfp.schedule.tasks import Task
-from tests.naive_dispatcher import NaiveDispatcher
-from tests.virtual_time import Node, World, play
+from tests.properties.naive_dispatcher import NaiveDispatcher
+from tests.properties.virtual_time import Node, World, play
 
 SHAPE = Shape(num_ranks=4, num_microbatches=32)
 TASK_NS = 1000

@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from rrfp.runtime.protocols import Message
 from rrfp.schedule.tasks import Kind, Task
-from tests.link_pairs import pair, take
+from tests.runtime.link_pairs import pair, take
 
 LATENCY_NS = 5_000_000
 NUM_MESSAGES = 20

@@ -36,8 +36,8 @@ from rrfp.trace.records import (
     TaskRecord,
 )
 from rrfp.trace.spill import read_spill
-from tests.rank_rig import Work, open_rig
-from tests.ranks import run_ranks
+from tests.e2e.ranks import run_ranks
+from tests.runtime.rank_rig import Work, open_rig
 
 TIMEOUT_S = 300.0
 INFO = RankInfo(0, 0, 0, 0, (0,), "node", 1)

@@ -26,8 +26,8 @@ from rrfp.runtime.protocols import Links, Message
 from rrfp.schedule.shape import FORWARD_ONLY, Shape
 from rrfp.schedule.tasks import Cause, Task
 from rrfp.trace.records import ReceiveRecord, TaskRecord, WaitRecord
-from tests.rank_rig import Work, open_rig
-from tests.ranks import run_ranks
+from tests.e2e.ranks import run_ranks
+from tests.runtime.rank_rig import Work, open_rig
 
 TIMEOUT_S = 300.0
 

@@ -18,7 +18,7 @@ from rrfp.runtime.net.transport import SocketTransport, data_planes
 from rrfp.runtime.planes.registry import DEFAULT_OUTBOX_MB, TransportName
 from rrfp.runtime.protocols import Arrived, Decided, Event, Failed, Inbox, Message, Reported
 from rrfp.schedule.tasks import Kind, Task
-from tests.link_pairs import needs_nixl, needs_tls
+from tests.runtime.link_pairs import needs_nixl, needs_tls
 
 TASK = Task(1, Kind.F, 0)
 NUM_STREAMED = 16

@@ -32,8 +32,8 @@ from rrfp.simulate.step import play
 from rrfp.simulate.world import TaskTimes, World
 from rrfp.trace.records import ReceiveRecord, StimulusRecord, task_of
 from tests.doubles.simulated_device import SimulatedDevice
-from tests.rank_rig import RankRig, open_rig
-from tests.ranks import run_ranks
+from tests.e2e.ranks import run_ranks
+from tests.runtime.rank_rig import RankRig, open_rig
 
 RISKS = {"at the launch before": 0.0, "just in time": RISK, "at the end before": inf}
 LAUNCHES_MS = (0.0, 1.0, 5.0)

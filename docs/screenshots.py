@@ -13,7 +13,7 @@ from rrfp.analyze.perfetto_overlay import find_initial_view, path_track
 from rrfp.cli import main as cli
 from rrfp.trace.initial_view import Preset
 from rrfp.trace.perfetto_server import TraceServer, find_local_ui
-from tests.browser import MISSING, Browser, Page, browser
+from tests.e2e.browser import MISSING, Browser, Page, browser
 
 ROOT = Path(__file__).parent.parent
 TRACE = ROOT / "traces" / "gpt-pp4-bf.pftrace"

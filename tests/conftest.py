@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Where tests start ranks, their server imports what they need beside the first tests."""
-    if "tests.ranks" in sys.modules and not session.config.option.collectonly:
-        sys.modules["tests.ranks"].start_server()
+    if "tests.e2e.ranks" in sys.modules and not session.config.option.collectonly:
+        sys.modules["tests.e2e.ranks"].start_server()
 
 
 @pytest.fixture

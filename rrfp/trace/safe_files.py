@@ -1,5 +1,5 @@
 """Creates and opens every file that rrfp writes. No other module opens a file for writing;
-`tests/test_writes.py` finds those that do.
+`tests/trace/test_safe_files.py` finds those that do.
 
 A directory may belong to another user, or let others write, so a name in it proves nothing. A new
 file has an unpredictable name, is created exclusively, and is renamed into place. A file that

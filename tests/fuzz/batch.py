@@ -21,8 +21,7 @@ from unittest.mock import patch
 
 from rrfp.cli.errors import DEBUG_VARIABLE
 from rrfp.errors import RrfpError
-from tests.fuzz.contents import damaged_inside
-from tests.fuzz.octets import damaged
+from tests.fuzz.damage import damaged, damaged_inside
 from tests.fuzz.reader import Attempt, Reader
 from tests.fuzz.readers import READERS
 

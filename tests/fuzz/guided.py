@@ -51,8 +51,7 @@ def _fuzz(name: str, num_inputs: str) -> None:
 
     with atheris.instrument_imports(include=list(_GUIDING)):
         from tests.fuzz.readers import READERS
-    from tests.fuzz.contents import damaged_inside
-    from tests.fuzz.octets import damaged
+    from tests.fuzz.damage import damaged, damaged_inside
 
     reader = READERS[name]
     keep = Path("build/fuzz").absolute()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.ranks import HOST, loopback_store
 from tests.megatron_lm.cases import NATIVE, RECORDED, Case
-from tests.ranks import HOST, loopback_store
 
 ROOT = Path(__file__).parent.parent.parent
 

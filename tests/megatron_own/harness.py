@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tests.ranks import loopback_store
+from tests.e2e.ranks import loopback_store
 
 NUM_RANKS = 8
 
