@@ -1,5 +1,5 @@
-"""What a rank does for a row of `megatron/test_learns_the_same.py`: it runs Megatron's own schedule,
-then ours, on the same modules and data, and gives what each came to."""
+"""What a rank does for a row of `test_learns_the_same.py`: it runs Megatron's own schedule, then
+ours, on the same modules and data, and gives what each came to."""
 
 import random
 import tempfile
