@@ -164,7 +164,8 @@ def address_of_gloo() -> list[str]:
 
     with one_device_at("127.0.0.1"):
         dist.init_process_group("gloo")
-        dist.new_group([0, 1])
+        # A rank that closed its group here would end the other's connecting to it.
+        dist.barrier(dist.new_group([0, 1]))
         dist.destroy_process_group()
         return sorted({door.address for door in doors_of(os.getpid())})
 
