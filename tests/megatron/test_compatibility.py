@@ -265,9 +265,9 @@ def test_a_patch_that_would_be_lost_is_refused(
         patched.setattr(schedules, name, wraps(getattr(schedules, name))(lambda **_: []))
         with pytest.raises(
             UsageError,
-            match=rf"^tests\.test_compatibility\.test_a_patch.*<lambda> \(.*\) has replaced "
-            rf"megatron\.core\.pipeline_parallel\.schedules\.{name} and would not run under "
-            "rrfp's schedule; switch that patch off",
+            match=r"^tests\.megatron\.test_compatibility\.test_a_patch.*<lambda> \(.*\) has "
+            rf"replaced megatron\.core\.pipeline_parallel\.schedules\.{name} and would not run "
+            "under rrfp's schedule; switch that patch off",
         ):
             install()
 

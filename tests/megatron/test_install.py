@@ -102,8 +102,8 @@ def test_a_loop_that_has_fetched_megatrons_function_before_is_told() -> None:
     for name in (*SCHEDULES, *HOLDERS):
         called = name if name in SCHEDULES else SCHEDULES[0]
         assert re.fullmatch(
-            rf".*/tests/\w+\.py:\d+ calls Megatron's {called}, which it has fetched before "
-            r"install\(\) replaced it; call install\(\) before the loop calls "
+            rf".*/tests/megatron/\w+\.py:\d+ calls Megatron's {called}, which it has fetched "
+            r"before install\(\) replaced it; call install\(\) before the loop calls "
             r"get_forward_backward_func\(\)",
             raised[name],
         ), name

@@ -524,8 +524,8 @@ def draw_otherwise(layout: Any, settings: dict[str, Any], reverse: str) -> bool:
     for settings_, sentence in (
         (
             {"hint": reverse},
-            r"a Indexed, has no __next__, and .*reverse.csv takes microbatches in another order .*"
-            r"\(bf, fb, b-first, f-first, bfw, bf-deep, bfw-deep, 1f1b, gpipe, zb-h1\)",
+            r"a IndexedSamples, has no __next__, and .*reverse.csv takes microbatches in another "
+            r"order .*\(bf, fb, b-first, f-first, bfw, bf-deep, bfw-deep, 1f1b, gpipe, zb-h1\)",
         ),
         ({"admit": "pyramid"}, "has no __next__, and admit 'pyramid' .*; leave it out"),
     ):

@@ -44,9 +44,9 @@ VARIABLE = "RRFP_MEGATRON_MAIN"
 def test_on_the_branch_main() -> None:
     """Megatron-Core without a release. The Python that runs this must fit the checkout."""
     tests = (
-        "megatron/test_compatibility.py",
-        "megatron/test_gradient_hooks.py",
-        "megatron/test_weight_gradients.py",
+        "test_compatibility.py",
+        "test_gradient_hooks.py",
+        "test_weight_gradients.py",
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
