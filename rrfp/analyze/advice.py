@@ -8,7 +8,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory import memory
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import tell
+from rrfp.analyze.number_format import format_time
 from rrfp.replay.bottlenecks import LEAST_SAVING, Culprit, CulpritKind
 from rrfp.replay.layer_split import even_split
 from rrfp.replay.recorded import RecordedRun
@@ -202,7 +202,7 @@ class CulpritWords:
                 (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
             )
         times: Sequence[int] = (messages["came_ns"] - messages["left_ns"]).to_list()
-        return tell(median(times) if times else 0)
+        return format_time(median(times) if times else 0)
 
 
 def _alone(culprit: Culprit) -> str:

@@ -17,15 +17,16 @@ rank, and what lies between belongs to the rank's wait for the transfer.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.bubbles import OVERHEAD
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.bubbles import CAUSE_HEADINGS, OVERHEAD
+from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS, LINK_COLOUR
+from rrfp.analyze.frames import Frames, label_of, numbers_of
 from rrfp.analyze.misalignment import (
     MetReplica,
     is_imported,
@@ -33,6 +34,8 @@ from rrfp.analyze.misalignment import (
     met_replicas,
     transfers_block,
 )
+from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
+from rrfp.analyze.table import TENTHS, TEXT, Column, Table
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.blocking import BlockingRank, Meeting
 from rrfp.schedule.shape import sending_stage
@@ -393,27 +396,6 @@ class CriticalPath:
         )
         return idle_ns / self.length_ns
 
-    @property
-    def frame(self) -> pl.DataFrame:
-        """A row an owner, the largest first."""
-        return pl.DataFrame(
-            [(*owner[:2], owner.time_ns / NS_PER_S) for owner in self.owners],
-            schema={"pp_rank": pl.Int32, "kind": pl.String, "seconds": pl.Float64},
-            orient="row",
-        )
-
-    def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze critical-path --format json` prints."""
-        sort, number = told_step(self.step)
-        return {
-            sort: number,
-            "length_s": self.length_ns / NS_PER_S,
-            "owners": [
-                {"pp_rank": pp_rank, "kind": kind, "seconds": time_ns / NS_PER_S}
-                for pp_rank, kind, time_ns in self.owners
-            ],
-        }
-
 
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     """The chain of a step; by default, of the longest one.
@@ -442,3 +424,85 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
         with suppress(RrfpError):
             back = BlockingBacktrace(of_step, step, spans[step])
     return CriticalPath(step, back.segments())
+
+
+# The tables of a critical path.
+
+_COLORS = KIND_COLOURS | {LINK: LINK_COLOUR} | CAUSE_COLOURS
+
+
+def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table:
+    """The shares of a step's critical path: a row for each stage, a column for each kind.
+
+    Cells are rounded so that rows and columns add up to the step.
+    """
+    owners = path.owners
+    times_ns = [owner.time_ns for owner in owners]
+    unit = Times([path.length_ns]).unit
+    tenths = apportioned(times_ns, round(10 * sum(times_ns) / unit.value))
+    cells = {(each.pp_rank, each.kind): n for each, n in zip(owners, tenths, strict=True)}
+    ranks = sorted({owner.pp_rank for owner in owners})
+    by_kind: dict[str, int] = defaultdict(int)
+    for (_, kind), tenth in cells.items():
+        by_kind[kind] += tenth
+    # A damaged trace may have kinds that have no color.
+    kinds = [kind for kind in dict.fromkeys((*_COLORS, *by_kind)) if by_kind.get(kind)]
+    sums = [sum(cells.get((pp_rank, kind), 0) for kind in by_kind) for pp_rank in ranks]
+    shares = apportioned(sums, round(1000 * sum(times_ns) / path.length_ns))
+    length = format_time(path.length_ns)
+    return Table(
+        f"Who owns the critical path of {step_name(path.step)}, in {unit.symbol}",
+        [
+            Column("stage", [numbers_of(stages[each]) for each in ranks], TEXT, total="all"),
+            *(
+                Column(
+                    CAUSE_HEADINGS.get(kind, kind),
+                    [cells.get((pp_rank, kind)) or None for pp_rank in ranks],
+                    TENTHS,
+                    total=by_kind[kind],
+                    color=_COLORS.get(kind, ""),
+                )
+                for kind in kinds
+            ),
+            Column("sum", sums, TENTHS, marked=outliers(sums), total=sum(sums)),
+            Column("%", shares, TENTHS, total=sum(shares)),
+        ],
+        [f"{step_name(path.step).capitalize()} took {length}. {_conclusion(path, stages)}"],
+        has_total=len(ranks) > 1,
+        caption=f"Critical path of {step_name(path.step)}: who owns its {length}",
+    )
+
+
+def owner_table(path: CriticalPath) -> Table:
+    """The owners of a step's critical path for programs, the largest first."""
+    owners = path.owners
+    sort, number = told_step(path.step)
+    seconds = [owner.time_ns / NS_PER_S for owner in owners]
+    return Table(
+        "",
+        [
+            Column(
+                None, pl.Series([each.pp_rank for each in owners], dtype=pl.Int32), key="pp_rank"
+            ),
+            Column(None, pl.Series([each.kind for each in owners], dtype=pl.String), key="kind"),
+            Column(None, pl.Series(seconds, dtype=pl.Float64), key="seconds"),
+        ],
+        facts={sort: number, "length_s": path.length_ns / NS_PER_S},
+        rows_key="owners",
+    )
+
+
+def _conclusion(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> str:
+    owners = path.owners
+    if path.pp_rank is None:
+        most = owners[0]
+        return (
+            f"Most of it is {most.kind} of {label_of(stages[most.pp_rank])}, "
+            f"{most.time_ns / path.length_ns:.0%}; links and waits own {path.idle_fraction:.0%}."
+        )
+    of_rank = stages[path.pp_rank]
+    named, is_one = label_of(of_rank).capitalize(), len(of_rank) == 1
+    if not owners:
+        return f"{named} {'is' if is_one else 'are'} not on the critical path."
+    share = sum(owner.time_ns for owner in owners) / path.length_ns
+    return f"{named} {'owns' if is_one else 'own'} {share:.1%} of it, most as {owners[0].kind}."

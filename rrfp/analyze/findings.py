@@ -20,7 +20,8 @@ from rrfp.analyze.chosen_steps import step_time_ns
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frames import Frames, recording_of, run_settings
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import tell
+from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import Column, Table
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import Culprit, culprits
 from rrfp.replay.change import replay
@@ -377,9 +378,9 @@ def headline(frames: Frames, found: Blame) -> str:
     """How long a step takes, and how much of it no schedule can save."""
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
-        f"{_a_step(frames)} takes {tell(step_ns)}, the mean of {frames.windows.height}. "
+        f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
         f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
-        f"{tell(busy * step_ns)} of it ({busy:.0%}): no order of the "
+        f"{format_time(busy * step_ns)} of it ({busy:.0%}): no order of the "
         "same tasks makes a step shorter than that."
     )
 
@@ -426,8 +427,8 @@ class _Teller:
             self._stages.get(most.pp_rank, [most.pp_rank]), key=lambda s: self._work_ns.get(s, 0)
         )
         at = self.place(most.pp_rank)
-        amount = f"{tell(time_ns)} ({share:.0%})"
-        part = "" if len(owners) == 1 else f", {tell(owners[most])} of it there"
+        amount = f"{format_time(time_ns)} ({share:.0%})"
+        part = "" if len(owners) == 1 else f", {format_time(owners[most])} of it there"
         title, told, advice = self._words(most, stage, at, amount, part)
         return Share(most.what, most.pp_rank, most.sender, time_ns, share, title, told, advice)
 
@@ -573,7 +574,7 @@ class _Teller:
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
         middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
-        return tell(middle_ns or 0)
+        return format_time(middle_ns or 0)
 
 
 NUM_FINDINGS = 3
@@ -729,4 +730,29 @@ def diagnose(frames: Frames) -> Diagnosis:
         replayed.why_not,
         replayed.num_steps,
         replayed.error,
+    )
+
+
+def finding_table(found: Diagnosis, run: str, steps: str | None = None) -> Table:
+    """The findings for programs, a row for each; a terminal has its own form of them."""
+    rows = [each.as_json(run, steps) for each in found.findings]
+    links = ["-".join(map(str, each.link)) if each.link else None for each in found.findings]
+    schema = {
+        "kind": pl.String,
+        "pp_rank": pl.Int64,
+        "rank": pl.Int64,
+        "link": pl.String,
+        "saving_fraction": pl.Float64,
+        "share_fraction": pl.Float64,
+        "text": pl.String,
+        "command": pl.String,
+    }
+    values = {name: [row[name] for row in rows] for name in schema} | {"link": links}
+    return Table(
+        "",
+        [
+            Column(None, pl.Series(values[name], dtype=dtype), key=name)
+            for name, dtype in schema.items()
+        ],
+        facts=found.as_json(run, steps),
     )

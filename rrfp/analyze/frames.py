@@ -6,7 +6,7 @@ of steps only these: a trace may be larger than memory.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -144,6 +144,12 @@ class Frames:
         return found
 
     @cached_property
+    def stages(self) -> dict[int, Sequence[int]]:
+        """The stages that each pipeline rank holds, by its number in order."""
+        held = self.run.select("pp_rank", "stages").unique("pp_rank").sort("pp_rank")
+        return dict(held.iter_rows())
+
+    @cached_property
     def steps(self) -> list[int]:
         """The steps that began: those that train in order, then the evaluations."""
         return in_order(
@@ -225,6 +231,16 @@ class Frames:
             return "the trace has no steps; the run ended before its first one did"
         (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
         return f"the trace has none of the {sort}s asked for; it has those from {first} to {last}"
+
+
+def numbers_of(stages: Iterable[int]) -> str:
+    """Return the numbers of stages, such as `0 7`."""
+    return " ".join(map(str, sorted(stages)))
+
+
+def label_of(stages: Sequence[int]) -> str:
+    """Return what reports call a pipeline rank: `stage 3`, or `stages 0 7`."""
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers_of(stages)}"
 
 
 def frames_of(recording: Recording) -> Frames:

@@ -8,14 +8,16 @@ Where transfers block, as in Megatron's own schedules, a message arrives only on
 it: there the work is queued at its sender, which waits for the stage.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.frames import MESSAGES, Frames, Schema, recording_of
+from rrfp.analyze.frames import MESSAGES, Frames, Schema, numbers_of, recording_of
+from rrfp.analyze.number_format import outliers
+from rrfp.analyze.table import TEXT, Column, Table, Unit, seconds
 from rrfp.errors import RrfpError
 from rrfp.replay.blocking import BlockingRank, meet
 from rrfp.replay.recorded import RecordedLayout, RecordedSettings
@@ -122,20 +124,68 @@ def misalignment(
     )
 
 
-def as_json(report: pl.DataFrame) -> dict[str, object]:
-    """The object that `rrfp analyze misalignment --format json` prints."""
-    return {
-        "links": [
-            {
-                **{name: row[name] for name in (*LINK, *_RANKS, "messages") if name in row},
-                **{
-                    what: {share: row[f"{what}_{share}"] for share in ("median", "p95")}
-                    for what in ("queued_s", "starved_s")
-                },
-            }
-            for row in report.to_dicts()
-        ]
-    }
+def link_table(
+    report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
+) -> Table:
+    """The queueing of messages and the starving of stages, link by link."""
+    ends = [
+        f"{numbers_of(stages[sender])} → {numbers_of(stages[receiver])}"
+        for sender, receiver in report.select("from", "to").iter_rows()
+    ]
+    directions = report["direction"]
+    names = [Column("stages", [f"{e} {d}" for e, d in zip(ends, directions, strict=True)], TEXT)]
+    programs = [Column(None, report[name], key=name) for name in LINK]
+    if by_rank:
+        ranks = [f"{sender} → {receiver}" for sender, receiver in report.select(_RANKS).iter_rows()]
+        names.insert(0, Column("ranks", ranks, TEXT))
+        programs += [Column(None, report[name], key=name) for name in _RANKS]
+    unit = seconds(time_s for name in _FIGURES for time_s in report[name])
+    return Table(
+        "How messages and their stages missed each other, link by link",
+        [
+            *names,
+            *programs,
+            Column("messages", report["messages"], key="messages"),
+            *(
+                Column(
+                    heading,
+                    report[name],
+                    unit,
+                    key=name,
+                    path=f"{name.rpartition('_')[0]}.{name.rpartition('_')[2]}",
+                    marked=outliers(report[name].to_list()) if name.endswith("p95") else (),
+                )
+                for name, heading in _FIGURES.items()
+            ),
+        ],
+        [*_conclusions(report, ends, unit)],
+        num_names=len(names),
+        rows_key="links",
+    )
+
+
+_FIGURES = {
+    "queued_s_median": "queued,\nmedian",
+    "queued_s_p95": "queued,\np95",
+    "starved_s_median": "starved,\nmedian",
+    "starved_s_p95": "starved,\np95",
+}
+"""The figures of a link, in seconds, and their headings."""
+
+
+def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Iterator[str]:
+    """The links where stages starve and messages queue longest."""
+    is_aligned = True
+    for name, sentence in (
+        ("starved_s_p95", "A stage idles longest for messages on {}, {} (p95)."),
+        ("queued_s_p95", "Messages lie longest before a busy stage on {}, {} (p95)."),
+    ):
+        worst = report[name].arg_max()
+        if worst is not None and report[name][worst] > 0:
+            is_aligned = False
+            yield sentence.format(ends[worst], unit.format(report[name][worst]))
+    if is_aligned:
+        yield "No message lay queued, and no stage was starved."
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:

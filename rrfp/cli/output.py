@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rrfp.cli.options import Format
-from rrfp.cli.tables import csv_of
+from rrfp.cli.options import PEOPLE, Format, RowFormat, parse_steps
+from rrfp.cli.progress import working
 from rrfp.errors import GateError, RrfpError, UsageError
 from rrfp.trace.records import EVALUATION, counted, step_names
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from rrfp.analyze.frames import Frames
-    from rrfp.cli.tables import Sheet
+    from rrfp.analyze.table import Table
 
 
 # The extra `report`, which draws charts: whether it is installed.
@@ -46,45 +46,96 @@ WITHOUT_SIZES = "the bytes of their microbatches were not known yet"
 """Why a step is not replayed."""
 
 
-def print_frame(
-    report: "pl.DataFrame",
-    as_json: dict[str, object],
-    output_format: Format,
-    sheets: "Callable[[], Sequence[Sheet]]",
-) -> None:
-    """Print a report on stdout: for people its sheets, for programs its rows or its JSON.
+def read_frames(
+    path: Path | None, steps: str | None, evaluations: bool, *, with_warm_up: bool = False
+) -> "Frames":
+    """Read the frames of a run's steps, or of its evaluations, and note what the trace lacks."""
+    asked = None if steps is None else parse_steps(steps)
 
-    Raises UsageError for Parquet on a terminal.
+    from rrfp.analyze.frame_files import load_frames
+    from rrfp.trace.locate import resolve_trace
+
+    with working("Reading the trace"):
+        frames = load_frames(
+            resolve_trace(path), asked, evaluations=evaluations, with_warm_up=with_warm_up
+        )
+    tell_missing_records(frames)
+    return frames
+
+
+def print_report(
+    tables: "Sequence[Table]",
+    output_format: Format,
+    more: Mapping[str, object] | None = None,
+) -> None:
+    """Print tables on stdout: for people one by one, for programs as one document or table.
+
+    The JSON document is that of the first table, and of `more`. Raises UsageError for Parquet on a
+    terminal.
     """
     match output_format:
         case Format.TABLE | Format.MD:
-            print_sheets(sheets(), markdown=output_format is Format.MD)
+            print_tables(tables, markdown=output_format is Format.MD)
         case Format.JSON:
-            print(json.dumps(as_json))
+            print(json.dumps({**tables[0].document(), **(more or {})}))
         case Format.CSV:
-            sys.stdout.write(csv_of(report))
+            from rrfp.analyze.table import csv_of_frame
+
+            sys.stdout.write(csv_of_frame(_joined(tables)))
         case Format.PARQUET:
             if sys.stdout.isatty():
                 raise UsageError(
                     "--format parquet is no text for a terminal; send it to a file with "
                     "> report.parquet"
                 )
-            # Written by us, so that a closed pipe is told as the system does, not as polars does.
+            # polars would name the error of a closed pipe in its own way.
             octets = BytesIO()
-            report.write_parquet(octets)
+            _joined(tables).write_parquet(octets)
             sys.stdout.buffer.write(octets.getvalue())
 
 
-def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
-    """Print tables for people, as tables or as Markdown."""
+def print_analysis(frames: "Frames", table: "Table", output_format: Format) -> None:
+    """Print a table of these frames, and note the steps of the run that they leave out."""
+    tell_warm_up(frames)
+    if output_format in PEOPLE:
+        tell_evaluations(frames)
+    print_report([table], output_format, left_out_of(frames))
+
+
+def _joined(tables: "Sequence[Table]") -> "pl.DataFrame":
+    import polars as pl
+
+    return pl.concat([table.frame() for table in tables])
+
+
+def print_rows(table: "Table", output_format: RowFormat, *, may_have_formulas: bool = True) -> None:
+    """Print one table on stdout, without a data frame."""
+    match output_format:
+        case RowFormat.TABLE | RowFormat.MD:
+            print_tables([table], markdown=output_format is RowFormat.MD)
+        case RowFormat.JSON:
+            print(json.dumps(table.document()))
+        case RowFormat.CSV:
+            print(table.csv(may_have_formulas=may_have_formulas), end="")
+
+
+def print_tables(tables: "Sequence[Table]", *, markdown: bool) -> None:
+    """Print tables for people, on a terminal or as Markdown."""
     if markdown:
-        print("\n".join(sheet.markdown() for sheet in sheets), end="")
+        print("\n".join(table.markdown() for table in tables), end="")
         return
-    from rrfp.cli.tables import console
+    from rrfp.cli.console import console, print_table
 
     terminal = console()
-    for sheet in sheets:
-        sheet.print(terminal)
+    for table in tables:
+        print_table(table, terminal)
+
+
+def left_out_of(frames: "Frames") -> dict[str, object]:
+    """The steps that a report leaves out, for its JSON: the number of evaluations and, if there
+    was any, the steps of the warm-up."""
+    warm_up = {"warm_up_left_out": list(frames.warm_up)} if frames.warm_up else {}
+    return {"evaluations_left_out": frames.num_left_out, **warm_up}
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TextIO, cast
 # them could move the cursor, change the title or hide what follows, and a bidirectional one could
 # show it in another order. While a command runs, stdout and stderr are therefore `guarded`
 # (`rrfp.cli.terminal`). rich passes by them, for its colours are such characters; what it draws is
-# guarded by `rrfp.cli.tables`.
+# guarded by `rrfp.cli.console`.
 
 
 _STEERING = re.compile(

@@ -11,7 +11,7 @@ from rrfp.analyze.charts.style import WIDTH_PX, by_value, faceted, finished, sho
 from rrfp.analyze.colors import KIND_COLOURS
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import Unit
+from rrfp.analyze.number_format import TimeUnit
 from rrfp.errors import RrfpError
 
 _COLUMNS = 2
@@ -66,7 +66,7 @@ def _distributions(
     margin = max(0.0, _LEAST_DECADES - (high - low)) / 2
     low, high = low - margin, high + margin
     width = (high - low) / _NUM_BINS
-    unit = Unit.of(10 ** ((low + high) / 2))
+    unit = TimeUnit.of(10 ** ((low + high) / 2))
     edges = 10 ** (low + width * np.arange(_NUM_BINS + 1)) / unit.value
     counted = (
         times.with_columns(
@@ -161,7 +161,7 @@ def misalignment_map(frames: Frames) -> Any:
     begin_ns: int = whole["start_ns"].min()  # type: ignore[assignment]
     end_ns: int = whole["end_ns"].max()  # type: ignore[assignment]
     bin_ns = max(1, -(-(end_ns - begin_ns) // _NUM_BINS))
-    over = Unit.of(end_ns - begin_ns)
+    over = TimeUnit.of(end_ns - begin_ns)
     cells = (
         messages.with_columns(bin=(pl.col("came_ns") - begin_ns) // bin_ns)
         .group_by("from", "to", "direction", "bin")
@@ -173,7 +173,7 @@ def misalignment_map(frames: Frames) -> Any:
         .sort("direction", "from", "to", "bin", descending=[True, False, False, False])
     )
     extreme_ns: float = (cells["queued"] - cells["starved"]).abs().quantile(_EXTREME_SHARE) or 1.0
-    unit = Unit.of(extreme_ns)
+    unit = TimeUnit.of(extreme_ns)
     cells = cells.select(
         pl.format("{} → {} {}", "from", "to", "direction").alias("link"),
         (pl.col("bin") * bin_ns / over.value).round(6).alias("start"),

@@ -13,16 +13,15 @@ from rrfp.analyze.charts.style import (
     by_value,
     faceted,
     finished,
-    label_of,
     lead_tasks,
     shown,
     some_places,
     window_of,
 )
 from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
-from rrfp.analyze.frames import Frames, run_limit
+from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import budgets, kept_changes, memory
-from rrfp.analyze.number_format import Unit, tell
+from rrfp.analyze.number_format import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import byte_unit, told_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
@@ -113,7 +112,7 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
     return finished(
         chart,
         f"Why ranks idled, over {count_of(divided.steps)} of "
-        f"{tell(divided.window_ns / len(divided.steps))}",
+        f"{format_time(divided.window_ns / len(divided.steps))}",
         *notes,
     )
 
@@ -161,7 +160,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
         .unique("pp_rank", keep="first", maintain_order=True)
     )
     own = tasks.join(held_most.select("rank"), on="rank", how="semi")
-    unit = Unit.of(end_ns - start_ns)
+    unit = TimeUnit.of(end_ns - start_ns)
     most = max(1, *held_most["held_bytes"])
     symbol, size = byte_unit(most)
     curves = (
@@ -244,7 +243,7 @@ def progress(frames: Frames, step: int | None = None) -> Any:
     )
     if tasks.is_empty():
         raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
-    unit = Unit.of(end_ns - start_ns)
+    unit = TimeUnit.of(end_ns - start_ns)
     limit = run_limit(frames)
     counts = (
         tasks.sort("start_ns")

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from rrfp.analyze.charts.names import ChartKind
-from rrfp.cli.analyze.frames import read_frames
 from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
-from rrfp.cli.output import check_report_extra, tell_evaluations, tell_warm_up
+from rrfp.cli.output import check_report_extra, read_frames, tell_evaluations, tell_warm_up
+
+EXAMPLE = "Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png"
 
 
 def chart(

@@ -9,6 +9,8 @@ from rrfp.cli.options import Evaluations, Steps, TracePath, parse_steps
 from rrfp.cli.output import check_page, check_report_extra, tell_evaluations, tell_warm_up
 from rrfp.cli.progress import working
 
+EXAMPLE = "Example: rrfp analyze report runs/latest -o report.html"
+
 
 def report(
     path: TracePath = None,

@@ -187,6 +187,6 @@ def _stages_of_metrics(follower: Follower) -> Table:
 
 def duration(seconds: float) -> str:
     """`0.43 s`, `12.1 ms`."""
-    from rrfp.analyze.number_format import tell
+    from rrfp.analyze.number_format import format_time
 
-    return tell(seconds * NS_PER_S)
+    return format_time(seconds * NS_PER_S)
