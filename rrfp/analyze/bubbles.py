@@ -23,7 +23,7 @@ from typing import Any
 import polars as pl
 
 from rrfp.analyze.chosen_steps import NOT_REPLAYED
-from rrfp.analyze.colors import CAUSE_COLOURS
+from rrfp.analyze.colors import CAUSE_COLORS
 from rrfp.analyze.frames import Frames, numbers_of, recording_of
 from rrfp.analyze.number_format import apportioned, format_tenths, outliers
 from rrfp.analyze.table import TENTHS, TEXT, Column, Table
@@ -493,7 +493,7 @@ def _share_columns(bubbles: Bubbles, shares: Sequence[dict[str, int]]) -> Iterat
             yield column(name, name, is_on_pages_only=True)
     for cause in CAUSES:
         if cause in total:
-            yield column(cause, CAUSE_HEADINGS.get(cause, cause), color=CAUSE_COLOURS[cause])
+            yield column(cause, CAUSE_HEADINGS.get(cause, cause), color=CAUSE_COLORS[cause])
     if OVERHEAD in total:
         for part in bubbles.ranks[0].overhead_parts_ns:
             yield column(part, f"{OVERHEAD}: {part}", is_on_pages_only=True)
@@ -534,7 +534,7 @@ def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
 
 
 def _overhead_sentence(bubbles: Bubbles, shares: dict[str, int]) -> str:
-    """The parts of all ranks' overhead; empty if there is none, or if the run has no launches."""
+    """The parts of all ranks' overhead; empty without overhead or launches."""
     overhead = shares.get(OVERHEAD, 0)
     if not overhead or not bubbles.overhead_parts_ns:
         return ""

@@ -1,16 +1,16 @@
-"""Which chain of tasks, messages and waits made a step as long as it was, and who owns it.
+"""The chain of tasks, messages and waits that made a step as long as it was, and its owners.
 
 The chain is followed from the end of the step back to its start. A task began when the last thing
 it needed was there. If its message came after its rank was free, that was the message, and the
 chain goes on with the task that sent it; otherwise it was the task before it on its rank.
 
 Every nanosecond of the step has an owner: the task that ran, the link (counted for its receiver)
-while a message was under way, or what a rank waited for; of overlapping waits, the earlier one. The
-rank that synchronises gradients longest owns the time after the last task. The members of a group
+while a message was in flight, or what a rank waited for; of overlapping waits, the earlier one. The
+rank that synchronizes gradients longest owns the time after the last task. The members of a group
 run their tasks as one: the last member's message counts for all.
 
-Of transfers that block, a simulated run tells who met whom (`BlockingBacktrace`). Megatron's own
-schedule waits for several transfers in one call, and its records do not tell for which: there the
+Where transfers block, a simulated run records which ranks met (`BlockingBacktrace`). Megatron's own
+schedule waits for several transfers in one call, and its records do not name them: there the
 chain goes on with whichever ended last, the task that gave the input or the one before it on the
 rank, and what lies between belongs to the rank's wait for the transfer.
 """
@@ -25,13 +25,13 @@ from typing import NamedTuple
 import polars as pl
 
 from rrfp.analyze.bubbles import CAUSE_HEADINGS, OVERHEAD
-from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS, LINK_COLOUR
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS, LINK_COLOR
 from rrfp.analyze.frames import Frames, label_of, numbers_of
 from rrfp.analyze.misalignment import (
-    MetReplica,
+    BlockingReplica,
+    blocking_replicas,
     is_imported,
     is_simulated,
-    met_replicas,
     transfers_block,
 )
 from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
@@ -121,7 +121,7 @@ class ChainTask(NamedTuple):
 
 @dataclass(slots=True)
 class RankInChain:
-    """What one rank did in the step, besides tasks."""
+    """The entry and the waits of one rank in the step."""
 
     place: Place
     entry_ns: int
@@ -261,8 +261,10 @@ class Backtrace:
         return sender, left_ns
 
     def _entered(self, place: Place) -> tuple[int, int]:
-        """When the last member of a place entered the schedule, and which one. An imported run does
-        not tell: its ranks may have been there before the first thing that they did."""
+        """The time at which the last member of a place entered the schedule, and its rank.
+
+        An imported run does not record it: a rank may have entered before its first task.
+        """
         return max(
             (self._window[0] if self._is_imported else of_rank.entry_ns, rank)
             for rank, of_rank in self._ranks.items()
@@ -300,7 +302,7 @@ class BlockingBacktrace(Backtrace):
 
     def __init__(self, frames: Frames, step: int, window: Window) -> None:
         super().__init__(frames, step, window)
-        ((_, replicas),) = met_replicas(frames, {step: window})
+        ((_, replicas),) = blocking_replicas(frames, {step: window})
         self._replicas = {
             rank: replica for replica in replicas for members in replica.members for rank in members
         }
@@ -330,7 +332,7 @@ class BlockingBacktrace(Backtrace):
             gap -= 1
 
     def _idle(
-        self, replica: MetReplica, rank: BlockingRank, start_ns: int, end_ns: int
+        self, replica: BlockingReplica, rank: BlockingRank, start_ns: int, end_ns: int
     ) -> Iterator[Segment]:
         waits = self._ranks[replica.members[rank.pp_rank][0]].waits
         return idle(rank.pp_rank, waits, start_ns, end_ns, OVERHEAD)
@@ -352,7 +354,7 @@ def _latest(
 
 
 class Owner(NamedTuple):
-    """Who owns how much of the step."""
+    """An owner of a part of the step."""
 
     pp_rank: int
     kind: str
@@ -388,7 +390,7 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of the whole chain that links and waits own, whoever's owners are reported."""
+        """The share of the whole chain that links and waits own, of all ranks in any case."""
         idle_ns = sum(
             segment.end_ns - segment.start_ns
             for segment in self.segments
@@ -420,7 +422,7 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     of_step = frames.of_steps(range(step, step + 1))
     back = Backtrace(of_step, step, spans[step])
     if transfers_block(of_step) and is_simulated(of_step):
-        # Without whole groups nobody can tell who met whom.
+        # Without whole groups it is not known which ranks met.
         with suppress(RrfpError):
             back = BlockingBacktrace(of_step, step, spans[step])
     return CriticalPath(step, back.segments())
@@ -428,7 +430,7 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
 
 # The tables of a critical path.
 
-_COLORS = KIND_COLOURS | {LINK: LINK_COLOUR} | CAUSE_COLOURS
+_COLORS = KIND_COLORS | {LINK: LINK_COLOR} | CAUSE_COLORS
 
 
 def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table:

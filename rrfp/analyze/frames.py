@@ -64,7 +64,7 @@ COUNTERS: Schema = {
     "name": pl.String,
     "value": pl.Int64,
 }
-"""What the dispatcher counted when it chose a task. `name` is `depth` (D), `held`,
+"""The counts of the dispatcher when it chose a task. `name` is `depth` (D), `held`,
 `held_bytes`, `ready_forwards` or `ready_backwards`."""
 WINDOWS: Schema = dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64)
 RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {

@@ -1,4 +1,4 @@
-"""How messages and their stages missed each other.
+"""The time that messages wait for their stages, and stages for their messages.
 
 A message is *queued* from its arrival until its task starts: work waited for the stage. A stage is
 *starved* while it idles until the message that ends its wait arrives: the stage waited for work. A
@@ -26,7 +26,7 @@ from rrfp.trace.records import NS_PER_S, Phase, Recording, Window
 # Where the ranks of a run with blocking transfers met, from the run's tables.
 
 
-class MetReplica(NamedTuple):
+class BlockingReplica(NamedTuple):
     """One replica's step."""
 
     ranks: list[BlockingRank]
@@ -53,12 +53,12 @@ def is_imported(frames: Frames) -> bool:
     return "imported" in frames.settings
 
 
-def met_replicas(
+def blocking_replicas(
     frames: Frames, windows: Mapping[int, Window]
-) -> Iterator[tuple[int, list[MetReplica]]]:
+) -> Iterator[tuple[int, list[BlockingReplica]]]:
     """The replicas of each step, with the meetings of their ranks.
 
-    Raises RrfpError when the trace does not tell who ran what.
+    Raises RrfpError when the trace does not record which rank ran a task.
     """
     layout = RecordedLayout(recording_of(frames.of_steps(list(windows))))
     for records in layout.steps(dict(windows)):
@@ -74,7 +74,7 @@ def met_replicas(
             ]
             members = [[member.info.rank for member in members] for members in replica]
             met = meet(shape, replica, entries_ns, are_recorded=not is_imported(frames))
-            found.append(MetReplica(met, members))
+            found.append(BlockingReplica(met, members))
         yield records.step, found
 
 
@@ -192,9 +192,9 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
     """Every message with its link, and how long in ns it was queued and starved its stage."""
     messages = None
     if transfers_block(frames):
-        # Without whole groups nobody can tell who met whom.
+        # Without whole groups it is not known which ranks met.
         with suppress(RrfpError):
-            messages = _met(frames)
+            messages = _blocking_messages(frames)
     if messages is None:
         messages = _sent(frames)
     direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
@@ -205,11 +205,11 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
     )
 
 
-def _met(frames: Frames) -> pl.DataFrame:
+def _blocking_messages(frames: Frames) -> pl.DataFrame:
     """The messages of a run with blocking transfers. One is queued while its sender waits for its
     receiver, and starves that from when it is there until the message has passed."""
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
-    met = met_replicas(frames, windows) if windows else ()
+    met = blocking_replicas(frames, windows) if windows else ()
     rows = [
         (
             step,

@@ -263,7 +263,7 @@ class _Page:
     def _memory(self) -> Parts:
         if peak_bytes(self._frames) is not None:
             yield self._chart("memory", lambda: memory_held(self._frames))
-        # Without bytes this states why there are none, once for all parts.
+        # Without bytes this states the reason, once for all parts.
         yield lambda: table_element(memory_table(memory(self._frames)))
         if peak_bytes(self._frames) is not None and (savings := self._savings_of_bounds()):
             yield lambda: paragraph(savings)

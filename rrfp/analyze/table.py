@@ -113,7 +113,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a report shows, for people and for programs."""
+    """A report for people and for programs."""
 
     title: str
     """One line, or several of which the last is the table's own."""

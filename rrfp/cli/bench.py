@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.console import print_rows, print_tables
 from rrfp.cli.declared_options import one_of
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import missing_for_charts, print_rows, print_tables
+from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
 from rrfp.errors import StoppedError, UsageError, did_you_mean
 from rrfp.runtime.pace import MOST_OVER_PACE
@@ -39,7 +40,7 @@ def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format:
             print_rows(result_table(rows), output_format)
 
 
-def tell_over_pace(rows: "Sequence[ResultRow]") -> None:
+def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
     """Warn on stderr of work that did not fit into its modelled time."""
     over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
     if over:
@@ -85,7 +86,7 @@ class ScaleName(StrEnum):
 
 
 class PeerChoice(StrEnum):
-    """Whose schedules race besides Megatron's and ours."""
+    """The projects whose schedules race besides Megatron's and ours."""
 
     ALL = "all"
     TORCH = "torch"
@@ -257,7 +258,7 @@ def bench(
             raise
         rows = results(lineup, found.ended(lineup), models or model())
         _print_results(lineup, rows, output_format)
-        tell_over_pace(rows)
+        warn_over_pace(rows)
         draw_charts(lineup, rows, directory)
 
 
@@ -272,7 +273,7 @@ def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
     with own_files():
-        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+        race(lineup, found, hosts, _launch, _note_failure, retry=retry)
 
 
 def _race(
@@ -308,7 +309,7 @@ def _race(
         err=True,
     )
     with progress("Racing", num_turns, num_ended):
-        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+        race(lineup, found, hosts, _launch, _note_failure, retry=retry)
 
 
 def _launch(settings: "TrainSettings", run: "RunDir") -> None:
@@ -318,7 +319,7 @@ def _launch(settings: "TrainSettings", run: "RunDir") -> None:
     launch(settings, run, RANK_MODULE)
 
 
-def _tell_failure(failure: "Failure") -> None:
+def _note_failure(failure: "Failure") -> None:
     typer.echo(f"left out, as it failed: {failure.entry}: {failure.error}", err=True)
 
 

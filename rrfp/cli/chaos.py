@@ -13,8 +13,8 @@ import typer
 
 from rrfp.analyze.table import NUMBER, TEXT, Column, Table, Unit
 from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.cli.console import print_tables
 from rrfp.cli.options import PlainFormat
-from rrfp.cli.output import print_tables
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.schedule.policy import Dispatch
@@ -33,7 +33,7 @@ _NAMED = {True: "right", False: "wrong", None: "-"}
 _SAME = {True: "yes", False: "no", None: "-"}
 
 
-def tell(verdict: "Verdict") -> None:
+def note_fault(verdict: "Verdict") -> None:
     """Say what became of a fault as soon as it is seen."""
     seen = verdict.seen
     became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
@@ -148,7 +148,7 @@ _TINY: dict[str, Any] = {
     "microbatches": 4,
     "steps": 40,
 }
-"""What is trained unless something else is asked for."""
+"""The training, except for what the options ask for."""
 _SAVE_EVERY = 8
 _LAYERS_PER_CHUNK = 2
 
@@ -280,7 +280,7 @@ def _borne(
                 "This user may not mount a disk to fill, so the size of files is limited instead",
                 err=True,
             )
-        campaign = Campaign(settings, directory, disk, keep, tell)
+        campaign = Campaign(settings, directory, disk, keep, note_fault)
         typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
         campaign.train_undisturbed()
         yield from campaign.disturb(plan)

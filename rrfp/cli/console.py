@@ -1,8 +1,11 @@
-"""The terminal writer: consoles that nothing can steer, and tables that fit their width."""
+"""Printing on stdout: tables in each format, and a terminal that no text can steer."""
 
-from collections.abc import Iterable, Sequence
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from io import BytesIO
+from typing import IO, TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -10,8 +13,13 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from rrfp.analyze.table import Column, Table
+from rrfp.analyze.table import Column, Table, csv_of_frame
+from rrfp.cli.options import Format, RowFormat
 from rrfp.cli.terminal import shown
+from rrfp.errors import UsageError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -38,6 +46,62 @@ class _GuardedConsole(Console):
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+
+def print_report(
+    tables: Sequence[Table],
+    output_format: Format,
+    more: Mapping[str, object] | None = None,
+) -> None:
+    """Print tables on stdout: for people one by one, for programs as one document or table.
+
+    The JSON document is that of the first table, and of `more`. Raises UsageError for Parquet on a
+    terminal.
+    """
+    match output_format:
+        case Format.TABLE | Format.MD:
+            print_tables(tables, markdown=output_format is Format.MD)
+        case Format.JSON:
+            print(json.dumps({**tables[0].document(), **(more or {})}))
+        case Format.CSV:
+            sys.stdout.write(csv_of_frame(_joined(tables)))
+        case Format.PARQUET:
+            if sys.stdout.isatty():
+                raise UsageError(
+                    "--format parquet is no text for a terminal; send it to a file with "
+                    "> report.parquet"
+                )
+            # polars would name the error of a closed pipe in its own way.
+            octets = BytesIO()
+            _joined(tables).write_parquet(octets)
+            sys.stdout.buffer.write(octets.getvalue())
+
+
+def _joined(tables: Sequence[Table]) -> "pl.DataFrame":
+    import polars as pl
+
+    return pl.concat([table.frame() for table in tables])
+
+
+def print_rows(table: Table, output_format: RowFormat, *, may_have_formulas: bool = True) -> None:
+    """Print one table on stdout, without a data frame."""
+    match output_format:
+        case RowFormat.TABLE | RowFormat.MD:
+            print_tables([table], markdown=output_format is RowFormat.MD)
+        case RowFormat.JSON:
+            print(json.dumps(table.document()))
+        case RowFormat.CSV:
+            print(table.csv(may_have_formulas=may_have_formulas), end="")
+
+
+def print_tables(tables: Sequence[Table], *, markdown: bool) -> None:
+    """Print tables for people, on a terminal or as Markdown."""
+    if markdown:
+        print("\n".join(table.markdown() for table in tables), end="")
+        return
+    terminal = console()
+    for table in tables:
+        print_table(table, terminal)
 
 
 def print_table(table: Table, terminal: Console) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from rrfp.analyze.table import Column, Table
+from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import hint_names
-from rrfp.cli.output import print_tables
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
 from rrfp.schedule.order import Order, format_order

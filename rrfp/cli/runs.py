@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from rrfp.analyze.table import NAME, TEXT, Column, Table
+from rrfp.cli.console import print_rows
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import print_rows
 from rrfp.errors import UsageError
 from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending

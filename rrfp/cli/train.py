@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import option_of
 from rrfp.cli.errors import bug, interruptible
-from rrfp.cli.output import print_tables, tell_missing_records
+from rrfp.cli.output import note_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
@@ -260,7 +261,7 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: l
         trace = resolve_session(run.path)
     # Of all that was trained, as the metrics; reports leave out the warm-up.
     frames = load_frames(trace, with_warm_up=True)
-    tell_missing_records(frames)
+    note_missing_records(frames)
     print_tables([bubble_table(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"

@@ -448,10 +448,10 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme:
         assert page.requests <= {path.as_uri()}
         assert page.evaluate("document.querySelectorAll('.plot svg').length") == 8
         assert page.evaluate("typeof hacked") == "undefined"
-        # Text has the colour of the page around it.
-        colour = "getComputedStyle(document.querySelector({})).{}"
-        ink = page.evaluate(colour.format("'body'", "color"))
-        assert page.evaluate(colour.format("'.plot svg text'", "fill")) == ink
+        # Text has the color of the page around it.
+        color = "getComputedStyle(document.querySelector({})).{}"
+        ink = page.evaluate(color.format("'body'", "color"))
+        assert page.evaluate(color.format("'.plot svg text'", "fill")) == ink
         assert (ink == "rgb(27, 31, 36)") is (scheme == "light")
         # On a phone nothing but the boxes of tables scrolls sideways.
         page.tell(

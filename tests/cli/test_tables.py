@@ -195,7 +195,7 @@ def test_names_keep_their_end_and_columns_give_way(width: int, num_letters: int)
     assert "size" in out.getvalue() or num_letters + 42 > width
 
 
-def test_terminals_show_the_colours_of_charts() -> None:
+def test_terminals_show_the_colors_of_charts() -> None:
     out = io.StringIO()
     table = Table("", [Column("stage", ["0"], TEXT), Column("F", ["1.0"], color="#56B4E9")])
     print_table(table, Console(file=out, width=80, force_terminal=True, color_system="truecolor"))
@@ -350,7 +350,7 @@ def test_a_guarded_stream_is_that_stream_to_everybody_else() -> None:
     assert guarded(stream).buffer is stream.buffer
 
 
-def test_rich_draws_its_colours_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_draws_its_colors_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

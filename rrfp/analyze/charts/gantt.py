@@ -19,7 +19,7 @@ from rrfp.analyze.charts.style import (
     shown,
     window_of,
 )
-from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.number_format import TimeUnit, format_time
@@ -31,12 +31,12 @@ MOST_BARS = 10_000
 """More are joined: a screen has no room for them, and a browser takes its time."""
 _ODD = " odd chunk"
 """Behind the kind of a task whose chunk has an odd number."""
-_COLOURS = {
-    **KIND_COLOURS,
+_COLORS = {
+    **KIND_COLORS,
     f"F{_ODD}": "#A9DAF5",
     f"B{_ODD}": "#F0A468",
     f"W{_ODD}": "#F8F3A6",
-    **CAUSE_COLOURS,
+    **CAUSE_COLORS,
 }
 _ROW_PX = 26
 _DIGIT_PX = 5.2
@@ -134,13 +134,13 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
         title=f"time in the step ({unit.symbol})",
         scale=alt.Scale(domain=[0, length], nice=False),
     )
-    colour = alt.Color("what:N", scale=by_value(shown(_COLOURS, bars["what"])), title=None)
-    is_wait = pl.col("what").is_in(list(CAUSE_COLOURS))
+    color = alt.Color("what:N", scale=by_value(shown(_COLORS, bars["what"])), title=None)
+    is_wait = pl.col("what").is_in(list(CAUSE_COLORS))
     ran = bars.filter(~is_wait)
     idle = (
         alt.Chart(bars.filter(is_wait).select("row", "start", "end", "what"))
         .mark_bar(height={"band": 0.3})
-        .encode(y=rows, x=span, x2="end:Q", color=colour, tooltip=["what:N", "row:N"])
+        .encode(y=rows, x=span, x2="end:Q", color=color, tooltip=["what:N", "row:N"])
     )
     work = (
         alt.Chart(ran)
@@ -149,7 +149,7 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
             y=rows,
             x=span,
             x2="end:Q",
-            color=colour,
+            color=color,
             tooltip=[name for name in ran.columns if name not in ("start", "end")],
         )
     )

@@ -1,6 +1,6 @@
 """The style of all charts: labels, the time axis, and how many stages are shown.
 
-Text and lines are `currentColor`: an SVG takes the colour of the page around it, light or dark, and
+Text and lines are `currentColor`: an SVG takes the color of the page around it, light or dark, and
 a file of its own is black on white.
 """
 
@@ -48,15 +48,15 @@ def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int)
     )
 
 
-def by_value(colours: dict[str, str]) -> alt.Scale:
-    """Each value in its own colour."""
-    return alt.Scale(domain=list(colours), range=list(colours.values()))
+def by_value(colors: dict[str, str]) -> alt.Scale:
+    """Each value in its own color."""
+    return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
-def shown(colours: dict[str, str], values: pl.Series) -> dict[str, str]:
-    """The colours of the values that there are."""
+def shown(colors: dict[str, str], values: pl.Series) -> dict[str, str]:
+    """The colors of the values that there are."""
     there = set(values.unique())
-    return {value: colour for value, colour in colours.items() if value in there}
+    return {value: color for value, color in colors.items() if value in there}
 
 
 def places(frames: Frames) -> dict[int, str]:

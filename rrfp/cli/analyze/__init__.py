@@ -66,8 +66,8 @@ def make_app() -> typer.Typer:
         help="What makes a run's steps long, and reports from its trace. Without a report's name, "
         "the findings: rrfp analyze [RUN].",
     )
-    names = sorted(module.name for module in iter_modules(__path__))
-    for name in sorted(names, key=lambda each: _FIRST.index(each) if each in _FIRST else 99):
+    names = {module.name for module in iter_modules(__path__)}
+    for name in (*_FIRST, *sorted(names.difference(_FIRST))):
         module = import_module(f"{__name__}.{name}")
         command = group.command(name.replace("_", "-"), epilog=module.EXAMPLE)
         command(getattr(module, name))

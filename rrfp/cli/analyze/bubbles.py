@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from rrfp.cli.console import print_report
 from rrfp.cli.options import (
     PEOPLE,
     By,
@@ -19,11 +20,10 @@ from rrfp.cli.options import (
 from rrfp.cli.output import (
     check_threshold,
     left_out_of,
-    print_report,
-    tell_evaluations,
-    tell_left_out,
-    tell_missing_records,
-    tell_warm_up,
+    note_evaluations,
+    note_left_out,
+    note_missing_records,
+    note_warm_up,
 )
 from rrfp.cli.progress import working
 
@@ -58,17 +58,17 @@ def bubbles(
     with working("Reading the trace"):
         trace = CachedTrace(resolve_trace(path))
         frames = choose(trace.frames(), asked, evaluations=evaluations)
-    tell_missing_records(frames)
+    note_missing_records(frames)
     report = divide(frames)
     with working("Replaying the run"):
         structural, why_not = ([], NOT_REPLAYED) if evaluations else trace.structural(asked)
     report = report.with_structural(structural)
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
-    tell_warm_up(frames)
-    tell_left_out(report.dropped_steps, "not every rank finished them")
+    note_warm_up(frames)
+    note_left_out(report.dropped_steps, "not every rank finished them")
     if output_format in PEOPLE:
-        tell_evaluations(frames)
+        note_evaluations(frames)
     by_rank = by is By.RANK or output_format not in PEOPLE
     table = bubble_table(report, why_not, by_rank=by_rank)
     print_report([table], output_format, left_out_of(frames))

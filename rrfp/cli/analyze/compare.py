@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
+from rrfp.cli.console import print_report
 from rrfp.cli.declared_options import run_names
 from rrfp.cli.options import PEOPLE, Evaluations, Format, FrameFormat, Stage, Steps, parse_steps
 from rrfp.cli.output import (
     check_page,
     check_report_extra,
-    print_report,
-    tell_evaluations,
-    tell_missing_records,
-    tell_warm_up,
+    note_evaluations,
+    note_missing_records,
+    note_warm_up,
 )
 from rrfp.cli.progress import working
 from rrfp.errors import GateError
@@ -71,10 +71,10 @@ def compare(
         traces = [resolve_trace(path) for path in (first, second)]
         a, b = (load_frames(trace, asked, evaluations=evaluations) for trace in traces)
     for whose, frames in (("A: ", a), ("B: ", b)):
-        tell_missing_records(frames, whose)
-        tell_warm_up(frames, whose)
+        note_missing_records(frames, whose)
+        note_warm_up(frames, whose)
         if output_format in PEOPLE:
-            tell_evaluations(frames, whose=whose)
+            note_evaluations(frames, whose=whose)
     with working("Comparing the runs"):
         report = relate(a, b, stage)
     unlike = differences(a, b)

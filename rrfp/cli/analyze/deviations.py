@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import By, ByRank, Evaluations, Format, FrameFormat, Stage, Steps, TracePath
-from rrfp.cli.output import check_threshold, print_analysis, read_frames, tell_left_out
+from rrfp.cli.output import check_threshold, note_left_out, print_analysis, read_frames
 
 EXAMPLE = "Example: rrfp analyze deviations runs/latest --fail-above 0.2"
 
@@ -34,7 +34,7 @@ def deviations(
     frames = read_frames(path, steps, evaluations)
     report = measure(frames, stage, by_rank=by is By.RANK)
     unfinished = set(frames.steps) - set(frames.windows["step"])
-    tell_left_out(tuple(unfinished), "not every rank finished them")
+    note_left_out(tuple(unfinished), "not every rank finished them")
 
     table = deviation_table(report, frames.stages, by_rank=by is By.RANK)
     print_analysis(frames, table, output_format)

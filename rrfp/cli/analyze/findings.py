@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from rrfp.cli.console import print_report, print_tables
 from rrfp.cli.options import PEOPLE, Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
-from rrfp.cli.output import (
-    left_out_of,
-    print_report,
-    print_tables,
-    tell_evaluations,
-    tell_missing_records,
-    tell_warm_up,
-)
+from rrfp.cli.output import left_out_of, note_evaluations, note_missing_records, note_warm_up
 from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
@@ -182,12 +176,12 @@ def findings(
             return
     with working("Reading the trace"):
         frames = choose(everything, asked, evaluations=evaluations)
-    tell_missing_records(frames)
-    tell_warm_up(frames)
+    note_missing_records(frames)
+    note_warm_up(frames)
     with working("Replaying the run without each suspect"):
         found = cached.diagnosis(asked, evaluations=evaluations)
     if output_format in PEOPLE:
-        tell_evaluations(frames)
+        note_evaluations(frames)
     table = finding_table(found, name, steps)
     chosen = "" if steps is None else f" --steps {steps}"
     chosen += " --evaluations" if evaluations else ""

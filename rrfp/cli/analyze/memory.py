@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import By, ByRank, Format, FrameFormat, Stage, Steps, TracePath
-from rrfp.cli.output import check_threshold, print_analysis, read_frames, tell_left_out
+from rrfp.cli.output import check_threshold, note_left_out, print_analysis, read_frames
 
 EXAMPLE = "Example: rrfp analyze memory runs/latest --steps 3:10 --by rank"
 
@@ -37,7 +37,7 @@ def memory(
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
     unfinished = set(frames.steps) - set(frames.windows["step"])
-    tell_left_out(tuple(unfinished), "not every rank finished them")
+    note_left_out(tuple(unfinished), "not every rank finished them")
 
     print_analysis(frames, memory_table(report), output_format)
     check_threshold(fail_above, report.worst.peak_held_bytes / 2**30, "what a rank held, in GiB,")

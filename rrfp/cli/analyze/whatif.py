@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rrfp.cli.console import print_report
 from rrfp.cli.declared_options import hint_names
 from rrfp.cli.options import PEOPLE, Format, FrameFormat, Steps, TracePath
 from rrfp.cli.output import (
@@ -12,11 +13,10 @@ from rrfp.cli.output import (
     WITHOUT_SIZES,
     check_threshold,
     left_out_of,
-    print_report,
+    note_evaluations,
+    note_left_out,
+    note_warm_up,
     read_frames,
-    tell_evaluations,
-    tell_left_out,
-    tell_warm_up,
 )
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
@@ -186,11 +186,11 @@ def whatif(
     frames = read_frames(path, steps, evaluations=False)
     with working("Replaying the run"):
         report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
-    tell_warm_up(frames)
-    tell_left_out(report.run.left_out, NOT_WHOLE)
-    tell_left_out(report.run.without_sizes, WITHOUT_SIZES)
+    note_warm_up(frames)
+    note_left_out(report.run.left_out, NOT_WHOLE)
+    note_left_out(report.run.without_sizes, WITHOUT_SIZES)
     if output_format in PEOPLE:
-        tell_evaluations(frames, "only steps that train are replayed")
+        note_evaluations(frames, "only steps that train are replayed")
 
     step_ns = step_time_ns(frames, [each.step for each in report.run.steps])
     print_report([whatif_table(report, step_ns)], output_format, left_out_of(frames))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_rows
 from rrfp.cli.declared_options import (
     DATA,
     LAYOUT,
@@ -23,7 +24,7 @@ from rrfp.cli.declared_options import (
     one_of,
 )
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, print_rows, tell_left_out
+from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out
 from rrfp.cli.progress import progress
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import AdmitAcross
@@ -292,8 +293,8 @@ def _tell_left_out(settings: "Sequence[Setting]") -> None:
     given = [as_given(setting.costs) for setting in settings]
     runs = [costs for costs in given if isinstance(costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
-        tell_left_out(costs.left_out, NOT_WHOLE)
-        tell_left_out(costs.without_sizes, WITHOUT_SIZES)
+        note_left_out(costs.left_out, NOT_WHOLE)
+        note_left_out(costs.without_sizes, WITHOUT_SIZES)
 
 
 def _tell_unfilled(settings: "Sequence[Setting]") -> None:

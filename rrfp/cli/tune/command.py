@@ -6,16 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_rows
 from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, escaped, one_of, run_names
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import (
-    NOT_WHOLE,
-    WITHOUT_SIZES,
-    print_rows,
-    read_frames,
-    tell_left_out,
-    tell_warm_up,
-)
+from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
 from rrfp.schedule.knobs import parse_hold
@@ -321,7 +315,7 @@ def _run_source(
     from rrfp.tune.from_run import settings_of, source_of_run
 
     frames = read_frames(None if named is None else Path(named), None, evaluations=False)
-    tell_warm_up(frames)
+    note_warm_up(frames)
     with working("Measuring the run"):
         recording = recording_of(frames)
         run = read_run(recording)
@@ -334,6 +328,6 @@ def _run_source(
             loop_only=loop_only,
             num_vision_stages=num_vision_stages(run.shape.num_stages) if is_vlm else 0,
         )
-    tell_left_out(run.left_out, NOT_WHOLE)
-    tell_left_out(run.without_sizes, WITHOUT_SIZES)
+    note_left_out(run.left_out, NOT_WHOLE)
+    note_left_out(run.without_sizes, WITHOUT_SIZES)
     return source, {} if "imported" in recording.settings else settings

@@ -20,7 +20,7 @@ _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
 _LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
-_COLOURS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
+_COLORS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
 
 
 def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ()) -> RenderableType:
@@ -50,7 +50,7 @@ def _headline(follower: Follower, stand: Stand, told: str) -> Text:
         line.append(f"session {follower.session}  ")
     if (step := follower.last_step) is not None:
         line.append(f"{_num_steps(follower, step)}  ")
-    line.append(told, style=_COLOURS.get(stand, ""))
+    line.append(told, style=_COLORS.get(stand, ""))
     return line
 
 
