@@ -179,11 +179,8 @@ class _Page:
         return made
 
     def _facts(self) -> Markup:
-        run, settings = self._frames.run, run_settings(self._frames)
-        told = []
-        if settings.get("hint") is not None:
-            told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
-        told += [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
+        run = self._frames.run
+        facts = _schedule_facts(self._frames)
         layout = [
             f"{run[column].n_unique()} {noun}"
             for column, noun in (
@@ -193,17 +190,17 @@ class _Page:
             )
             if column == "pp_rank" or run[column].n_unique() > 1
         ]
-        told.append(" x ".join(layout))
+        facts.append(" x ".join(layout))
         num_microbatches = self._frames.tasks["microbatch"].n_unique()
-        told.append(f"{num_microbatches} microbatches")
+        facts.append(f"{num_microbatches} microbatches")
         steps = self._frames.windows["step"].to_list()
         if steps:
-            told.append(f"{count_of(steps)} of {format_time(step_time_ns(self._frames))} (mean)")
+            facts.append(f"{count_of(steps)} of {format_time(step_time_ns(self._frames))} (mean)")
         if self._frames.warm_up:
-            told.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
+            facts.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
         if self._frames.num_left_out:
-            told.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
-        return element("p", text("; ".join(told)), class_="facts")
+            facts.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
+        return element("p", text("; ".join(facts)), class_="facts")
 
     @cached_property
     def _blame(self) -> Blame:
@@ -338,6 +335,15 @@ class _Page:
             )
 
 
+def _schedule_facts(frames: Frames) -> list[str]:
+    """The hint, the dispatch and the bounds of a run, as far as the trace has them."""
+    settings = run_settings(frames)
+    facts = [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
+    if settings.get("hint") is not None:
+        facts.insert(0, f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
+    return facts
+
+
 def _sentence(words: str) -> str:
     """An error's sentence, as one of a page."""
     return f"{words[:1].upper()}{words[1:]}{'' if words.endswith('.') else '.'}"
@@ -380,16 +386,12 @@ def comparison_page(
 
 
 def _facts(name: str, run: Frames, step_s: float) -> Markup:
-    settings = run_settings(run)
-    told = [name]
-    if settings.get("hint") is not None:
-        told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
-    told += [f"{bound} {settings[bound]}" for bound in ("limit", "hold") if settings.get(bound)]
+    facts = [name, *_schedule_facts(run)]
     steps = run.windows["step"].to_list()
-    told.append(f"{count_of(steps)} of {format_time(step_s * NS_PER_S)} (median)")
+    facts.append(f"{count_of(steps)} of {format_time(step_s * NS_PER_S)} (median)")
     if run.warm_up:
-        told.append(f"{step_names(run.warm_up)} left out, as warm-up")
-    return element("p", text("; ".join(told)), class_="facts")
+        facts.append(f"{step_names(run.warm_up)} left out, as warm-up")
+    return element("p", text("; ".join(facts)), class_="facts")
 
 
 def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
