@@ -18,7 +18,7 @@ from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.charts.export import save
 from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.style import INK
-from rrfp.analyze.colors import KIND_COLOURS
+from rrfp.analyze.colors import KIND_COLORS
 from rrfp.analyze.frame_files import load_frames
 from rrfp.analyze.frames import Frames
 from rrfp.cli import main as cli
@@ -88,7 +88,7 @@ def _half(frames: Frames, step: int, name: str, longest_s: float) -> Any:
     work.encoding.color = alt.Color(
         "what:N",
         title=None,
-        scale=alt.Scale(domain=list(KIND_COLOURS), range=list(KIND_COLOURS.values())),
+        scale=alt.Scale(domain=list(KIND_COLORS), range=list(KIND_COLORS.values())),
         legend=alt.Legend(labelExpr=f"({_KINDS!r})[datum.label]", columnPadding=18),
     )
     numbers.mark.fontSize = 8

@@ -1,4 +1,4 @@
-"""What a culprit is, what it does, and what to try, in words."""
+"""The title, the figures and the advice of each bottleneck of a run."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,7 +8,7 @@ import polars as pl
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.memory import memory
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import tell
+from rrfp.analyze.number_format import format_time
 from rrfp.replay.bottlenecks import LEAST_SAVING, Culprit, CulpritKind
 from rrfp.replay.layer_split import even_split
 from rrfp.replay.recorded import RecordedRun
@@ -19,14 +19,19 @@ _MOST_OF_THEM = 0.8
 """In so large a share of the steps must a rank be slow to be slow throughout, or since a step."""
 
 
-class CulpritWords:
-    """Puts the culprits of one run into words: a title, figures, and advice."""
+class Adviser:
+    """Describes the bottlenecks of one run: a title, figures, and advice."""
 
     def __init__(self, frames: Frames, run: RecordedRun) -> None:
         self._frames = frames
         self._run = run
 
-    def tell(self, culprit: Culprit) -> tuple[str, str, str]:
+    def describe(self, culprit: Culprit) -> tuple[str, str, str]:
+        """Return the title, the figures and the advice of a bottleneck."""
+        return self._describe_place(culprit) or self._describe_whole(culprit)
+
+    def _describe_place(self, culprit: Culprit) -> tuple[str, str, str] | None:
+        """Describe a stage, rank, replica or link that is slow; None for other bottlenecks."""
         change = culprit.change
         longer = f"{culprit.excess:.0%} longer" if culprit.excess < 10 else "many times longer"
         match culprit.kind:
@@ -64,6 +69,12 @@ class CulpritWords:
                     "than on the link in the middle.",
                     "Look at that link: its bandwidth, and what else it carries.",
                 )
+        return None
+
+    def _describe_whole(self, culprit: Culprit) -> tuple[str, str, str]:
+        """Describe a bottleneck of the whole run: its work, its messages, its order, its bound."""
+        change = culprit.change
+        match culprit.kind:
             case CulpritKind.UNEVEN_MICROBATCHES:
                 return (
                     "Some microbatches are heavier than others",
@@ -121,7 +132,7 @@ class CulpritWords:
                     "long ones.",
                     "See what makes them long: their data, or what else ran on the machine.",
                 )
-            case CulpritKind.PIPELINE_DEPTH:
+            case _:
                 return (
                     "Stages work one after another while the pipeline fills and drains",
                     f"{self._run.shape.num_microbatches} microbatches a step fill "
@@ -131,7 +142,7 @@ class CulpritWords:
                 )
 
     def _on_layers(self, culprit: Culprit) -> str:
-        """Which split of the layers evens out the stages."""
+        """Name the split of the layers that evens out the stages."""
         shape, layers = self._run.shape, self._run.layers
         if layers is None:
             return "Move layers from the stages that take longest to those that take least."
@@ -143,18 +154,18 @@ class CulpritWords:
         even = even_split([work_ns[stage] for stage in range(shape.num_stages)], split, shape)
         if list(even) == split:
             return f"No other split of the {layers} layers is more even."
-        told = " ".join(map(str, even))
-        return f"Split the {layers} layers as {told} over the stages{_alone(culprit)}."
+        counts = " ".join(map(str, even))
+        return f"Split the {layers} layers as {counts} over the stages{_alone(culprit)}."
 
     @staticmethod
     def _readiness_alone(culprit: Culprit) -> str:
-        """What it saves without splitting the backward."""
+        """State the saving without a split backward."""
         if culprit.remedy is None:
             return ""
         return f" {culprit.remedy.flags} alone saves {culprit.remedy_saving:.0%}."
 
     def _peers(self) -> str:
-        """With whom a slow rank is compared."""
+        """Name the ranks with which a slow rank is compared."""
         several = len(self._run.steps[0].replicas) > 1
         return (
             "the same stages in other replicas"
@@ -163,12 +174,12 @@ class CulpritWords:
         )
 
     def _on_host(self, rank: int) -> str:
-        """Imported traces do not tell the host."""
+        """Name the host of a rank; imported and simulated traces have none."""
         host = self._frames.run.filter(pl.col("rank") == rank)["host"][0]
         return "" if host in ("unknown", "simulated") else f" on {host}"
 
     def _since(self, rank: int, excess: float) -> str:
-        """Since when a rank is slower than its peers, by half of what it is over all steps."""
+        """Name the step from which a rank is slower than its peers, by half of its mean excess."""
         run = self._frames.run
         own = run.filter(pl.col("rank") == rank).row(0, named=True)
         several = len(self._run.steps[0].replicas) > 1
@@ -194,7 +205,7 @@ class CulpritWords:
         return f"since {step_name(excesses[first][0])}" if is_since else "in some steps"
 
     def _message_time(self, *link: int) -> str:
-        """The median, of one link if it is given."""
+        """The median time of a message, on one link if it is given."""
         messages = timed_messages(self._frames)
         if link:
             sender, receiver = link
@@ -202,16 +213,16 @@ class CulpritWords:
                 (pl.col("from_pp_rank") == sender) & (pl.col("to_pp_rank") == receiver)
             )
         times: Sequence[int] = (messages["came_ns"] - messages["left_ns"]).to_list()
-        return tell(median(times) if times else 0)
+        return format_time(median(times) if times else 0)
 
 
 def _alone(culprit: Culprit) -> str:
-    """What the remedy at hand would save by itself."""
+    """State the saving of the remedy at hand by itself."""
     is_worth = culprit.remedy_saving >= LEAST_SAVING
     return f": that alone saves {culprit.remedy_saving:.0%}" if is_worth else ""
 
 
 def _excess(busy_ns: dict[int, int], rank: int) -> float:
-    """By how much more than its peers a rank works in a step."""
+    """The share by which a rank works more than its peers in a step."""
     others = [ns for each, ns in busy_ns.items() if each != rank]
     return busy_ns.get(rank, 0) / max(1, median(others)) - 1 if others else 0.0

@@ -1,4 +1,4 @@
-"""Where a step's time goes: work, idle time by cause, and overhead.
+"""The division of a step's time into work, idle time by cause, and overhead.
 
 The window of a step runs from the first rank's entry into the schedule to the last rank's return
 from it, on one clock, and is the same for every rank. A rank is busy in it while it runs a task.
@@ -15,19 +15,32 @@ Where a device works beside its host, launches of tasks are recorded, and they d
 overhead in two: `launch`, while the host launched a task, and `decision`, the rest.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import polars as pl
 
 from rrfp.analyze.chosen_steps import NOT_REPLAYED
-from rrfp.analyze.frames import Frames, recording_of
+from rrfp.analyze.colors import CAUSE_COLORS
+from rrfp.analyze.frames import Frames, numbers_of, recording_of
+from rrfp.analyze.number_format import apportioned, format_tenths, outliers
+from rrfp.analyze.table import TENTHS, TEXT, Column, Table
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import BubbleParts, Structural, structural
 from rrfp.replay.measured import StepSample, measure
 from rrfp.replay.recorded import read_run
 from rrfp.schedule.tasks import Cause
-from rrfp.trace.records import NS_PER_S, Phase, in_order, is_evaluation, step_name, told_step
+from rrfp.trace.records import (
+    NS_PER_S,
+    Phase,
+    count_of,
+    in_order,
+    is_evaluation,
+    step_name,
+    told_step,
+)
 
 OVERHEAD = "overhead"
 CAUSES = (*(cause.value for cause in Cause), OVERHEAD)
@@ -36,6 +49,18 @@ LAUNCH = Phase.LAUNCH.value
 DECISION = "decision"
 """The host saw that the device was idle, and decided on its next task."""
 OVERHEAD_PARTS = (LAUNCH, DECISION)
+
+CAUSE_HEADINGS = {
+    "warmup": "warm-\nup",
+    "forward_input": "fwd\ninput",
+    "backward_input": "bwd\ninput",
+    "patience": "pa-\ntience",
+    "coordination": "coordi-\nnation",
+    "transfer": "trans-\nfer",
+    "gradient_sync": "grad\nsync",
+    "overhead": "over-\nhead",
+}
+"""The headings of the causes whose names are too wide for a column of figures."""
 
 _KEY = ("step", "rank")
 
@@ -112,29 +137,8 @@ class Bubbles:
             return None
         return BubbleParts(sum(structural_ns) / whole_ns, sum(excess_ns) / whole_ns)
 
-    @property
-    def frame(self) -> pl.DataFrame:
-        """A row a rank; times in seconds."""
-        return pl.DataFrame(
-            [
-                {
-                    "rank": rank.rank,
-                    "pp_rank": rank.pp_rank,
-                    "stages": " ".join(map(str, rank.stages)),
-                    "bubble_fraction": rank.bubble_fraction,
-                    **_parts_s(rank),
-                    "window_s": rank.window_ns / NS_PER_S,
-                    "busy_s": rank.busy_ns / NS_PER_S,
-                    **_in_s(rank.causes_ns),
-                    **_in_s(rank.overhead_parts_ns),
-                }
-                for rank in self.ranks
-            ],
-            schema_overrides=dict.fromkeys(("structural", "excess"), pl.Float64),
-        )
-
     def with_structural(self, shares: Sequence[float]) -> "Bubbles":
-        """With the structural part of the bubble: by pipeline rank, as shares of the window. Empty
+        """Add the structural part of the bubble: by pipeline rank, as shares of the window. Empty
         shares, of a run that cannot be replayed, change nothing."""
         if not shares:
             return self
@@ -147,37 +151,8 @@ class Bubbles:
         )
 
     def of_rank(self, pp_rank: int) -> "Bubbles":
-        """Only the ranks at one place of the pipeline."""
+        """Keep the ranks at one place of the pipeline."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.pp_rank == pp_rank))
-
-    def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze bubbles --format json` prints."""
-        return {
-            "bubble_fraction": self.bubble_fraction,
-            "window_s": self.window_ns / NS_PER_S,
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "pp_rank": rank.pp_rank,
-                    "stages": list(rank.stages),
-                    "bubble_fraction": rank.bubble_fraction,
-                    "busy_s": rank.busy_ns / NS_PER_S,
-                    "causes": _in_s(rank.causes_ns),
-                    **_in_s(rank.overhead_parts_ns),
-                    **_parts_s(rank),
-                }
-                for rank in self.ranks
-            ],
-        }
-
-
-def _in_s(parts_ns: dict[str, int]) -> dict[str, float]:
-    return {part: ns / NS_PER_S for part, ns in parts_ns.items()}
-
-
-def _parts_s(rank: RankBubbles) -> dict[str, float | None]:
-    parts_ns = {"structural": rank.structural_ns, "excess": rank.excess_ns}
-    return {name: None if ns is None else ns / NS_PER_S for name, ns in parts_ns.items()}
 
 
 def bubbles(frames: Frames, steps: range | None = None) -> Bubbles:
@@ -299,8 +274,8 @@ def _work(frames: Frames, spans: pl.DataFrame) -> pl.DataFrame:
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
-    """Where a rank ran nothing between two tasks: when the gap began, how long it took, and how
-    much gap the rank had before it in the step."""
+    """The gaps between two tasks of a rank: the start and the length of each, and the sum of the
+    earlier ones in the step."""
     return (
         work.select(
             *_KEY,
@@ -435,3 +410,135 @@ def structural_shares(frames: Frames) -> list[float]:
         return [part.structural for part in structural_of(frames).ranks]
     except RrfpError:
         return []
+
+
+# The table of a run's bubbles.
+
+
+def bubble_table(bubbles: Bubbles, why_not_replayed: str = "", *, by_rank: bool = False) -> Table:
+    """The work and the bubble of each stage, or of each rank, in tenths of a percent.
+
+    The work and the causes of a row sum to 100.0. Causes that no rank had are left out. Where no
+    stage has several ranks, its row names its rank too. Programs get a row for each rank, and so
+    only a table by rank has their columns.
+    """
+    groups: dict[int, list[RankBubbles]] = defaultdict(list)
+    for rank in bubbles.ranks:
+        groups[rank.rank if by_rank else rank.pp_rank].append(rank)
+    rows = [*groups.values()]
+    stages = [numbers_of(row[0].stages) for row in rows]
+    names = [Column("stage", stages, TEXT, total="all")]
+    if by_rank or len(bubbles.ranks) == len(rows):
+        ranks = [row[0].rank for row in rows]
+        names = [
+            Column("rank", ranks, key="rank" if by_rank else "", total="all"),
+            Column("stage", stages, TEXT),
+        ]
+    causes = [cause for cause, total_ns in bubbles.causes_ns.items() if total_ns]
+    shares = [_shares_of(row, causes) for row in [*rows, bubbles.ranks]]
+    columns = [*names, *_share_columns(bubbles, shares)]
+    if by_rank:
+        columns += _second_columns(bubbles.ranks)
+    steps = bubbles.steps
+    return Table(
+        f"Where the time of {count_of(steps) if len(steps) > 1 else step_name(steps[0])} went, "
+        "in % of it",
+        columns,
+        [_conclusion(bubbles, why_not_replayed), _overhead_sentence(bubbles, shares[-1])],
+        num_names=len(names),
+        has_total=True,
+        facts={
+            "bubble_fraction": bubbles.bubble_fraction,
+            "window_s": bubbles.window_ns / NS_PER_S,
+        },
+        rows_key="ranks",
+    )
+
+
+_STRUCTURAL, _EXCESS = "structural", "excess"
+
+
+def _shares_of(ranks: Sequence[RankBubbles], causes: Sequence[str]) -> dict[str, int]:
+    """The parts of some ranks' time, in tenths of a percent that add up."""
+    work, *idle = apportioned(
+        [
+            sum(rank.busy_ns for rank in ranks),
+            *(sum(rank.causes_ns[cause] for rank in ranks) for cause in causes),
+        ],
+        1000,
+    )
+    shares = {"work": work, "bubble": 1000 - work, **dict(zip(causes, idle, strict=True))}
+    structural_ns = [rank.structural_ns for rank in ranks if rank.structural_ns is not None]
+    if structural_ns:
+        structural = round(1000 * sum(structural_ns) / sum(rank.window_ns for rank in ranks))
+        shares |= {_STRUCTURAL: structural, _EXCESS: 1000 - work - structural}
+    parts = [*ranks[0].overhead_parts_ns]
+    parts_ns = [sum(rank.overhead_parts_ns[part] for rank in ranks) for part in parts]
+    divided = apportioned(parts_ns, shares.get(OVERHEAD, 0))
+    return shares | dict(zip(parts, divided, strict=True))
+
+
+def _share_columns(bubbles: Bubbles, shares: Sequence[dict[str, int]]) -> Iterator[Column]:
+    """The columns for people, from the shares of each row and of all ranks together."""
+    *rows, total = shares
+
+    def column(name: str, heading: str, **kwargs: Any) -> Column:
+        values = [row[name] for row in rows]
+        return Column(heading, values, TENTHS, total=total[name], **kwargs)
+
+    yield column("work", "work")
+    yield column("bubble", "bubble", marked=outliers([row["bubble"] for row in rows]))
+    for name in (_STRUCTURAL, _EXCESS):
+        if name in total:
+            yield column(name, name, is_on_pages_only=True)
+    for cause in CAUSES:
+        if cause in total:
+            yield column(cause, CAUSE_HEADINGS.get(cause, cause), color=CAUSE_COLORS[cause])
+    if OVERHEAD in total:
+        for part in bubbles.ranks[0].overhead_parts_ns:
+            yield column(part, f"{OVERHEAD}: {part}", is_on_pages_only=True)
+
+
+def _second_columns(ranks: Sequence[RankBubbles]) -> Iterator[Column]:
+    """The columns for programs: seconds, a row for each rank."""
+
+    def times(times_ns: Sequence[int | None], key: str, path: str | None = None) -> Column:
+        times_s = [None if ns is None else ns / NS_PER_S for ns in times_ns]
+        return Column(None, pl.Series(times_s, dtype=pl.Float64), key=key, path=path)
+
+    structural_ns = [rank.structural_ns for rank in ranks]
+    excess_ns = [rank.excess_ns for rank in ranks]
+    yield Column(None, [rank.pp_rank for rank in ranks], key="pp_rank")
+    yield Column(None, [rank.stages for rank in ranks], key="stages")
+    yield Column(None, [rank.bubble_fraction for rank in ranks], key="bubble_fraction")
+    yield times(structural_ns, _STRUCTURAL, path="")
+    yield times(excess_ns, _EXCESS, path="")
+    yield times([rank.window_ns for rank in ranks], "window_s", path="")
+    yield times([rank.busy_ns for rank in ranks], "busy_s")
+    for cause in CAUSES:
+        yield times([rank.causes_ns[cause] for rank in ranks], cause, path=f"causes.{cause}")
+    for part in ranks[0].overhead_parts_ns if ranks else ():
+        yield times([rank.overhead_parts_ns[part] for rank in ranks], part)
+    # In JSON these two come last.
+    yield times(structural_ns, "", path=_STRUCTURAL)
+    yield times(excess_ns, "", path=_EXCESS)
+
+
+def _conclusion(bubbles: Bubbles, why_not_replayed: str) -> str:
+    if bubbles.parts is not None:
+        return bubbles.parts.told
+    bubble = f"{bubbles.bubble_fraction:.0%} of the ranks' time was bubble."
+    if not why_not_replayed:
+        return bubble
+    return f"{bubble} What of it is structural is not known: {why_not_replayed}."
+
+
+def _overhead_sentence(bubbles: Bubbles, shares: dict[str, int]) -> str:
+    """The parts of all ranks' overhead; empty without overhead or launches."""
+    overhead = shares.get(OVERHEAD, 0)
+    if not overhead or not bubbles.overhead_parts_ns:
+        return ""
+    launch, decision = (format_tenths(shares[part]) for part in OVERHEAD_PARTS)
+    return (
+        f"The overhead of {format_tenths(overhead)}% is {launch}% launch and {decision}% decision."
+    )

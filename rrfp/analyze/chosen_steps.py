@@ -22,9 +22,9 @@ _MOST_WARM_UP = 3
 _MOST_OF_A_RUN = 4
 """At most every fourth step is warm-up."""
 _FAR = 5.0
-"""Warm-up takes so many deviations longer than the later steps."""
+"""The deviations by which warm-up takes longer than the later steps."""
 _DEVIATION = 1.4826
-"""Of normal noise, the standard deviation over the median absolute deviation."""
+"""The standard deviation of normal noise over its median absolute deviation."""
 _LEAST_EXCESS = 0.2
 """Warm-up takes at least so much longer, as a share, however alike the later steps are."""
 _SIMULATED = "simulated"
@@ -91,7 +91,7 @@ def warm_up_of(frames: Frames) -> tuple[int, ...]:
 
 def step_time_ns(frames: Frames, steps: Collection[int] | None = None) -> float:
     """How long a step takes, as all reports on these steps tell it: the mean over those that every
-    rank finished. `steps` takes only these. Raises RrfpError when there are none."""
+    rank finished. `steps` takes only these. Raises RrfpError without any."""
     whole = frames.windows
     if steps is not None:
         whole = whole.filter(pl.col("step").is_in(list(steps)))

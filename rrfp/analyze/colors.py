@@ -1,16 +1,16 @@
-"""One colour a kind of task and one a cause of waiting: the same in charts, pages and terminals.
+"""One color for each kind of task and each cause of waiting, in charts, pages and terminals.
 
-F, B and W have colours of Okabe and Ito's (Color Universal Design, 2008), apart in lightness too.
+F, B and W have colors of Okabe and Ito's (Color Universal Design, 2008), apart in lightness too.
 Those of the causes were searched around the rest of that palette, so that any two of all these are
-at least 10 apart (CIEDE2000) for eyes that see all colours, and for those that lack red or green.
-The Perfetto UI takes no colours from a trace: it makes its own from the names of slices.
+at least 10 apart (CIEDE2000) for eyes that see all colors, and for those that lack red or green.
+The Perfetto UI takes no colors from a trace: it makes its own from the names of slices.
 """
 
 from rrfp.schedule.tasks import Cause
 
-KIND_COLOURS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
-LINK_COLOUR = "#009E73"
-"""Of a message under way, as of the blocking transfer that it would be."""
+KIND_COLORS = {"F": "#56B4E9", "B": "#D55E00", "W": "#F0E442"}
+LINK_COLOR = "#009E73"
+"""The color of a message in flight, as of the blocking transfer that it would be."""
 _OF_CAUSES = {
     Cause.WARMUP: "#CFCFCF",
     Cause.FORWARD_INPUT: "#0072B2",
@@ -24,7 +24,7 @@ _OF_CAUSES = {
     Cause.GRADIENT_SYNC: "#872455",
     Cause.DRAIN: "#777B7E",
 }
-CAUSE_COLOURS = {
-    **{cause.value: colour for cause, colour in _OF_CAUSES.items()},
+CAUSE_COLORS = {
+    **{cause.value: color for cause, color in _OF_CAUSES.items()},
     "overhead": "#BCC277",
 }

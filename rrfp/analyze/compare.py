@@ -1,14 +1,15 @@
 """Two runs side by side: which one is faster, by how much, and which causes of idle time changed.
 
 Figures are medians over steps, each with the interval that holds 95 of 100 bootstrap medians: the
-steps of each run are drawn again, with replacement, and the figure is computed anew (Efron and
-Tibshirani 1993). A ratio whose interval contains 1, or a difference whose interval contains 0, is
+steps of each run are resampled with replacement, and the figure is recomputed (Efron and Tibshirani
+1993). A ratio whose interval contains 1, or a difference whose interval contains 0, is
 noise.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import polars as pl
 from rrfp.analyze.bubbles import CAUSES, divide
 from rrfp.analyze.frames import Frames, run_settings
 from rrfp.analyze.memory import peak_bytes
-from rrfp.analyze.number_format import tell
+from rrfp.analyze.number_format import Times, format_time
+from rrfp.analyze.table import RATIO, TEXT, Column, Table, Unit
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import told_bytes
 from rrfp.simulate.jitter import uniforms_in_parts
@@ -28,7 +30,7 @@ from rrfp.trace.records import NS_PER_S, step_name
 
 
 Differences = dict[str, dict[str, tuple[Any, Any]]]
-"""By what differs (`model`, `data`, `layout`, `times`): each setting with its two values."""
+"""The settings that differ, each with its two values, by `model`, `data`, `layout` or `times`."""
 
 _SETTINGS = {
     "model": (
@@ -70,7 +72,9 @@ def warning(found: Differences) -> str:
         return ""
     told = []
     for what, settings in found.items():
-        values = [f"{name} {_told(a)} and {_told(b)}" for name, (a, b) in settings.items()]
+        values = [
+            f"{name} {_shortened(a)} and {_shortened(b)}" for name, (a, b) in settings.items()
+        ]
         told.append(f"{what} ({', '.join(values)})")
     *most, last = told
     listed = f"{', '.join(most)} and {last}" if most else last
@@ -89,7 +93,7 @@ def _recorded(first: Frames, second: Frames) -> Iterator[tuple[str, str, tuple[i
     yield "layout", "ranks", (first.run.height, second.run.height)
 
 
-def _told(value: object) -> str:
+def _shortened(value: object) -> str:
     words = value if isinstance(value, str) else json.dumps(value)
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
@@ -146,35 +150,25 @@ class Comparison:
     """The most bytes of activations that any rank of each run kept; None where it does not tell."""
 
     @property
-    def told_memory(self) -> str:
-        """What both kept, in a sentence; empty where neither tells."""
+    def memory_sentence(self) -> str:
+        """The most that both kept, in a sentence; empty if neither trace has bytes."""
         a, b = ("not known" if each is None else told_bytes(each) for each in self.peak_held_bytes)
         if a == b == "not known":
             return ""
         return f"The most that a rank held is {a} in A and {b} in B."
 
     @property
-    def ranks_told(self) -> str:
-        """Over which ranks the causes are means."""
-        return "ranks" if self.stage is None else f"the ranks that hold stage {self.stage}"
-
-    @property
-    def frame(self) -> pl.DataFrame:
-        """A row for each ratio, and one for the seconds of each cause."""
-        ratios = {
+    def ratios(self) -> dict[str, Estimate]:
+        """The ratios of B over A that are known, that for the same work first."""
+        named = {
             "same_work_ratio": self.same_work_ratio,
             "step_time_ratio": self.step_time_ratio,
             "work_ratio": self.work_ratio,
         }
-        estimates = {**{name: each for name, each in ratios.items() if each}, **self.causes_s}
-        return pl.DataFrame(
-            [(what, each.median, each.low, each.high) for what, each in estimates.items()],
-            schema=["what", "median", "low", "high"],
-            orient="row",
-        )
+        return {name: each for name, each in named.items() if each is not None}
 
     def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze compare --format json` prints."""
+        """Return the object that `rrfp analyze compare --format json` prints."""
         return {
             "same_work_ratio": self.same_work_ratio and self.same_work_ratio.as_json(),
             "step_time_ratio": self.step_time_ratio.as_json(),
@@ -275,7 +269,7 @@ def verdict(report: Comparison, a_step: str = "A step") -> list[str]:
     if report.work_ratio is not None and report.work_ratio.leaves_out(1):
         longer = "longer" if report.work_ratio.median > 1 else "less time"
         told.append(f"The tasks of B themselves take {_percent(report.work_ratio)} {longer}.")
-    a, b = (tell(seconds * NS_PER_S) for seconds in report.step_s)
+    a, b = (format_time(seconds * NS_PER_S) for seconds in report.step_s)
     told.append(f"{a_step} takes {a} in A and {b} in B (median): {_speed(report.step_time_ratio)}.")
     return told
 
@@ -288,3 +282,66 @@ def _speed(ratio: Estimate) -> str:
 
 def _percent(ratio: Estimate) -> str:
     return f"{abs(1 - ratio.median):.1%}"
+
+
+# The tables of a comparison.
+
+_RATIOS = {
+    "same_work_ratio": "step time, for the same work",
+    "step_time_ratio": "step time",
+    "work_ratio": "work",
+}
+_NOT_NOISE = (
+    "more than noise: the interval, which holds 95 of 100 bootstrap medians, is on one side"
+)
+
+
+def comparison_tables(report: Comparison, conclusions: Sequence[str]) -> list[Table]:
+    """The ratios of B over A, then the seconds of each cause that B has more.
+
+    Both tables have the same columns for programs, which get their rows as one table. The first
+    one has the JSON document.
+    """
+    a, b = report.num_steps
+    causes = report.causes_s
+    names = Column("", [_RATIOS[name] for name in report.ratios], TEXT)
+    keys = Column(None, list(report.ratios), key="what")
+    has_clear_cause = any(each.leaves_out(0.0) for each in causes.values())
+    times = Times(s * NS_PER_S for each in causes.values() for s in (each.low, each.high))
+    ranks = "ranks" if report.stage is None else f"the ranks that hold stage {report.stage}"
+    return [
+        Table(
+            f"B over A, medians of {a} and {b} steps",
+            [names, keys, *_estimates("B over A", report.ratios, RATIO, 1.0)],
+            # The meaning of marks stands once, below the last table that has any.
+            mark_meaning="" if has_clear_cause else _NOT_NOISE,
+            facts=report.as_json(),
+        ),
+        Table(
+            f"What B has more of in a step than A, mean over {ranks}",
+            [
+                Column("", list(causes), TEXT, "what"),
+                *_estimates("B less A", causes, Unit(partial(_signed, times)), 0.0),
+            ],
+            conclusions,
+            mark_meaning=_NOT_NOISE,
+        ),
+    ]
+
+
+def _estimates(
+    heading: str, estimates: Mapping[str, Estimate], unit: Unit, nothing: float
+) -> Iterator[Column]:
+    """The medians, marked where they are more than noise, and the ends of their intervals."""
+    found = list(estimates.values())
+    clear = [row for row, each in enumerate(found) if each.leaves_out(nothing)]
+    yield Column(heading, [each.median for each in found], unit, "median", marked=clear)
+    yield Column("from", [each.low for each in found], unit, "low")
+    yield Column("to", [each.high for each in found], unit, "high")
+
+
+def _signed(times: Times, seconds: float) -> str:
+    size = times.format(abs(seconds) * NS_PER_S)
+    if size == "0" or size.startswith("<"):
+        return size
+    return f"{'-' if seconds < 0 else '+'}{size}"

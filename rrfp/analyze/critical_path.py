@@ -1,38 +1,41 @@
-"""Which chain of tasks, messages and waits made a step as long as it was, and who owns it.
+"""The chain of tasks, messages and waits that made a step as long as it was, and its owners.
 
 The chain is followed from the end of the step back to its start. A task began when the last thing
 it needed was there. If its message came after its rank was free, that was the message, and the
 chain goes on with the task that sent it; otherwise it was the task before it on its rank.
 
 Every nanosecond of the step has an owner: the task that ran, the link (counted for its receiver)
-while a message was under way, or what a rank waited for; of overlapping waits, the earlier one. The
-rank that synchronises gradients longest owns the time after the last task. The members of a group
+while a message was in flight, or what a rank waited for; of overlapping waits, the earlier one. The
+rank that synchronizes gradients longest owns the time after the last task. The members of a group
 run their tasks as one: the last member's message counts for all.
 
-Of transfers that block, a simulated run tells who met whom (`BlockingBacktrace`). Megatron's own
-schedule waits for several transfers in one call, and its records do not tell for which: there the
+Where transfers block, a simulated run records which ranks met (`BlockingBacktrace`). Megatron's own
+schedule waits for several transfers in one call, and its records do not name them: there the
 chain goes on with whichever ended last, the task that gave the input or the one before it on the
 rank, and what lies between belongs to the rank's wait for the transfer.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.bubbles import OVERHEAD
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.bubbles import CAUSE_HEADINGS, OVERHEAD
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS, LINK_COLOR
+from rrfp.analyze.frames import Frames, label_of, numbers_of
 from rrfp.analyze.misalignment import (
-    MetReplica,
+    BlockingReplica,
+    blocking_replicas,
     is_imported,
     is_simulated,
-    met_replicas,
     transfers_block,
 )
+from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
+from rrfp.analyze.table import TENTHS, TEXT, Column, Table
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.blocking import BlockingRank, Meeting
 from rrfp.schedule.shape import sending_stage
@@ -118,7 +121,7 @@ class ChainTask(NamedTuple):
 
 @dataclass(slots=True)
 class RankInChain:
-    """What one rank did in the step, besides tasks."""
+    """The entry and the waits of one rank in the step."""
 
     place: Place
     entry_ns: int
@@ -258,8 +261,10 @@ class Backtrace:
         return sender, left_ns
 
     def _entered(self, place: Place) -> tuple[int, int]:
-        """When the last member of a place entered the schedule, and which one. An imported run does
-        not tell: its ranks may have been there before the first thing that they did."""
+        """The time at which the last member of a place entered the schedule, and its rank.
+
+        An imported run does not record it: a rank may have entered before its first task.
+        """
         return max(
             (self._window[0] if self._is_imported else of_rank.entry_ns, rank)
             for rank, of_rank in self._ranks.items()
@@ -297,7 +302,7 @@ class BlockingBacktrace(Backtrace):
 
     def __init__(self, frames: Frames, step: int, window: Window) -> None:
         super().__init__(frames, step, window)
-        ((_, replicas),) = met_replicas(frames, {step: window})
+        ((_, replicas),) = blocking_replicas(frames, {step: window})
         self._replicas = {
             rank: replica for replica in replicas for members in replica.members for rank in members
         }
@@ -327,7 +332,7 @@ class BlockingBacktrace(Backtrace):
             gap -= 1
 
     def _idle(
-        self, replica: MetReplica, rank: BlockingRank, start_ns: int, end_ns: int
+        self, replica: BlockingReplica, rank: BlockingRank, start_ns: int, end_ns: int
     ) -> Iterator[Segment]:
         waits = self._ranks[replica.members[rank.pp_rank][0]].waits
         return idle(rank.pp_rank, waits, start_ns, end_ns, OVERHEAD)
@@ -349,7 +354,7 @@ def _latest(
 
 
 class Owner(NamedTuple):
-    """Who owns how much of the step."""
+    """An owner of a part of the step."""
 
     pp_rank: int
     kind: str
@@ -385,34 +390,13 @@ class CriticalPath:
 
     @property
     def idle_fraction(self) -> float:
-        """The share of the whole chain that links and waits own, whoever's owners are reported."""
+        """The share of the whole chain that links and waits own, of all ranks in any case."""
         idle_ns = sum(
             segment.end_ns - segment.start_ns
             for segment in self.segments
             if segment.kind not in list(Kind)
         )
         return idle_ns / self.length_ns
-
-    @property
-    def frame(self) -> pl.DataFrame:
-        """A row an owner, the largest first."""
-        return pl.DataFrame(
-            [(*owner[:2], owner.time_ns / NS_PER_S) for owner in self.owners],
-            schema={"pp_rank": pl.Int32, "kind": pl.String, "seconds": pl.Float64},
-            orient="row",
-        )
-
-    def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze critical-path --format json` prints."""
-        sort, number = told_step(self.step)
-        return {
-            sort: number,
-            "length_s": self.length_ns / NS_PER_S,
-            "owners": [
-                {"pp_rank": pp_rank, "kind": kind, "seconds": time_ns / NS_PER_S}
-                for pp_rank, kind, time_ns in self.owners
-            ],
-        }
 
 
 def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
@@ -438,7 +422,89 @@ def critical_path(frames: Frames, step: int | None = None) -> CriticalPath:
     of_step = frames.of_steps(range(step, step + 1))
     back = Backtrace(of_step, step, spans[step])
     if transfers_block(of_step) and is_simulated(of_step):
-        # Without whole groups nobody can tell who met whom.
+        # Without whole groups it is not known which ranks met.
         with suppress(RrfpError):
             back = BlockingBacktrace(of_step, step, spans[step])
     return CriticalPath(step, back.segments())
+
+
+# The tables of a critical path.
+
+_COLORS = KIND_COLORS | {LINK: LINK_COLOR} | CAUSE_COLORS
+
+
+def path_table(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> Table:
+    """The shares of a step's critical path: a row for each stage, a column for each kind.
+
+    Cells are rounded so that rows and columns add up to the step.
+    """
+    owners = path.owners
+    times_ns = [owner.time_ns for owner in owners]
+    unit = Times([path.length_ns]).unit
+    tenths = apportioned(times_ns, round(10 * sum(times_ns) / unit.value))
+    cells = {(each.pp_rank, each.kind): n for each, n in zip(owners, tenths, strict=True)}
+    ranks = sorted({owner.pp_rank for owner in owners})
+    by_kind: dict[str, int] = defaultdict(int)
+    for (_, kind), tenth in cells.items():
+        by_kind[kind] += tenth
+    # A damaged trace may have kinds that have no color.
+    kinds = [kind for kind in dict.fromkeys((*_COLORS, *by_kind)) if by_kind.get(kind)]
+    sums = [sum(cells.get((pp_rank, kind), 0) for kind in by_kind) for pp_rank in ranks]
+    shares = apportioned(sums, round(1000 * sum(times_ns) / path.length_ns))
+    length = format_time(path.length_ns)
+    return Table(
+        f"Who owns the critical path of {step_name(path.step)}, in {unit.symbol}",
+        [
+            Column("stage", [numbers_of(stages[each]) for each in ranks], TEXT, total="all"),
+            *(
+                Column(
+                    CAUSE_HEADINGS.get(kind, kind),
+                    [cells.get((pp_rank, kind)) or None for pp_rank in ranks],
+                    TENTHS,
+                    total=by_kind[kind],
+                    color=_COLORS.get(kind, ""),
+                )
+                for kind in kinds
+            ),
+            Column("sum", sums, TENTHS, marked=outliers(sums), total=sum(sums)),
+            Column("%", shares, TENTHS, total=sum(shares)),
+        ],
+        [f"{step_name(path.step).capitalize()} took {length}. {_conclusion(path, stages)}"],
+        has_total=len(ranks) > 1,
+        caption=f"Critical path of {step_name(path.step)}: who owns its {length}",
+    )
+
+
+def owner_table(path: CriticalPath) -> Table:
+    """The owners of a step's critical path for programs, the largest first."""
+    owners = path.owners
+    sort, number = told_step(path.step)
+    seconds = [owner.time_ns / NS_PER_S for owner in owners]
+    return Table(
+        "",
+        [
+            Column(
+                None, pl.Series([each.pp_rank for each in owners], dtype=pl.Int32), key="pp_rank"
+            ),
+            Column(None, pl.Series([each.kind for each in owners], dtype=pl.String), key="kind"),
+            Column(None, pl.Series(seconds, dtype=pl.Float64), key="seconds"),
+        ],
+        facts={sort: number, "length_s": path.length_ns / NS_PER_S},
+        rows_key="owners",
+    )
+
+
+def _conclusion(path: CriticalPath, stages: Mapping[int, Sequence[int]]) -> str:
+    owners = path.owners
+    if path.pp_rank is None:
+        most = owners[0]
+        return (
+            f"Most of it is {most.kind} of {label_of(stages[most.pp_rank])}, "
+            f"{most.time_ns / path.length_ns:.0%}; links and waits own {path.idle_fraction:.0%}."
+        )
+    of_rank = stages[path.pp_rank]
+    named, is_one = label_of(of_rank).capitalize(), len(of_rank) == 1
+    if not owners:
+        return f"{named} {'is' if is_one else 'are'} not on the critical path."
+    share = sum(owner.time_ns for owner in owners) / path.length_ns
+    return f"{named} {'owns' if is_one else 'own'} {share:.1%} of it, most as {owners[0].kind}."

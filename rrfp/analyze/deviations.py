@@ -1,4 +1,4 @@
-"""How far each rank departed from its hint's order.
+"""The departures of each rank from its hint's order.
 
 A dispatch deviates by its *displacement*: the number of unfinished tasks that the hint ranks above
 it. Hints that rank in rounds have the order that they give when all times are equal. Each pair of
@@ -6,9 +6,13 @@ tasks that ran the other way round than in the hint's order is counted once, so 
 sum to Kendall's distance between the two orders.
 """
 
+from collections.abc import Mapping, Sequence
+
 import polars as pl
 
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, label_of, numbers_of
+from rrfp.analyze.number_format import outliers
+from rrfp.analyze.table import PERCENT, TEXT, Column, Table, figure
 from rrfp.errors import RrfpError
 
 DEVIATIONS = {
@@ -64,6 +68,55 @@ def deviations(frames: Frames, stage: int | None = None, *, by_rank: bool = Fals
     )
 
 
-def as_json(report: pl.DataFrame) -> dict[str, object]:
-    """The object that `rrfp analyze deviations --format json` prints."""
-    return {"ranks": report.to_dicts()}
+def deviation_table(
+    report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
+) -> Table:
+    """The departures of each stage, or of each rank, from its hint's order."""
+    fractions = report["deviating_fraction"].to_list()
+    names = [Column("stage", [numbers_of(stages[each]) for each in report["pp_rank"]], TEXT)]
+    if by_rank:
+        names.insert(0, Column("rank", report["rank"].to_list()))
+    programs = [Column(None, report[name], key=name) for name in report.columns[: len(names)]]
+    return Table(
+        "How far each stage departed from its hint's order",
+        [
+            *names,
+            *programs,
+            Column("dispatches", report["dispatches"], key="dispatches"),
+            Column(
+                "deviating\n%",
+                report["deviating_fraction"],
+                PERCENT,
+                "deviating_fraction",
+                marked=outliers(fractions),
+            ),
+            Column(
+                "tasks passed\nover, mean",
+                report["mean_displacement"],
+                figure(".2f"),
+                "mean_displacement",
+            ),
+            Column("most", report["max_displacement"], key="max_displacement"),
+            Column(
+                "pairs the other\nway round, %",
+                report["kendall_tau_distance"],
+                PERCENT,
+                "kendall_tau_distance",
+            ),
+        ],
+        [_conclusion(report, stages)],
+        num_names=len(names),
+        rows_key="ranks",
+    )
+
+
+def _conclusion(report: pl.DataFrame, stages: Mapping[int, Sequence[int]]) -> str:
+    rows = report.to_dicts()
+    worst = max(rows, key=lambda row: row["deviating_fraction"], default=None)
+    if worst is None or not worst["deviating_fraction"]:
+        return "Every stage ran its tasks in its hint's order."
+    return (
+        f"{label_of(stages[worst['pp_rank']]).capitalize()} departs most: in "
+        f"{worst['deviating_fraction']:.0%} of its dispatches the hint ranks another unfinished "
+        "task higher. Under ready dispatch that is no fault by itself."
+    )

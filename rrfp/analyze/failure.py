@@ -7,6 +7,8 @@ from typing import Any
 import polars as pl
 
 from rrfp.analyze.frames import Frames
+from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import TEXT, Column, Table
 from rrfp.trace.completeness import ending_sentence
 from rrfp.trace.records import NS_PER_S, Doing, Phase, in_order, is_evaluation, step_name
 
@@ -23,10 +25,10 @@ class LastMoments:
     step: int | None
     """The step that it was in; None where nothing is known of that."""
     last: str | None
-    """What it ended last: `F3`, `B0 of step 7`, `optimizer`."""
+    """The task or phase that it ended last: `F3`, `B0 of step 7`, `optimizer`."""
     last_ended_s: float | None
     amid: str | None
-    """What it was in: `F3`, the cause of a wait, `optimizer`."""
+    """The task, wait or phase that it was in: `F3`, the cause of a wait, `optimizer`."""
     amid_s: float | None
     """For how long."""
     awaited_task: str | None
@@ -104,7 +106,11 @@ def _moments(
     elif amid == Phase.SCHEDULE and ended is not None and ended["step"] == step:
         amid = BETWEEN
     return LastMoments(
-        *(rank, pp_rank, step, last, last_s),
+        rank,
+        pp_rank,
+        step,
+        last,
+        last_s,
         amid,
         (end_ns - begun["start_ns"]) / NS_PER_S if amid != BETWEEN else last_s,
         task,
@@ -115,3 +121,52 @@ def _moments(
 def _named(row: Mapping[str, Any]) -> str:
     """`F3`, `optimizer`."""
     return f"{row['kind']}{row['microbatch']}" if row["microbatch"] >= 0 else row["kind"]
+
+
+# The table of a run's last moments.
+
+MOST_RANKS = 10
+"""The number of rows that fit a screen of 24 lines."""
+
+
+def fatal_table(fatal: Fatal, *, is_whole: bool) -> Table:
+    """The task or wait of each rank at the end of the run, and what it waited for.
+
+    Unless the table is to be whole, it has ten ranks: those that waited for no other rank come
+    first, then those that waited longest.
+    """
+    ranks = list(fatal.ranks)
+    left = 0
+    if not is_whole and len(ranks) > MOST_RANKS:
+        ranks.sort(key=lambda each: (each.awaited_rank is not None, -(each.amid_s or 0.0)))
+        left = len(ranks) - MOST_RANKS
+        ranks = ranks[:MOST_RANKS]
+    return Table(
+        f"{fatal.sentence[:1].upper()}{fatal.sentence[1:]}\n"
+        f"What each rank did when it ended, in {step_name(fatal.step)}",
+        [
+            Column("rank", [each.rank for each in ranks]),
+            Column("ended last", [each.last or "-" for each in ranks], TEXT),
+            Column("before\nthe end", [_time(each.last_ended_s) for each in ranks]),
+            Column("was in", [_amid(each, fatal.step) for each in ranks], TEXT),
+            Column("for", [_time(each.amid_s) for each in ranks]),
+            Column("waited for", [_awaited(each) for each in ranks], TEXT),
+        ],
+        [f"{left} more ranks waited for others: --format json" if left else ""],
+    )
+
+
+def _amid(each: LastMoments, step: int) -> str:
+    if each.amid is None:
+        return "-"
+    elsewhere = "" if each.step in (step, None) else f" of {step_name(each.step)}"
+    return f"{each.amid}{elsewhere}"
+
+
+def _awaited(each: LastMoments) -> str:
+    rank = None if each.awaited_rank is None else f"rank {each.awaited_rank}"
+    return " of ".join(filter(None, (each.awaited_task, rank))) or "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else format_time(seconds * NS_PER_S)

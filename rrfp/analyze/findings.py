@@ -1,6 +1,6 @@
-"""The findings of a run: what mending each would save, the largest saving first.
+"""The findings of a run: the saving of fixing each, the largest first.
 
-Where a run cannot be replayed, and for what no replay can mend (a rank that enters late, a group
+Where a run cannot be replayed, and for what no replay can fix (a rank that enters late, a group
 whose members wait for each other), a finding says what it owns of a step instead.
 """
 
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, Self
 
 import polars as pl
 
-from rrfp.analyze.advice import CulpritWords
+from rrfp.analyze.advice import Adviser
 from rrfp.analyze.bubbles import bubbles
 from rrfp.analyze.chosen_steps import step_time_ns
 from rrfp.analyze.critical_path import LINK, Segment, critical_path
 from rrfp.analyze.frames import Frames, recording_of, run_settings
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import tell
+from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import Column, Table
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import Culprit, culprits
 from rrfp.replay.change import replay
@@ -39,12 +40,12 @@ _SAMPLE = StepSample(num_tasks=4_000, most_tasks_of_a_step=10_000)
 
 @dataclass(frozen=True, slots=True)
 class Replays:
-    """What a run would have taken otherwise, if it can be replayed."""
+    """The replays of a run with changes, if it can be replayed."""
 
     run: RecordedRun | None
     """None when it was not replayed."""
     culprits: Sequence[Culprit]
-    """What is worth mending, the largest saving first."""
+    """The bottlenecks that are worth fixing, the largest saving first."""
     usual: WhatIf | None
     """The run with each of the sensible changes, where that was asked for."""
     why_not: str
@@ -57,7 +58,7 @@ class Replays:
 
 
 def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
-    """Replay a sample of a run's steps, with each suspect mended and, if asked for, with the usual
+    """Replay a sample of a run's steps, with each suspect fixed and, if asked for, with the usual
     changes."""
     try:
         finished = frames.windows["step"].to_list()
@@ -80,14 +81,15 @@ def replays(frames: Frames, *, with_usual: bool = False) -> Replays:
 # A step's critical path says who ran or waited when, but not why the chain was so long. Here its
 # time is divided further, and the parts still sum to the step:
 #
-# - *Work*: as much as the median stage has in a step. No order of the same tasks avoids it. - *Slow
-# stage*: by how much the path's tasks exceed those of the median rank, each kind at its mean. -
-# *Uneven*: by how much the path's tasks exceed the mean of their own rank and kind. - *Series*: the
-# rest of the path's tasks. Stages worked one after another where they could have worked side by
-# side. Where a limit, a hold, a binding order or patience withheld something ready from another
-# rank meanwhile, that time is theirs instead. - *Link*: messages under way between two tasks. From
-# the moment one member of a group has its message until the last one has, the time is
-# *coordination*.
+# - *Work*: as much as the median stage has in a step. No order of the same tasks avoids it.
+# - *Slow stage*: the excess of the path's tasks over those of the median rank, at their kind's
+#   mean.
+# - *Uneven*: the excess of the path's tasks over the mean of their own rank and kind.
+# - *Series*: the rest of the path's tasks. Stages worked one after another where they could have
+#   worked side by side. Where a limit, a hold, a binding order or patience withheld ready work from
+#   another rank meanwhile, that time is theirs instead.
+# - *Link*: messages in flight between two tasks. From the moment one member of a group has its
+#   message until the last one has, the time is *coordination*.
 
 
 _MOST_STEPS = 30
@@ -95,7 +97,7 @@ _MOST_STEPS = 30
 
 
 class Fault(StrEnum):
-    """What may own a part of a step, besides the causes of waits that explain themselves (`limit`,
+    """An owner of a part of a step, besides the causes of waits that explain themselves (`limit`,
     `hold`, `order`, `patience`, `coordination`, `transfer`, `gradient_sync`)."""
 
     WORK = "work"
@@ -110,7 +112,7 @@ class Fault(StrEnum):
 
 
 class Owner(NamedTuple):
-    """Who owns a part of the step."""
+    """The owner of a part of the step."""
 
     what: str
     """A `Fault`, or the cause of a wait."""
@@ -122,14 +124,14 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Where the time of a run's steps went; means over the steps examined."""
+    """The owners of the time of a run's steps; means over the steps examined."""
 
     num_steps: int
     step_ns: float
     busiest: int
     """The pipeline rank with the most work."""
     busiest_ns: float
-    """Its work in a step."""
+    """The work of that rank in a step."""
     owners_ns: dict[Owner, float]
     """The largest first; they sum to `step_ns`."""
 
@@ -269,8 +271,8 @@ class _Division:
 
 
 def _first_came_ns(frames: Frames) -> dict[tuple[int, int, int], int]:
-    """When the first member of a group had its message for a task, by step, pipeline rank and the
-    time at which the last member had its own."""
+    """The time at which the first member of a group had its message for a task, by step, pipeline
+    rank and the time at which the last member had its own."""
     replicas = frames.run.select(pl.col("rank").alias("to_rank"), "dp_rank")
     of_groups = (
         frames.messages.join(replicas, on="to_rank")
@@ -293,7 +295,7 @@ _OWN: dict[str, str] = {
     Cause.BACKWARD_INPUT: Fault.OVERHEAD,
     Cause.DRAIN: Fault.OVERHEAD,
 }
-"""What owns a wait that lies on the path itself, where its cause does not."""
+"""The owner of a wait that lies on the path itself, where its cause is not."""
 
 
 def _take(owners_ns: defaultdict[Owner, float], payers: Iterable[Owner], wanted_ns: float) -> float:
@@ -332,11 +334,11 @@ def _overlap_ns(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, in
 # What owns most of a step, in words, and what to try.
 #
 # `blame` says who owns how much. Here the owners are gathered by what they are, the largest first,
-# each with a sentence of figures and one of advice. What mending one would save, this cannot tell.
+# each with a sentence of figures and one of advice. The saving of fixing one is not known here.
 
 
 _LEAST_SHARE = 0.01
-"""Of a step; a smaller share is not worth a word."""
+"""The share of a step below which an owner is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +348,7 @@ class Share:
     what: str
     """A `Fault`, or the cause of a wait."""
     pp_rank: int
-    """Where most of it is; the receiver of a link."""
+    """The pipeline rank with most of it; the receiver of a link."""
     sender: int | None
     """The sender of a link."""
     time_ns: float
@@ -359,7 +361,7 @@ class Share:
 
 
 def shares(frames: Frames, found: Blame) -> list[Share]:
-    """What owns at least 1% of a step, the largest first."""
+    """The owners of at least 1% of a step, the largest first."""
     gathered: dict[str, dict[Owner, float]] = {}
     for owner, time_ns in found.owners_ns.items():
         if owner.what != Fault.WORK:
@@ -377,9 +379,9 @@ def headline(frames: Frames, found: Blame) -> str:
     """How long a step takes, and how much of it no schedule can save."""
     step_ns, busy = step_time_ns(frames), found.busiest_ns / found.step_ns
     return (
-        f"{_a_step(frames)} takes {tell(step_ns)}, the mean of {frames.windows.height}. "
+        f"{_a_step(frames)} takes {format_time(step_ns)}, the mean of {frames.windows.height}. "
         f"{_Teller(frames, found).place(found.busiest).capitalize()}, the busiest, works "
-        f"{tell(busy * step_ns)} of it ({busy:.0%}): no order of the "
+        f"{format_time(busy * step_ns)} of it ({busy:.0%}): no order of the "
         "same tasks makes a step shorter than that."
     )
 
@@ -426,15 +428,15 @@ class _Teller:
             self._stages.get(most.pp_rank, [most.pp_rank]), key=lambda s: self._work_ns.get(s, 0)
         )
         at = self.place(most.pp_rank)
-        amount = f"{tell(time_ns)} ({share:.0%})"
-        part = "" if len(owners) == 1 else f", {tell(owners[most])} of it there"
+        amount = f"{format_time(time_ns)} ({share:.0%})"
+        part = "" if len(owners) == 1 else f", {format_time(owners[most])} of it there"
         title, told, advice = self._words(most, stage, at, amount, part)
         return Share(most.what, most.pp_rank, most.sender, time_ns, share, title, told, advice)
 
     def _words(
         self, owner: Owner, stage: int, at: str, amount: str, part: str
     ) -> tuple[str, str, str]:
-        """Title, figures, and advice."""
+        """Return the title, the figures and the advice of what owns a part of a step."""
         match owner.what:
             case Fault.SLOW_STAGE:
                 return (
@@ -444,12 +446,7 @@ class _Teller:
                     f"Give stage {stage} less of the model, or a faster device.",
                 )
             case Fault.SERIES:
-                return (
-                    "Stages work one after another",
-                    f"For {amount} of a step they wait in a row, each for the one before it: while "
-                    "the pipeline fills, while it drains, and on the way there and back.",
-                    self._advice_on_series(),
-                )
+                return self._on_series(amount)
             case Fault.UNEVEN:
                 return self._on_uneven(at, amount, part)
             case Fault.LINK:
@@ -497,11 +494,9 @@ class _Teller:
                     "Try --dispatch ready: messages then pass beside the work.",
                 )
             case Cause.GRADIENT_SYNC:
-                return (
-                    "Gradients are summed while nothing runs",
-                    f"That takes {amount} of a step.",
-                    "More --microbatches a step make it a smaller share.",
-                )
+                advice = "More --microbatches a step make it a smaller share."
+                took = f"That takes {amount} of a step."
+                return "Gradients are summed while nothing runs", took, advice
             case Fault.ENTRY:
                 return (
                     f"{at.capitalize()} enters the step late",
@@ -517,6 +512,14 @@ class _Teller:
                     "Where ranks share cores, give each its own, with OMP_NUM_THREADS to match. A "
                     "larger --micro-batch-size makes tasks longer, and the gaps a smaller share.",
                 )
+
+    def _on_series(self, amount: str) -> tuple[str, str, str]:
+        return (
+            "Stages work one after another",
+            f"For {amount} of a step they wait in a row, each for the one before it: while the "
+            "pipeline fills, while it drains, and on the way there and back.",
+            self._advice_on_series(),
+        )
 
     def _advice_on_series(self) -> str:
         words = ["More --microbatches a step make it a smaller share."]
@@ -573,12 +576,12 @@ class _Teller:
             (pl.col("from_pp_rank") == owner.sender) & (pl.col("to_pp_rank") == owner.pp_rank)
         )
         middle_ns: Any = (of_link["came_ns"] - of_link["left_ns"]).median()
-        return tell(middle_ns or 0)
+        return format_time(middle_ns or 0)
 
 
 NUM_FINDINGS = 3
 
-_NO_REPLAY_MENDS = (Cause.COORDINATION, Cause.GRADIENT_SYNC, Fault.ENTRY, Fault.OVERHEAD)
+_NO_REPLAY_FIXES = (Cause.COORDINATION, Cause.GRADIENT_SYNC, Fault.ENTRY, Fault.OVERHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,7 +594,7 @@ class Finding:
     told: str
     advice: str
     saving: float | None
-    """The share of a step that mending it saves in a replay; None if it was not replayed."""
+    """The share of a step that fixing it saves in a replay; None if it was not replayed."""
     share: float | None
     """The share of a step that it owns, where it was not replayed."""
     pp_rank: int | None = None
@@ -599,10 +602,10 @@ class Finding:
     link: tuple[int, int] | None = None
     """The pipeline ranks that send and take its messages."""
     flags: str = ""
-    """Those of `rrfp analyze whatif` that replay the run with it mended."""
+    """The flags of `rrfp analyze whatif` that replay the run with it fixed."""
 
     def command(self, run: str, steps: str | None = None) -> str:
-        """A command that replays this run, or these steps of it, with it mended, or that shows
+        """A command that replays this run, or these steps of it, with it fixed, or that shows
         where it is."""
         if not self.flags:
             return f"rrfp trace view {quote(run)}"
@@ -629,15 +632,15 @@ def findings(
     run: RecordedRun | None = None,
     culprits: Sequence[Culprit] = (),
 ) -> list[Finding]:
-    """The findings: those that a replay has mended, by their savings, among those that none can, by
-    what they own. `run` is None if it could not be replayed."""
+    """The findings: those that a replay has fixed, by their savings, among those that none can, by
+    what they own. Without `run`, nothing was replayed."""
     owned = shares(frames, found)
     if run is None:
         return [_of_share(each) for each in owned]
-    words = CulpritWords(frames, run)
-    mended = [_of_culprit(words, each) for each in culprits]
-    mended += [_of_share(each) for each in owned if each.what in _NO_REPLAY_MENDS]
-    return sorted(mended, key=lambda each: -(each.saving or each.share or 0.0))
+    adviser = Adviser(frames, run)
+    fixed = [_finding_of(adviser, each) for each in culprits]
+    fixed += [_of_share(each) for each in owned if each.what in _NO_REPLAY_FIXES]
+    return sorted(fixed, key=lambda each: -(each.saving or each.share or 0.0))
 
 
 def _of_share(owned: Share) -> Finding:
@@ -654,11 +657,14 @@ def _of_share(owned: Share) -> Finding:
     )
 
 
-def _of_culprit(words: CulpritWords, culprit: Culprit) -> Finding:
+def _finding_of(adviser: Adviser, culprit: Culprit) -> Finding:
     change = culprit.change
+    title, told, advice = adviser.describe(culprit)
     return Finding(
         str(culprit.kind),
-        *words.tell(culprit),
+        title,
+        told,
+        advice,
         culprit.saving,
         None,
         culprit.pp_rank,
@@ -683,12 +689,12 @@ class Diagnosis:
     why_not_replayed: str
     """In a sentence; empty when the run was replayed."""
     num_replayed: int
-    """So many steps were, spread evenly over the run."""
+    """The number of steps replayed, spread evenly over the run."""
     replay_error: float
     """How far a step's replay as it was is off, as a share of it; the median."""
 
     def as_note(self) -> dict[str, Any]:
-        """What `of_note` reads."""
+        """Return the note that `of_note` reads."""
         return asdict(self)
 
     @classmethod
@@ -729,4 +735,29 @@ def diagnose(frames: Frames) -> Diagnosis:
         replayed.why_not,
         replayed.num_steps,
         replayed.error,
+    )
+
+
+def finding_table(found: Diagnosis, run: str, steps: str | None = None) -> Table:
+    """The findings for programs, a row for each; a terminal has its own form of them."""
+    rows = [each.as_json(run, steps) for each in found.findings]
+    links = ["-".join(map(str, each.link)) if each.link else None for each in found.findings]
+    schema = {
+        "kind": pl.String,
+        "pp_rank": pl.Int64,
+        "rank": pl.Int64,
+        "link": pl.String,
+        "saving_fraction": pl.Float64,
+        "share_fraction": pl.Float64,
+        "text": pl.String,
+        "command": pl.String,
+    }
+    values = {name: [row[name] for row in rows] for name in schema} | {"link": links}
+    return Table(
+        "",
+        [
+            Column(None, pl.Series(values[name], dtype=dtype), key=name)
+            for name, dtype in schema.items()
+        ],
+        facts=found.as_json(run, steps),
     )

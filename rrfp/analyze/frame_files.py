@@ -2,8 +2,8 @@
 
 They lie in `<trace>.frames/<digest of the trace>/` as Parquet files, with notes of what was found
 in replays. A trace that has changed has another digest, and its new tables replace the old ones;
-tables and notes that were damaged no longer fit their seals, and are made anew. If nothing can be
-written beside a trace, the tables are made anew each time.
+tables and notes that were damaged no longer fit their seals, and are replaced. If nothing can be
+written beside a trace, the tables are made each time.
 """
 
 import hashlib
@@ -131,7 +131,7 @@ class _TableWriter:
         self._tables, self._num_rows = [], 0
 
 
-# Seals on files that keep what can be made anew: a damaged one is as good as none.
+# Seals on files that keep what can be made again: a damaged one counts as missing.
 #
 # A seal holds digests, not secrets. It shows that a disk, a copy or an editor has changed a file,
 # and that a file was moved to another place. It does not show who wrote the file.
@@ -183,7 +183,7 @@ def _digest_of(place: str, content: bytes) -> str:
 T = TypeVar("T")
 
 _LAYOUT = 7
-"""Part of the folder's name; a new number makes every table anew."""
+"""Part of the folder's name; a new number invalidates every table."""
 _NOTES = 6
 """Part of the notes' names; to be raised when the same trace would get other notes."""
 _FOLDER = re.compile(r"[0-9a-f]{32}-\d+")
@@ -244,13 +244,13 @@ class CachedTrace:
             shares, why = note
             return shares, why
 
-        return self._noted(f"structural{_told(steps)}", find, read, list)
+        return self._noted(f"structural{_suffix_of(steps)}", find, read, list)
 
     def diagnosis(self, steps: range | None = None, *, evaluations: bool = False) -> "Diagnosis":
-        """What makes these steps long. Raises RrfpError as `diagnose` does."""
+        """Find the causes of long steps. Raises RrfpError as `diagnose` does."""
         from rrfp.analyze.findings import Diagnosis, diagnose
 
-        name = f"findings{'-evaluations' if evaluations else ''}{_told(steps)}"
+        name = f"findings{'-evaluations' if evaluations else ''}{_suffix_of(steps)}"
 
         def find() -> Diagnosis:
             return diagnose(choose(self.frames(), steps, evaluations=evaluations))
@@ -264,8 +264,10 @@ class CachedTrace:
         read: Callable[[Any], T],
         write: Callable[[T], object],
     ) -> T:
-        """What was found before, from its note beside the tables, or what is found and noted now.
-        A note that cannot be read is made anew."""
+        """Return an earlier result from its note beside the tables, or find and note it now.
+
+        A note that cannot be read is replaced.
+        """
         path = self._folder / f"{name}-{rrfp.__version__}-{_NOTES}.json"
         place = f"{self._folder.name}/{path.name}"
         # A note of another's making may hold anything under its seal.
@@ -277,7 +279,7 @@ class CachedTrace:
         return found
 
 
-def _told(steps: range | None) -> str:
+def _suffix_of(steps: range | None) -> str:
     return "" if steps is None else f"-{steps.start}-{steps.stop}"
 
 

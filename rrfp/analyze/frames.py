@@ -6,7 +6,7 @@ of steps only these: a trace may be larger than memory.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -64,7 +64,7 @@ COUNTERS: Schema = {
     "name": pl.String,
     "value": pl.Int64,
 }
-"""What the dispatcher counted when it chose a task. `name` is `depth` (D), `held`,
+"""The counts of the dispatcher when it chose a task. `name` is `depth` (D), `held`,
 `held_bytes`, `ready_forwards` or `ready_backwards`."""
 WINDOWS: Schema = dict.fromkeys(("step", "start_ns", "end_ns"), pl.Int64)
 RUN: Mapping[str, pl.DataType | type[pl.DataType]] = {
@@ -142,6 +142,12 @@ class Frames:
         """The content of run.json; empty for a run without ranks."""
         found: dict[str, Any] = json.loads(self.run["settings"][0]) if self.run.height else {}
         return found
+
+    @cached_property
+    def stages(self) -> dict[int, Sequence[int]]:
+        """The stages that each pipeline rank holds, by its number in order."""
+        held = self.run.select("pp_rank", "stages").unique("pp_rank").sort("pp_rank")
+        return dict(held.iter_rows())
 
     @cached_property
     def steps(self) -> list[int]:
@@ -225,6 +231,16 @@ class Frames:
             return "the trace has no steps; the run ended before its first one did"
         (sort, first), (_, last) = told_step(self.steps[0]), told_step(self.steps[-1])
         return f"the trace has none of the {sort}s asked for; it has those from {first} to {last}"
+
+
+def numbers_of(stages: Iterable[int]) -> str:
+    """Return the numbers of stages, such as `0 7`."""
+    return " ".join(map(str, sorted(stages)))
+
+
+def label_of(stages: Sequence[int]) -> str:
+    """Return what reports call a pipeline rank: `stage 3`, or `stages 0 7`."""
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers_of(stages)}"
 
 
 def frames_of(recording: Recording) -> Frames:

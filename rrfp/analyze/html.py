@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -17,6 +17,8 @@ from string import Template
 from typing import Any, NewType
 
 import vl_convert
+
+from rrfp.analyze.table import Table, joined_heading
 
 Markup = NewType("Markup", str)
 """HTML whose text is escaped."""
@@ -56,37 +58,38 @@ def section(name: str, title: str, *content: Markup) -> Markup:
     return element("section", element("h2", text(title)), *content, id=name)
 
 
-def table(
-    caption: str, headings: Sequence[str], rows: Iterable[Sequence[object]], texts: int = 1
-) -> Markup:
-    """A table in a box of its own that scrolls. The first `texts` columns are text, the others
-    figures; the first column heads its row."""
+def table_element(table: Table) -> Markup:
+    """A table in a box of its own that scrolls, and its conclusions below it.
 
-    def cells(row: Sequence[object]) -> Iterable[Markup]:
-        for index, value in enumerate(row):
-            align = {"class_": "text"} if index < texts else {}
-            if index == 0:
-                yield element("th", text(value), scope="row", **align)
-            else:
-                yield element("td", text(value), **align)
-
+    The first column heads its row.
+    """
+    shown = table.shown(on_page=True)
+    aligned = [{"class_": "text"} if column.unit.is_text else {} for column, _ in shown]
     head = (
-        element("th", text(heading), scope="col", **({"class_": "text"} if index < texts else {}))
-        for index, heading in enumerate(headings)
+        element("th", text(joined_heading(column)), scope="col", **align)
+        for (column, _), align in zip(shown, aligned, strict=True)
     )
-    return element(
+    rows = []
+    for cells in zip(*(cells for _, cells in shown), strict=True):
+        first, *others = (text(cell.rstrip()) for cell in cells)
+        row = [element("th", first, scope="row", **aligned[0])]
+        row += [element("td", c, **align) for c, align in zip(others, aligned[1:], strict=True)]
+        rows.append(element("tr", *row))
+    caption = table.caption or table.title.rpartition("\n")[2]
+    box = element(
         "div",
         element(
             "table",
             element("caption", text(caption)),
             element("thead", element("tr", *head)),
-            element("tbody", *(element("tr", *cells(row)) for row in rows)),
+            element("tbody", *rows),
         ),
         class_="scroll",
         tabindex="0",
         role="region",
         aria_label=caption,
     )
+    return joined([box, *map(paragraph, table.notes())])
 
 
 def figure(name: str, spec: dict[str, Any]) -> Markup:

@@ -8,12 +8,14 @@ are alike.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, numbers_of
+from rrfp.analyze.number_format import outliers
+from rrfp.analyze.table import BYTES, COMPACT, TEXT, Column, Table, seconds
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import told_bytes
 from rrfp.schedule.tasks import Kind
@@ -29,7 +31,7 @@ _NOT_KNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank kept."""
+    """The memory that one rank kept."""
 
     rank: int
     pp_rank: int
@@ -39,7 +41,7 @@ class RankMemory:
     """The most microbatches of the whole rank; not always at the peak in bytes."""
     peak_step: int
     peak_after_s: float
-    """When the peak was reached, since the start of that step."""
+    """The time of the peak, from the start of that step."""
     budget_bytes: int | None
     """The bound in force, the largest over the steps; None without one."""
     room_bytes: int
@@ -53,7 +55,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a run's ranks kept."""
+    """The memory that a run's ranks kept."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -67,34 +69,8 @@ class Memory:
         """The rank that could have held most more."""
         return max(self.ranks, key=lambda each: (each.room_bytes, -each.rank))
 
-    @property
-    def told(self) -> str:
-        """In two sentences."""
-        worst, roomy = self.worst, self.roomiest
-        most = f"{told_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
-        if worst.budget_bytes is None:
-            said = f"Rank {worst.rank} held most, {most}"
-            beyond = " before it held as much"
-        else:
-            said = f"Rank {worst.rank} held most, {most}, of {told_bytes(worst.budget_bytes)}"
-            beyond = ""
-        if not roomy.room_bytes:
-            return f"{said}; no rank could have held more."
-        return (
-            f"{said}; rank {roomy.rank} could have held {told_bytes(roomy.room_bytes)} more{beyond}"
-            "."
-        )
-
-    @property
-    def frame(self) -> pl.DataFrame:
-        """A row a rank."""
-        return pl.DataFrame(
-            [asdict(each) | {"stages": " ".join(map(str, each.stages))} for each in self.ranks],
-            schema_overrides={"budget_bytes": pl.Int64},
-        )
-
     def by_stage(self) -> "Memory":
-        """Of the ranks at one place of the pipeline only the one that held most."""
+        """Keep the rank that held most of those at one place of the pipeline."""
         most: dict[int, RankMemory] = {}
         for each in self.ranks:
             known = most.get(each.pp_rank)
@@ -103,19 +79,72 @@ class Memory:
         return Memory(tuple(most[pp_rank] for pp_rank in sorted(most)))
 
     def of_rank(self, pp_rank: int) -> "Memory":
-        """Only the ranks at one place of the pipeline."""
+        """Keep the ranks at one place of the pipeline."""
         return Memory(tuple(each for each in self.ranks if each.pp_rank == pp_rank))
 
-    def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze memory --format json` prints."""
-        return {
-            "peak_held_bytes": self.worst.peak_held_bytes,
-            "ranks": [asdict(each) | {"stages": list(each.stages)} for each in self.ranks],
-        }
+
+def memory_table(memory: Memory) -> Table:
+    """The most that each rank held, when, its bound, and what its microbatches kept."""
+    ranks = memory.ranks
+    peaks = [each.peak_held_bytes for each in ranks]
+    budgets = [each.budget_bytes for each in ranks]
+    outboxes = [each.outbox_bytes for each in ranks]
+    means = [each.mean_microbatch_bytes for each in ranks]
+    after_s = [each.peak_after_s for each in ranks]
+    return Table(
+        "How many bytes of activations each rank held",
+        [
+            Column("rank", [each.rank for each in ranks], key="rank"),
+            Column("stage", [numbers_of(each.stages) for each in ranks], TEXT),
+            Column(None, [each.pp_rank for each in ranks], key="pp_rank"),
+            Column(None, [each.stages for each in ranks], key="stages"),
+            Column("held\nat most", peaks, BYTES, "peak_held_bytes", marked=outliers(peaks)),
+            Column("micro-\nbatches", [each.peak_held for each in ranks], COMPACT, "peak_held"),
+            Column("in", [step_name(each.peak_step) for each in ranks], TEXT),
+            Column(None, [each.peak_step for each in ranks], key="peak_step"),
+            Column("after", after_s, seconds(after_s), "peak_after_s"),
+            Column(
+                "bound" if any(each is not None for each in budgets) else None,
+                pl.Series(budgets, dtype=pl.Int64),
+                BYTES,
+                "budget_bytes",
+            ),
+            Column("room", [each.room_bytes for each in ranks], BYTES, "room_bytes"),
+            Column(
+                "largest\nmicrob.",
+                [each.largest_microbatch_bytes for each in ranks],
+                BYTES,
+                "largest_microbatch_bytes",
+            ),
+            Column(None, means, key="mean_microbatch_bytes"),
+            Column("outbox" if any(outboxes) else None, outboxes, BYTES, "outbox_bytes"),
+            Column("mean\nmicrob.", means, BYTES),
+        ],
+        [_conclusion(memory)],
+        num_names=2,
+        dispensable=("after", "mean\nmicrob."),
+        caption="Bytes of activations that each rank held at most",
+        facts={"peak_held_bytes": memory.worst.peak_held_bytes},
+        rows_key="ranks",
+    )
+
+
+def _conclusion(memory: Memory) -> str:
+    worst, roomy = memory.worst, memory.roomiest
+    most = f"{told_bytes(worst.peak_held_bytes)} in {step_name(worst.peak_step)}"
+    if worst.budget_bytes is None:
+        said = f"Rank {worst.rank} held most, {most}"
+        beyond = " before it held as much"
+    else:
+        said = f"Rank {worst.rank} held most, {most}, of {told_bytes(worst.budget_bytes)}"
+        beyond = ""
+    if not roomy.room_bytes:
+        return f"{said}; no rank could have held more."
+    return f"{said}; rank {roomy.rank} could have held {told_bytes(roomy.room_bytes)} more{beyond}."
 
 
 def memory(frames: Frames) -> Memory:
-    """What each rank kept in the steps that every rank finished.
+    """Find out what each rank kept in the steps that every rank finished.
 
     Raises RrfpError when there is no such step, or the trace does not tell any bytes.
     """

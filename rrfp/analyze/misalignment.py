@@ -1,4 +1,4 @@
-"""How messages and their stages missed each other.
+"""The time that messages wait for their stages, and stages for their messages.
 
 A message is *queued* from its arrival until its task starts: work waited for the stage. A stage is
 *starved* while it idles until the message that ends its wait arrives: the stage waited for work. A
@@ -8,14 +8,16 @@ Where transfers block, as in Megatron's own schedules, a message arrives only on
 it: there the work is queued at its sender, which waits for the stage.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
 import polars as pl
 
-from rrfp.analyze.frames import MESSAGES, Frames, Schema, recording_of
+from rrfp.analyze.frames import MESSAGES, Frames, Schema, numbers_of, recording_of
+from rrfp.analyze.number_format import outliers
+from rrfp.analyze.table import TEXT, Column, Table, Unit, seconds
 from rrfp.errors import RrfpError
 from rrfp.replay.blocking import BlockingRank, meet
 from rrfp.replay.recorded import RecordedLayout, RecordedSettings
@@ -24,7 +26,7 @@ from rrfp.trace.records import NS_PER_S, Phase, Recording, Window
 # Where the ranks of a run with blocking transfers met, from the run's tables.
 
 
-class MetReplica(NamedTuple):
+class BlockingReplica(NamedTuple):
     """One replica's step."""
 
     ranks: list[BlockingRank]
@@ -51,12 +53,12 @@ def is_imported(frames: Frames) -> bool:
     return "imported" in frames.settings
 
 
-def met_replicas(
+def blocking_replicas(
     frames: Frames, windows: Mapping[int, Window]
-) -> Iterator[tuple[int, list[MetReplica]]]:
+) -> Iterator[tuple[int, list[BlockingReplica]]]:
     """The replicas of each step, with the meetings of their ranks.
 
-    Raises RrfpError when the trace does not tell who ran what.
+    Raises RrfpError when the trace does not record which rank ran a task.
     """
     layout = RecordedLayout(recording_of(frames.of_steps(list(windows))))
     for records in layout.steps(dict(windows)):
@@ -72,7 +74,7 @@ def met_replicas(
             ]
             members = [[member.info.rank for member in members] for members in replica]
             met = meet(shape, replica, entries_ns, are_recorded=not is_imported(frames))
-            found.append(MetReplica(met, members))
+            found.append(BlockingReplica(met, members))
         yield records.step, found
 
 
@@ -122,29 +124,77 @@ def misalignment(
     )
 
 
-def as_json(report: pl.DataFrame) -> dict[str, object]:
-    """The object that `rrfp analyze misalignment --format json` prints."""
-    return {
-        "links": [
-            {
-                **{name: row[name] for name in (*LINK, *_RANKS, "messages") if name in row},
-                **{
-                    what: {share: row[f"{what}_{share}"] for share in ("median", "p95")}
-                    for what in ("queued_s", "starved_s")
-                },
-            }
-            for row in report.to_dicts()
-        ]
-    }
+def link_table(
+    report: pl.DataFrame, stages: Mapping[int, Sequence[int]], *, by_rank: bool = False
+) -> Table:
+    """The queueing of messages and the starving of stages, link by link."""
+    ends = [
+        f"{numbers_of(stages[sender])} → {numbers_of(stages[receiver])}"
+        for sender, receiver in report.select("from", "to").iter_rows()
+    ]
+    directions = report["direction"]
+    names = [Column("stages", [f"{e} {d}" for e, d in zip(ends, directions, strict=True)], TEXT)]
+    programs = [Column(None, report[name], key=name) for name in LINK]
+    if by_rank:
+        ranks = [f"{sender} → {receiver}" for sender, receiver in report.select(_RANKS).iter_rows()]
+        names.insert(0, Column("ranks", ranks, TEXT))
+        programs += [Column(None, report[name], key=name) for name in _RANKS]
+    unit = seconds(time_s for name in _FIGURES for time_s in report[name])
+    return Table(
+        "How messages and their stages missed each other, link by link",
+        [
+            *names,
+            *programs,
+            Column("messages", report["messages"], key="messages"),
+            *(
+                Column(
+                    heading,
+                    report[name],
+                    unit,
+                    key=name,
+                    path=f"{name.rpartition('_')[0]}.{name.rpartition('_')[2]}",
+                    marked=outliers(report[name].to_list()) if name.endswith("p95") else (),
+                )
+                for name, heading in _FIGURES.items()
+            ),
+        ],
+        [*_conclusions(report, ends, unit)],
+        num_names=len(names),
+        rows_key="links",
+    )
+
+
+_FIGURES = {
+    "queued_s_median": "queued,\nmedian",
+    "queued_s_p95": "queued,\np95",
+    "starved_s_median": "starved,\nmedian",
+    "starved_s_p95": "starved,\np95",
+}
+"""The figures of a link, in seconds, and their headings."""
+
+
+def _conclusions(report: pl.DataFrame, ends: Sequence[str], unit: Unit) -> Iterator[str]:
+    """The links where stages starve and messages queue longest."""
+    is_aligned = True
+    for name, sentence in (
+        ("starved_s_p95", "A stage idles longest for messages on {}, {} (p95)."),
+        ("queued_s_p95", "Messages lie longest before a busy stage on {}, {} (p95)."),
+    ):
+        worst = report[name].arg_max()
+        if worst is not None and report[name][worst] > 0:
+            is_aligned = False
+            yield sentence.format(ends[worst], unit.format(report[name][worst]))
+    if is_aligned:
+        yield "No message lay queued, and no stage was starved."
 
 
 def timed_messages(frames: Frames) -> pl.DataFrame:
     """Every message with its link, and how long in ns it was queued and starved its stage."""
     messages = None
     if transfers_block(frames):
-        # Without whole groups nobody can tell who met whom.
+        # Without whole groups it is not known which ranks met.
         with suppress(RrfpError):
-            messages = _met(frames)
+            messages = _blocking_messages(frames)
     if messages is None:
         messages = _sent(frames)
     direction = pl.when(pl.col("kind") == "F").then(pl.lit("forward")).otherwise(pl.lit("backward"))
@@ -155,11 +205,11 @@ def timed_messages(frames: Frames) -> pl.DataFrame:
     )
 
 
-def _met(frames: Frames) -> pl.DataFrame:
+def _blocking_messages(frames: Frames) -> pl.DataFrame:
     """The messages of a run with blocking transfers. One is queued while its sender waits for its
     receiver, and starves that from when it is there until the message has passed."""
     windows = {step: (start, end) for step, start, end in frames.windows.iter_rows()}
-    met = met_replicas(frames, windows) if windows else ()
+    met = blocking_replicas(frames, windows) if windows else ()
     rows = [
         (
             step,

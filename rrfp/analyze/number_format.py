@@ -1,5 +1,4 @@
-"""Figures as people read them: times in the unit that leaves few digits before the decimal point,
-parts rounded so that they still add up, and outliers known as such."""
+"""Figures as people read them: times with units, parts that add up, and outliers."""
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -14,7 +13,7 @@ _LEAST_EXCESS = 0.1
 """An outlier exceeds the median by at least this share of it, however alike the others are."""
 
 
-class Unit(Enum):
+class TimeUnit(Enum):
     """The units of time, the largest first; a unit's value is its length in nanoseconds."""
 
     S = NS_PER_S
@@ -24,19 +23,19 @@ class Unit(Enum):
 
     @property
     def symbol(self) -> str:
-        return "µs" if self is Unit.US else self.name.lower()
+        return "µs" if self is TimeUnit.US else self.name.lower()
 
     @classmethod
-    def of(cls, time_ns: float) -> "Unit":
-        """The largest unit that a time reaches."""
+    def of(cls, time_ns: float) -> "TimeUnit":
+        """Return the largest unit that a time reaches."""
         return next((unit for unit in cls if abs(time_ns) >= unit.value), cls.NS)
 
 
-def tell(time_ns: float) -> str:
-    """`1.23 s`, `45.6 ms`: three significant digits, and more only of 1000 s and above."""
-    # Rounded first, as that may reach the next unit, or one digit more before the point.
+def format_time(time_ns: float) -> str:
+    """Return `1.23 s` or `45.6 ms`: three significant digits, and more only from 1000 s on."""
+    # Rounding comes first: it may reach the next unit, or one digit more before the point.
     rounded_ns = float(f"{time_ns:.3g}")
-    unit = Unit.of(rounded_ns)
+    unit = TimeUnit.of(rounded_ns)
     value = rounded_ns / unit.value
     if abs(value) < 100:
         return f"{value:#.3g} {unit.symbol}"
@@ -44,8 +43,10 @@ def tell(time_ns: float) -> str:
 
 
 def apportioned(parts: Sequence[float], total: int) -> list[int]:
-    """Parts as whole numbers that sum to `total`, each rounded down or up: those with the largest
-    remainders up. All zero where the parts are."""
+    """Round parts to whole numbers that sum to `total`, those with the largest remainders up.
+
+    All are zero where the parts are.
+    """
     whole = sum(parts)
     if not whole:
         return [0] * len(parts)
@@ -57,8 +58,8 @@ def apportioned(parts: Sequence[float], total: int) -> list[int]:
     return found
 
 
-def tenths(number: int) -> str:
-    """`12.3` for 123 tenths."""
+def format_tenths(number: int) -> str:
+    """Return `12.3` for 123 tenths."""
     return f"{number / 10:.1f}"
 
 
@@ -67,10 +68,10 @@ class Times:
 
     def __init__(self, times_ns: Iterable[float]) -> None:
         # Of its own unit the longest may have less than ten, which leaves too few digits.
-        self.unit = Unit.of(max(map(abs, times_ns), default=0) / 10)
+        self.unit = TimeUnit.of(max(map(abs, times_ns), default=0) / 10)
 
-    def tell(self, time_ns: float) -> str:
-        """`0.6 ms`; `0` and `<0.1 ms` for what one decimal does not show."""
+    def format(self, time_ns: float) -> str:
+        """Return `0.6 ms`, or `0` or `<0.1 ms` for a time that one decimal does not show."""
         if not time_ns:
             return "0"
         if 0 < time_ns < self.unit.value / 20:
@@ -78,12 +79,12 @@ class Times:
         return f"{self.number(time_ns)} {self.unit.symbol}"
 
     def number(self, time_ns: float) -> str:
-        """`0.6`."""
+        """Return `0.6`, without the unit."""
         return f"{time_ns / self.unit.value:.1f}"
 
 
 def outliers(values: Sequence[float]) -> frozenset[int]:
-    """The places of the values that lie far above the others."""
+    """Return the places of the values that lie far above the others."""
     if len(values) < 3:
         return frozenset()
     middle = median(values)

@@ -21,7 +21,7 @@ from rrfp.trace.records import spread_evenly
 
 TRACK = "critical path"
 _MOST_TASKS = 60_000
-"""Of all steps whose path is shown: finding it takes a second then."""
+"""The tasks of all steps whose path is shown, so that finding it takes about a second."""
 
 
 def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[int]]:
@@ -42,7 +42,7 @@ def path_track(frames: Frames, shown: int | None = None) -> tuple[bytes, list[in
 
 def path_slices(frames: Frames, steps: Iterable[int]) -> Iterator[Slice]:
     """The critical path of each of these steps, in order of time. A task is named as in `2F0`, so
-    that it has the colour of its kind; a wait has the name of its cause, and a link those of its
+    that it has the color of its kind; a wait has the name of its cause, and a link those of its
     ends. Steps whose path cannot be found are left out."""
     for step in steps:
         with suppress(RrfpError):
@@ -140,6 +140,6 @@ def find_initial_view(trace: Path, preset: Preset | None, *, evaluations: bool =
 
 
 def _costliest_message(frames: Frames) -> int | None:
-    """When the message was sent for which a stage idled longest; None without messages."""
+    """The send time of the message for which a stage idled longest; None without messages."""
     messages = timed_messages(frames).sort("starved_ns", "left_ns")
     return None if messages.is_empty() else messages["left_ns"][-1]

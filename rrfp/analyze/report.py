@@ -6,20 +6,20 @@ says why in its place; the other parts stand.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rrfp import __version__
-from rrfp.analyze.bubbles import CAUSES, OVERHEAD, bubbles, structural_shares
+from rrfp.analyze.bubbles import bubble_table, bubbles, structural_shares
 from rrfp.analyze.charts.durations import message_times, misalignment_map, task_times
 from rrfp.analyze.charts.export import VEGA_LITE, spec_of
 from rrfp.analyze.charts.gantt import gantt, gantts
 from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, memory_held, progress
 from rrfp.analyze.chosen_steps import choose, step_time_ns
-from rrfp.analyze.compare import Comparison, Differences, Estimate, warning
-from rrfp.analyze.critical_path import critical_path
-from rrfp.analyze.deviations import deviations
+from rrfp.analyze.compare import Comparison, Differences, comparison_tables, warning
+from rrfp.analyze.critical_path import critical_path, path_table
+from rrfp.analyze.deviations import deviation_table, deviations
 from rrfp.analyze.findings import (
     NUM_FINDINGS,
     Blame,
@@ -40,177 +40,45 @@ from rrfp.analyze.html import (
     page,
     paragraph,
     section,
-    table,
+    table_element,
     text,
 )
-from rrfp.analyze.memory import Memory, memory, peak_bytes
-from rrfp.analyze.misalignment import misalignment
-from rrfp.analyze.number_format import Unit, apportioned, tell, tenths
+from rrfp.analyze.memory import memory, memory_table, peak_bytes
+from rrfp.analyze.misalignment import link_table, misalignment
+from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.analyze.whatif import whatif_table
 from rrfp.errors import RrfpError
 from rrfp.replay.bottlenecks import CulpritKind
-from rrfp.replay.whatif import Row, WhatIf
-from rrfp.schedule.knobs import told_bytes
 from rrfp.schedule.policy import Dispatch
 from rrfp.trace.check import check_contents, recording_fraction
 from rrfp.trace.initial_view import middle_step
 from rrfp.trace.perfetto.reader import TraceContents
-from rrfp.trace.records import EVALUATION, NS_PER_S, count_of, counted, step_name, step_names
+from rrfp.trace.records import EVALUATION, NS_PER_S, count_of, counted, step_names
 from rrfp.trace.run_dir import RunDir
 
-# The tables of a report, each made from a run's tables or from a report's figures.
+# The settings of a run.
 
 
-_MOST_OWNERS = 12
 _MOST_SETTINGS = 200
 _MOST_LETTERS = 300
 
 
-def bubble_table(frames: Frames, structural_shares: Sequence[float]) -> Markup:
-    """Each rank's time by cause. Without structural shares, because the run cannot be replayed, the
-    table leaves out the structural part and the excess; without launches, the overhead's parts."""
-    divided = bubbles(frames).with_structural(structural_shares)
-    causes = [cause for cause in CAUSES if any(rank.causes_ns[cause] for rank in divided.ranks)]
-    overhead_parts = [*divided.overhead_parts_ns] if OVERHEAD in causes else []
-    rows = []
-    for rank in divided.ranks:
-        work, *idle = apportioned(
-            [rank.busy_ns, *(rank.causes_ns[cause] for cause in causes)], 1000
-        )
-        parts = [work, 1000 - work]
-        if rank.structural_ns is not None:
-            structural = round(1000 * rank.structural_ns / rank.window_ns)
-            parts += [structural, 1000 - work - structural]
-        if overhead_parts:
-            # The overhead comes last.
-            idle += apportioned([*rank.overhead_parts_ns.values()], idle[-1])
-        stages = " ".join(map(str, rank.stages))
-        rows.append([rank.rank, stages, *map(tenths, [*parts, *idle])])
-    names = ["structural", "excess"] if structural_shares else []
-    return table(
-        "Each rank's time, in % of it",
-        [
-            *("rank", "stage", "work", "bubble", *names, *causes),
-            *(f"overhead: {part}" for part in overhead_parts),
-        ],
-        rows,
-        texts=0,
-    )
-
-
-def critical_path_table(frames: Frames) -> Markup:
-    """Who owns how much of the slowest step's critical path."""
-    path = critical_path(frames)
-    owners = path.owners
-    rows: list[list[object]] = [
-        [owner.pp_rank, owner.kind, tell(owner.time_ns)] for owner in owners[:_MOST_OWNERS]
-    ]
-    times_ns = [owner.time_ns for owner in owners[:_MOST_OWNERS]]
-    rest_ns = path.length_ns - sum(times_ns)
-    if rest_ns:
-        rows.append([f"{len(owners) - _MOST_OWNERS} more", "", tell(rest_ns)])
-        times_ns.append(rest_ns)
-    for row, tenth in zip(rows, apportioned(times_ns, 1000), strict=True):
-        row.append(tenths(tenth))
-    return table(
-        f"Critical path of {step_name(path.step)}: who owns its {tell(path.length_ns)}",
-        ["pipeline rank", "kind", "time", "%"],
-        rows,
-        texts=2,
-    )
-
-
-def memory_table(found: Memory) -> Markup:
-    """The most that each rank held, when, and how much more it could have held."""
-    return table(
-        "Bytes of activations that each rank held at most",
-        *(
-            ["rank", "stage", "held", "microbatches", "in", "bound", "room"],
-            [
-                [
-                    each.rank,
-                    " ".join(map(str, each.stages)),
-                    told_bytes(each.peak_held_bytes),
-                    f"{each.peak_held:g}",
-                    step_name(each.peak_step),
-                    "" if each.budget_bytes is None else told_bytes(each.budget_bytes),
-                    told_bytes(each.room_bytes),
-                ]
-                for each in found.ranks
-            ],
-        ),
-        texts=0,
-    )
-
-
-def deviation_table(frames: Frames) -> Markup:
-    """How far each pipeline rank departed from its hint's order."""
-    return table(
-        "Departures from the hint's order, by pipeline rank",
-        ["pipeline rank", "dispatches", "deviating %", "mean displacement", "max", "Kendall"],
-        [
-            [
-                row["pp_rank"],
-                row["dispatches"],
-                f"{100 * row['deviating_fraction']:.1f}",
-                f"{row['mean_displacement']:.2f}",
-                row["max_displacement"],
-                f"{row['kendall_tau_distance']:.4f}",
-            ]
-            for row in deviations(frames).to_dicts()
-        ],
-    )
-
-
-def link_table(frames: Frames) -> Markup:
-    """How messages and stages missed each other, link by link."""
-    links = misalignment(frames)
-    columns = [f"{what}_s_{share}" for what in ("queued", "starved") for share in ("median", "p95")]
-    return table(
-        "Messages queued for their stage, and stages starved of messages, by link",
-        ["link", "messages", *(name.replace("_s_", " ").replace("_", " ") for name in columns)],
-        [
-            [
-                f"{row['from']} to {row['to']}, {row['direction']}",
-                row["messages"],
-                *(tell(row[name] * Unit.S.value) if row[name] else "0" for name in columns),
-            ]
-            for row in links.to_dicts()
-        ],
-    )
-
-
-def whatif_table(report: WhatIf, step_ns: float) -> Markup:
-    """What a step, of `step_ns` as it was, would have taken with each change."""
-    own = report.as_it_was
-    knows_bytes = own.peak_held_bytes is not None
-    return table(
-        "What a step would have taken",
-        ["replayed", "time", "saved %", "most held", *["peak memory"] * knows_bytes],
-        [
-            [f"as it was: {report.run.told}", tell(step_ns), "", *_most(own)],
-            *(
-                [
-                    row.what,
-                    tell(step_ns * (1 - row.saving)),
-                    f"{100 * row.saving:z.1f}",
-                    *_most(row),
-                ]
-                for row in report.rows
-            ),
-        ],
-    )
-
-
-def settings_parts(frames: Frames) -> Iterator[Markup]:
-    """What the run was set to, and how many settings the table leaves out."""
+def settings_element(frames: Frames) -> Markup:
+    """The settings of the run, and how many of them the table leaves out."""
     flat = list(_flattened(frames.settings))
     if not flat:
-        yield paragraph("The trace does not tell the settings of its run.")
-        return
-    rows = [(key.removeprefix("settings."), shortened(value)) for key, value in flat]
-    yield table("What the run was set to", ["setting", "value"], rows[:_MOST_SETTINGS], texts=2)
-    if len(rows) > _MOST_SETTINGS:
-        yield paragraph(f"{len(rows) - _MOST_SETTINGS} more are not shown.")
+        return paragraph("The trace does not tell the settings of its run.")
+    more = len(flat) - _MOST_SETTINGS
+    names = [key.removeprefix("settings.") for key, _ in flat[:_MOST_SETTINGS]]
+    values = [shortened(value) for _, value in flat[:_MOST_SETTINGS]]
+    return table_element(
+        Table(
+            "What the run was set to",
+            [Column("setting", names, TEXT), Column("value", values, TEXT)],
+            [f"{more} more are not shown."] if more > 0 else [],
+        )
+    )
 
 
 def shortened(words: str) -> str:
@@ -225,12 +93,6 @@ def _flattened(value: object, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _flattened(part, f"{key}.{name}" if key else str(name))
     else:
         yield key, value if isinstance(value, str) else json.dumps(value)
-
-
-def _most(row: Row) -> list[str]:
-    """What a rank held at most: microbatches, and bytes where they are known."""
-    peaks = row.peak_held_bytes
-    return [f"{max(row.peak_held):g}", *([] if peaks is None else [told_bytes(max(peaks))])]
 
 
 def report(
@@ -251,8 +113,8 @@ def report_on(name: str, contents: TraceContents, frames: Frames) -> str:
 
 
 def report_of(trace: Path) -> str:
-    """What a report calls a trace: the run's directory, with the session if it is that of a later
-    one, or the file if it has another name."""
+    """Return what a report calls a trace: its run's directory, with the number of a later session,
+    or the file's own name."""
     whole = trace.resolve()
     run = RunDir(whole.parent)
     if whole in (run.trace, run.joined_trace):
@@ -302,7 +164,7 @@ class _Page:
         return page(f"Why {self._name} waited", joined(body), self._charts, VEGA_LITE)
 
     def _all(self, parts: Parts) -> Iterator[Markup]:
-        """What each part gives, or the sentence that says why it gives nothing."""
+        """Make each part, or the sentence that states why the run lacks its data."""
         for part in parts:
             try:
                 yield part()
@@ -317,11 +179,8 @@ class _Page:
         return made
 
     def _facts(self) -> Markup:
-        run, settings = self._frames.run, run_settings(self._frames)
-        told = []
-        if settings.get("hint") is not None:
-            told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
-        told += [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
+        run = self._frames.run
+        facts = _schedule_facts(self._frames)
         layout = [
             f"{run[column].n_unique()} {noun}"
             for column, noun in (
@@ -331,17 +190,17 @@ class _Page:
             )
             if column == "pp_rank" or run[column].n_unique() > 1
         ]
-        told.append(" x ".join(layout))
+        facts.append(" x ".join(layout))
         num_microbatches = self._frames.tasks["microbatch"].n_unique()
-        told.append(f"{num_microbatches} microbatches")
+        facts.append(f"{num_microbatches} microbatches")
         steps = self._frames.windows["step"].to_list()
         if steps:
-            told.append(f"{count_of(steps)} of {tell(step_time_ns(self._frames))} (mean)")
+            facts.append(f"{count_of(steps)} of {format_time(step_time_ns(self._frames))} (mean)")
         if self._frames.warm_up:
-            told.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
+            facts.append(f"{step_names(self._frames.warm_up)} left out, as warm-up")
         if self._frames.num_left_out:
-            told.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
-        return element("p", text("; ".join(told)), class_="facts")
+            facts.append(f"{counted(self._frames.num_left_out, EVALUATION)} left out")
+        return element("p", text("; ".join(facts)), class_="facts")
 
     @cached_property
     def _blame(self) -> Blame:
@@ -385,46 +244,44 @@ class _Page:
     def _bubbles(self) -> Parts:
         shares = structural_shares(self._frames)
         yield self._chart("bubbles", lambda: bubble_causes(self._frames, shares))
-        yield lambda: bubble_table(self._frames, shares)
+        yield lambda: table_element(
+            bubble_table(bubbles(self._frames).with_structural(shares), by_rank=True)
+        )
 
     def _step(self) -> Parts:
         yield self._chart("gantt", lambda: gantt(self._frames))
-        yield lambda: critical_path_table(self._frames)
+        yield lambda: table_element(path_table(critical_path(self._frames), self._frames.stages))
         yield self._chart("progress", lambda: progress(self._frames))
 
     def _order(self) -> Parts:
         yield self._chart("hint", lambda: hint_order(self._frames))
-        yield lambda: deviation_table(self._frames)
+        yield lambda: table_element(deviation_table(deviations(self._frames), self._frames.stages))
 
     def _memory(self) -> Parts:
-        if peak_bytes(self._frames) is None:
-            # Said once, and not for each part.
-            yield lambda: paragraph(memory(self._frames).told)
-            return
-        found = memory(self._frames)
-        yield lambda: paragraph(found.told)
-        yield self._chart("memory", lambda: memory_held(self._frames))
-        yield lambda: memory_table(found)
-        if self._told_room():
-            yield lambda: paragraph(self._told_room())
+        if peak_bytes(self._frames) is not None:
+            yield self._chart("memory", lambda: memory_held(self._frames))
+        # Without bytes this states the reason, once for all parts.
+        yield lambda: table_element(memory_table(memory(self._frames)))
+        if peak_bytes(self._frames) is not None and (savings := self._savings_of_bounds()):
+            yield lambda: paragraph(savings)
 
-    def _told_room(self) -> str:
-        """What another bound would save, by replay; empty where none was replayed."""
+    def _savings_of_bounds(self) -> str:
+        """The savings of other bounds, by replay; empty where none was replayed."""
         run, kinds = self._replays.run, (CulpritKind.MEMORY, CulpritKind.BOUND)
         if run is None or run.policy.dispatch is Dispatch.FIXED:
             return ""
         if run.policy.limit is None and run.policy.hold is None:
             return "No bound withheld forwards."
-        told = [
+        savings = [
             f"With {each.change.flags} a step takes {each.saving:.1%} less."
             for each in self._replays.culprits
             if each.kind in kinds
         ]
-        return " ".join(told) or "A wider bound would save less than 1% of a step."
+        return " ".join(savings) or "A wider bound would save less than 1% of a step."
 
     def _links(self) -> Parts:
         yield self._chart("misalignment", lambda: misalignment_map(self._frames))
-        yield lambda: link_table(self._frames)
+        yield lambda: table_element(link_table(misalignment(self._frames), self._frames.stages))
         yield self._chart("message-times", lambda: message_times(self._frames))
 
     def _times(self) -> Parts:
@@ -440,12 +297,10 @@ class _Page:
             f"{len(usual.run.steps)} steps, evenly over the run, replayed in virtual time. As "
             f"it was, the replay is {usual.replay_error:.1%} off what was measured."
         )
-        yield lambda: whatif_table(usual, step_time_ns(self._frames))
-        for words in filter(None, (usual.conclusion, usual.caution)):
-            yield partial(paragraph, words)
+        yield lambda: table_element(whatif_table(usual, step_time_ns(self._frames)))
 
     def _settings(self) -> Parts:
-        yield lambda: joined(settings_parts(self._frames))
+        yield lambda: settings_element(self._frames)
 
     def _health(self) -> Parts:
         problems = check_contents(self._contents)
@@ -475,9 +330,18 @@ class _Page:
             num_hosts = run["host"].n_unique()
             whose = f"{num_hosts} hosts" if num_hosts > 1 else "the host and its GPUs"
             yield lambda: paragraph(
-                f"The clocks of {whose} were compared; times may be off by {tell(error_ns)} between"
-                " them."
+                f"The clocks of {whose} were compared; times may be off by "
+                f"{format_time(error_ns)} between them."
             )
+
+
+def _schedule_facts(frames: Frames) -> list[str]:
+    """The hint, the dispatch and the bounds of a run, as far as the trace has them."""
+    settings = run_settings(frames)
+    facts = [f"{name} {settings[name]}" for name in ("limit", "hold") if settings.get(name)]
+    if settings.get("hint") is not None:
+        facts.insert(0, f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
+    return facts
 
 
 def _sentence(words: str) -> str:
@@ -499,20 +363,21 @@ def comparison_page(
     and `unlike` the settings that differ."""
     charts: dict[str, dict[str, Any]] = {}
     title = f"{names[1]} against {names[0]}"
-    told = warning(unlike)
+    caution = warning(unlike)
     header = [element("h1", text(title))]
     header += [
         _facts(f"{which} is {name}", run, step_s)
         for which, name, run, step_s in zip("AB", names, runs, report.step_s, strict=True)
     ]
     header.append(element("p", text(" ".join(verdict)), class_="lead"))
-    if told:
-        header.append(element("p", text(told), class_="warning", role="note"))
+    if caution:
+        header.append(element("p", text(caution), class_="warning", role="note"))
+    ratios, causes = comparison_tables(report, ())
     body = [
         element("header", *header),
-        section("ratios", "How much longer B takes", _ratio_table(report)),
+        section("ratios", "How much longer B takes", table_element(ratios)),
         section("steps", "A step of each", _steps(runs, charts)),
-        section("causes", "Where the difference lies", _cause_table(report)),
+        section("causes", "Where the difference lies", table_element(causes)),
     ]
     if unlike:
         body.append(section("differences", "What else differs", _difference_table(unlike)))
@@ -521,20 +386,16 @@ def comparison_page(
 
 
 def _facts(name: str, run: Frames, step_s: float) -> Markup:
-    settings = run_settings(run)
-    told = [name]
-    if settings.get("hint") is not None:
-        told.append(f"hint {settings['hint']}, {settings.get('dispatch', 'ready')} dispatch")
-    told += [f"{bound} {settings[bound]}" for bound in ("limit", "hold") if settings.get(bound)]
+    facts = [name, *_schedule_facts(run)]
     steps = run.windows["step"].to_list()
-    told.append(f"{count_of(steps)} of {tell(step_s * NS_PER_S)} (median)")
+    facts.append(f"{count_of(steps)} of {format_time(step_s * NS_PER_S)} (median)")
     if run.warm_up:
-        told.append(f"{step_names(run.warm_up)} left out, as warm-up")
-    return element("p", text("; ".join(told)), class_="facts")
+        facts.append(f"{step_names(run.warm_up)} left out, as warm-up")
+    return element("p", text("; ".join(facts)), class_="facts")
 
 
 def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
-    """Of each run the step of median length, both on one axis of time."""
+    """The step of median length of each run, both on one axis of time."""
     chosen = {}
     for which, run in zip("AB", runs, strict=True):
         windows = {step: (start, end) for step, start, end in run.windows.iter_rows()}
@@ -548,54 +409,16 @@ def _steps(runs: Sequence[Frames], charts: dict[str, dict[str, Any]]) -> Markup:
     return figure("gantt", charts["gantt"])
 
 
-def _ratio_table(report: Comparison) -> Markup:
-    ratios = {
-        "step time, for the same work": report.same_work_ratio,
-        "step time": report.step_time_ratio,
-        "work": report.work_ratio,
-    }
-    return table(
-        "B over A, medians over steps with the intervals that hold 95 of 100 bootstrap medians",
-        ["", "B over A", "from", "to", ""],
-        [
-            [name, *(f"{value:.3f}" for value in _values(each)), _noise(each, 1)]
-            for name, each in ratios.items()
-            if each is not None
-        ],
-    )
-
-
-def _cause_table(report: Comparison) -> Markup:
-    return table(
-        f"What B has more of in a step than A, the mean over {report.ranks_told}",
-        ["", "B less A", "from", "to", ""],
-        [
-            [name, *(_signed(value) for value in _values(each)), _noise(each, 0)]
-            for name, each in report.causes_s.items()
-        ],
-    )
-
-
 def _difference_table(unlike: Differences) -> Markup:
-    return table(
-        "Settings in which the runs differ, besides those of the schedule",
-        ["", "setting", "A", "B"],
-        [
-            [what, name, a, b]
-            for what, settings in unlike.items()
-            for name, (a, b) in settings.items()
-        ],
-        texts=4,
+    rows = [
+        (what, name, *values)
+        for what, settings in unlike.items()
+        for name, values in settings.items()
+    ]
+    columns = zip(("", "setting", "A", "B"), zip(*rows, strict=True), strict=True)
+    return table_element(
+        Table(
+            "Settings in which the runs differ, besides those of the schedule",
+            [Column(heading, [*map(str, values)], TEXT) for heading, values in columns],
+        )
     )
-
-
-def _values(each: Estimate) -> tuple[float, float, float]:
-    return each.median, each.low, each.high
-
-
-def _noise(each: Estimate, nothing: float) -> str:
-    return "" if each.leaves_out(nothing) else "noise"
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else ''}{tell(seconds * NS_PER_S)}" if seconds else "0"

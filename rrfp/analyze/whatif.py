@@ -1,23 +1,86 @@
-"""The rows of a what-if report as a table."""
+"""The table of a what-if report: the run as it was, and with each change."""
+
+from collections.abc import Sequence
 
 import polars as pl
 
+from rrfp.analyze.number_format import format_time
+from rrfp.analyze.table import BYTES, CHANGE, COMPACT, TEXT, Column, Table, times
 from rrfp.replay.whatif import WhatIf
+from rrfp.schedule.knobs import described_hold
+from rrfp.trace.records import NS_PER_S, STEP, counted
 
 
-def whatif_frame(report: WhatIf) -> pl.DataFrame:
-    """A row a change; times in seconds, held activations and bytes by pipeline rank. A hold is a
-    text, as `--hold` takes it."""
-    rows = [row.as_json() for row in report.rows]
-    return pl.DataFrame(
-        [row | {"hold": None if row["hold"] is None else str(row["hold"])} for row in rows],
-        infer_schema_length=None,
-    ).with_columns(
-        pl.col("limit").cast(pl.Int64),
-        pl.col("hold").cast(pl.String),
-        pl.col("peak_held").list.eval(pl.element().cast(pl.String)).list.join(" "),
-        pl.col("peak_held_bytes")
-        .cast(pl.List(pl.Int64))
-        .list.eval(pl.element().cast(pl.String))
-        .list.join(" "),
+def whatif_table(report: WhatIf, step_ns: float) -> Table:
+    """The run as it was, and what each change would have made of its mean step.
+
+    A mean step took `step_ns`. Programs get a row for each change, with the median time.
+    """
+    own, rows = report.as_it_was, report.rows
+    policies = [row.policy for row in rows]
+    holds = [described_hold(policy.hold) for policy in policies]
+    lengths_ns = [step_ns * (1 - row.saving) for row in rows]
+    return Table(
+        "What a step would have taken, by replays of the run",
+        [
+            Column(
+                "replayed",
+                [row.what for row in rows],
+                TEXT,
+                "what",
+                lead=f"{own.what}: {report.run.told}",
+            ),
+            Column(None, [row.hint for row in rows], key="hint"),
+            Column(None, [str(policy.dispatch) for policy in policies], key="dispatch"),
+            Column(
+                None, pl.Series([policy.limit for policy in policies], dtype=pl.Int64), key="limit"
+            ),
+            Column(None, _texts(holds), key="hold", path=""),
+            Column(None, holds, path="hold"),
+            Column("time", lengths_ns, times([step_ns, *lengths_ns]), lead=step_ns),
+            Column(None, [row.makespan_ns / NS_PER_S for row in rows], key="makespan_s"),
+            Column("saved\n%", [row.saving for row in rows], CHANGE, "saving"),
+            Column(
+                "held",
+                [max(row.peak_held) for row in rows],
+                COMPACT,
+                lead=max(own.peak_held),
+            ),
+            Column(None, [row.peak_held for row in rows], key="peak_held"),
+            *_peak_columns([own.peak_held_bytes, *(row.peak_held_bytes for row in rows)]),
+        ],
+        [
+            f"{counted(len(report.run.steps), STEP)}, measured {format_time(step_ns)} each (mean); "
+            f"replayed as it was, the run is {report.replay_error:.1%} off.",
+            report.bubble.whole.told,
+            report.conclusion,
+            report.caution,
+        ],
+        has_lead=True,
+        facts={
+            "replay_error": report.replay_error,
+            "measured_s": report.measured_ns / NS_PER_S,
+            "replayed_s": own.makespan_ns / NS_PER_S,
+            "bubble": {
+                **report.bubble.whole.as_json(),
+                "ranks": [rank.as_json() for rank in report.bubble.ranks],
+            },
+        },
+        rows_key="rows",
     )
+
+
+def _texts(values: Sequence[object]) -> pl.Series:
+    return pl.Series([None if each is None else str(each) for each in values], dtype=pl.String)
+
+
+def _peak_columns(peaks: Sequence[tuple[int, ...] | None]) -> list[Column]:
+    """The most bytes that the ranks kept in each replay; people see none unless all are known."""
+    own, *others = (None if each is None else max(each) for each in peaks)
+    is_known = all(each is not None for each in peaks)
+    joined = [None if each is None else " ".join(map(str, each)) for each in peaks[1:]]
+    return [
+        Column("peak\nmemory" if is_known else None, others, BYTES, lead=own),
+        Column(None, _texts(joined), key="peak_held_bytes", path=""),
+        Column(None, peaks[1:], path="peak_held_bytes"),
+    ]

@@ -1,207 +1,46 @@
 """`rrfp bench`: race readiness-first against the orders and systems that people use."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.analyze.number_format import Times
+from rrfp.cli.console import print_rows, print_tables
 from rrfp.cli.declared_options import one_of
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import missing_for_charts, print_sheets
+from rrfp.cli.output import missing_for_charts
 from rrfp.cli.progress import progress, working
-from rrfp.cli.tables import Column, Sheet, print_csv
 from rrfp.errors import StoppedError, UsageError, did_you_mean
-from rrfp.race.presets import Measure, Preset
 from rrfp.runtime.pace import MOST_OVER_PACE
 from rrfp.schedule.admission import Admit
-from rrfp.trace.records import NS_PER_S
 from rrfp.trace.run_dir import own_files
 
 if TYPE_CHECKING:
-    from rrfp.analyze.compare import Estimate
     from rrfp.race.entries import Failure
-    from rrfp.race.lineup import Case, Lineup
+    from rrfp.race.lineup import Lineup
     from rrfp.race.results import ResultRow
     from rrfp.race.runner import BenchDir, Hosts, Modelled
     from rrfp.trace.run_dir import RunDir
     from rrfp.train.settings import TrainSettings
 
 
-# The rows of a race for people: a sheet a case, within 80 columns.
+def _print_results(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
+    from rrfp.race.result_tables import case_tables, result_table
 
-
-def race_sheets(preset: Preset, rows: "Sequence[ResultRow]") -> list[Sheet]:
-    """A sheet a case, the first one under the preset's question; the last one tells what must be
-    known of some rows."""
-    cases: dict[Case, list[ResultRow]] = {}
-    for row in rows:
-        cases.setdefault(row.lineup_row.case, []).append(row)
-    sheets = [_sheet(case, of_case, preset.measure) for case, of_case in cases.items()]
-    sheets[0] = replace(sheets[0], title=f"{preset.name}: {preset.question}\n{sheets[0].title}")
-    notes = [*sheets[-1].notes, *_notes(rows), _MEANING[preset.measure]]
-    sheets[-1] = replace(sheets[-1], notes=notes)
-    return sheets
-
-
-_INTERVAL = (
-    "95 of 100: where so many bootstrap medians of the rounds lie. x megatron: how many times as "
-    "fast as megatron-1f1b."
-)
-_MEANING = {
-    Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
-    "takes, and over the most loaded rank's work. held: the most microbatches on a "
-    "rank, or peak GB: the most that they take there, by the profile's sizes.",
-    Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
-    Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
-    f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
-}
-
-
-def _sheet(case: "Case", rows: "Sequence[ResultRow]", measure: Measure) -> Sheet:
-    times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
-
-    def time(row: "ResultRow") -> str:
-        found = row.step_time_s
-        return "failed" if found is None else times.tell(found.median * NS_PER_S)
-
-    def interval(row: "ResultRow") -> str:
-        found = row.step_time_s
-        if found is None or row.steps == 1:
-            return ""
-        return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
-
-    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
-    # Nothing is known of memory where costs say no sizes, and of intervals after one round.
-    told = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    if any(told.get("peak\nGB", ())):
-        # In 80 columns there is room for one of the two.
-        del told["held"]
-    timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
-    return Sheet(
-        case.name,
-        [
-            Column("system", [row.label for row in rows], is_text=True),
-            *(Column(name, cells) for name, cells in told.items() if any(cells)),
-        ],
-        [f"Fastest: {min(timed)[1]}."] if len(timed) > 1 else [],
-    )
-
-
-def _speed(row: "ResultRow") -> str:
-    return "void" if row.is_void else _ratio(row.ratio_to_megatron)
-
-
-def _ratio(found: "Estimate | None") -> str:
-    return "" if found is None else f"{found.median:.3f}"
-
-
-def _held(row: "ResultRow") -> str:
-    return "" if row.peak_held is None else f"{row.peak_held:g}"
-
-
-def _peak(row: "ResultRow") -> str:
-    return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
-
-
-def _share(seconds: "Callable[[ResultRow], float | None]") -> "Callable[[ResultRow], str]":
-    def cell(row: "ResultRow") -> str:
-        found = seconds(row)
-        return "" if found is None else f"{found:.3f}"
-
-    return cell
-
-
-def _slowdown(row: "ResultRow") -> str:
-    return "" if row.slowdown is None else f"{100 * row.slowdown.median:+.1f}"
-
-
-def _slowdown_interval(row: "ResultRow") -> str:
-    found = row.slowdown
-    return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
-
-
-_OF: "dict[Measure, dict[str, Callable[[ResultRow], str]]]" = {
-    Measure.SPEED: {
-        "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
-        "over\nload": lambda row: _ratio(row.ratio_to_load),
-        "held": _held,
-        "peak\nGB": _peak,
-    },
-    Measure.TIME: {
-        "compute\ns": _share(lambda row: row.compute_s),
-        "blocking\ns": _share(lambda row: row.blocking_s),
-        "coordi-\nnation s": _share(lambda row: row.coordination_s),
-    },
-    Measure.SLOWDOWN: {
-        "slow-\ndown %": _slowdown,
-        "95 of 100": _slowdown_interval,
-        "held": _held,
-    },
-}
-"""The columns of each measure, beside those that all have."""
-
-
-def _notes(rows: "Sequence[ResultRow]") -> Iterator[str]:
-    for row in rows:
-        where = f"{row.lineup_row.case.name}: {row.label}"
-        if row.is_void:
-            yield f"void: gradients are {row.gradient_difference:.1e} off the reference's, {where}"
-        if row.error is not None:
-            yield f"failed: {where}: {row.error}"
-    checked = [row for row in rows if row.gradients_agree is not None]
-    same = sum(row.gradients_same is True for row in checked)
-    agree = sum(row.gradients_agree is True for row in checked)
-    yield (
-        f"Gradients agree with megatron-1f1b's in {agree} of {len(checked)} rows, to the last bit "
-        f"in {same}."
-    )
-
-
-# The rows of a race: printed, warned about, and drawn.
-
-
-def print_rows(lineup: "Lineup", rows: "Sequence[ResultRow]", output_format: RowFormat) -> None:
-    """Print the rows on stdout."""
     match output_format:
-        case RowFormat.JSON:
-            print(json.dumps({"rows": [row.as_json() for row in rows]}, allow_nan=False))
-        case RowFormat.CSV:
-            _print_csv(rows)
         case RowFormat.TABLE | RowFormat.MD:
-            sheets = []
-            for preset in lineup.presets:
-                of_preset = [row for row in rows if row.lineup_row.preset == preset.name]
-                sheets += race_sheets(preset, of_preset)
-            print_sheets(sheets, markdown=output_format is RowFormat.MD)
+            tables = [table for each in lineup.presets for table in case_tables(each, rows)]
+            print_tables(tables, markdown=output_format is RowFormat.MD)
+        case RowFormat.JSON:
+            print(json.dumps(result_table(rows).document(), allow_nan=False))
+        case RowFormat.CSV:
+            print_rows(result_table(rows), output_format)
 
 
-def _print_csv(rows: "Sequence[ResultRow]") -> None:
-    """A line a row: the keys of the JSON, estimates in three columns each."""
-    table: list[dict[str, object]] = []
-    for row in rows:
-        flat: dict[str, object] = {}
-        found = row.as_json()
-        intervals = found.pop("intervals")
-        assert isinstance(intervals, dict)
-        for name, value in found.items():
-            if name == "step_time_s":
-                step_time = row.step_time_s
-                for part in ("median", "low", "high"):
-                    flat[f"{name}_{part}"] = None if step_time is None else getattr(step_time, part)
-                continue
-            flat[name] = value
-            if name in row.ratios:
-                flat[f"{name}_low"], flat[f"{name}_high"] = intervals.get(name, (None, None))
-        table.append(flat)
-    print_csv(table[0] if table else (), (flat.values() for flat in table))
-
-
-def tell_over_pace(rows: "Sequence[ResultRow]") -> None:
+def warn_over_pace(rows: "Sequence[ResultRow]") -> None:
     """Warn on stderr of work that did not fit into its modelled time."""
     over = [row for row in rows if (row.over_pace or 0.0) > MOST_OVER_PACE]
     if over:
@@ -247,7 +86,7 @@ class ScaleName(StrEnum):
 
 
 class PeerChoice(StrEnum):
-    """Whose schedules race besides Megatron's and ours."""
+    """The projects whose schedules race besides Megatron's and ours."""
 
     ALL = "all"
     TORCH = "torch"
@@ -418,8 +257,8 @@ def bench(
             )
             raise
         rows = results(lineup, found.ended(lineup), models or model())
-        print_rows(lineup, rows, output_format)
-        tell_over_pace(rows)
+        _print_results(lineup, rows, output_format)
+        warn_over_pace(rows)
         draw_charts(lineup, rows, directory)
 
 
@@ -434,7 +273,7 @@ def _join(lineup: "Lineup", found: "BenchDir", hosts: "Hosts", *, retry: bool) -
 
     typer.echo(f"Host {hosts.node_rank} of {hosts.nnodes} joins {hosts.rdzv_endpoint}", err=True)
     with own_files():
-        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+        race(lineup, found, hosts, _launch, _note_failure, retry=retry)
 
 
 def _race(
@@ -470,7 +309,7 @@ def _race(
         err=True,
     )
     with progress("Racing", num_turns, num_ended):
-        race(lineup, found, hosts, _launch, _tell_failure, retry=retry)
+        race(lineup, found, hosts, _launch, _note_failure, retry=retry)
 
 
 def _launch(settings: "TrainSettings", run: "RunDir") -> None:
@@ -480,7 +319,7 @@ def _launch(settings: "TrainSettings", run: "RunDir") -> None:
     launch(settings, run, RANK_MODULE)
 
 
-def _tell_failure(failure: "Failure") -> None:
+def _note_failure(failure: "Failure") -> None:
     typer.echo(f"left out, as it failed: {failure.entry}: {failure.error}", err=True)
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.analyze.table import NUMBER, TEXT, Column, Table, Unit
 from rrfp.chaos.plan import OF_LINKS, Disturbed, FaultKind, Stage, plan_faults
+from rrfp.cli.console import print_tables
 from rrfp.cli.options import PlainFormat
-from rrfp.cli.output import print_sheets
 from rrfp.cli.train import with_settings
 from rrfp.errors import RrfpError, StoppedError, UsageError
 from rrfp.schedule.policy import Dispatch
@@ -23,7 +24,6 @@ from rrfp.train.settings import TrainSettings
 
 if TYPE_CHECKING:
     from rrfp.chaos.verdict import Verdict
-    from rrfp.cli.tables import Sheet
 
 
 # What `rrfp chaos` says of each fault.
@@ -33,7 +33,7 @@ _NAMED = {True: "right", False: "wrong", None: "-"}
 _SAME = {True: "yes", False: "no", None: "-"}
 
 
-def tell(verdict: "Verdict") -> None:
+def note_fault(verdict: "Verdict") -> None:
     """Say what became of a fault as soon as it is seen."""
     seen = verdict.seen
     became = "the run went on" if verdict.has_survived else f"found by {verdict.found_by}"
@@ -51,7 +51,7 @@ def print_verdicts(verdicts: "list[Verdict]", output_format: PlainFormat) -> Non
     if output_format is PlainFormat.JSON:
         print(json.dumps({"faults": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
-        print_sheets([_sheet(verdicts)], markdown=False)
+        print_tables([_table(verdicts)], markdown=False)
 
 
 def check(verdicts: "Sequence[Verdict]", keep: Path | None) -> None:
@@ -90,14 +90,12 @@ def _as_json(verdict: "Verdict") -> dict[str, object]:
     }
 
 
-def _sheet(verdicts: "Sequence[Verdict]") -> "Sheet":
-    from rrfp.cli.tables import Column, Sheet
-
-    def column(heading: str, of: "Callable[[Verdict], str]", *, is_text: bool = True) -> Column:
-        return Column(heading, [of(verdict) for verdict in verdicts], is_text)
+def _table(verdicts: "Sequence[Verdict]") -> Table:
+    def column(heading: str, of: "Callable[[Verdict], str]", unit: Unit = TEXT) -> Column:
+        return Column(heading, [of(verdict) for verdict in verdicts], unit)
 
     failed = {row for row, verdict in enumerate(verdicts) if not verdict.has_passed}
-    return Sheet(
+    return Table(
         f"{len(verdicts)} faults, and what became of the training",
         [
             Column("#", [str(verdict.fault.number) for verdict in verdicts], marked=failed),
@@ -105,17 +103,17 @@ def _sheet(verdicts: "Sequence[Verdict]") -> "Sheet":
             column("of", lambda verdict: verdict.seen.injected.victim),
             column("when", _when),
             column("found by", lambda verdict: verdict.found_by or "survived"),
-            column("s", lambda verdict: f"{verdict.seen.seconds:.1f}", is_text=False),
+            column("s", lambda verdict: f"{verdict.seen.seconds:.1f}", NUMBER),
             column("named", lambda verdict: _NAMED[verdict.named_right]),
-            column("lost", lambda verdict: str(verdict.seen.steps_lost), is_text=False),
+            column("lost", lambda verdict: str(verdict.seen.steps_lost), NUMBER),
             column("same", lambda verdict: _SAME[verdict.is_same]),
         ],
-        notes=[
+        [
             "s: from the fault to the end of the last process, or until the run went on. "
             "lost: finished steps that no checkpoint had. same: parameters at the end, and all "
             "losses, to the last bit."
         ],
-        mark_told="did not pass",
+        mark_meaning="did not pass",
     )
 
 
@@ -150,7 +148,7 @@ _TINY: dict[str, Any] = {
     "microbatches": 4,
     "steps": 40,
 }
-"""What is trained unless something else is asked for."""
+"""The training, except for what the options ask for."""
 _SAVE_EVERY = 8
 _LAYERS_PER_CHUNK = 2
 
@@ -282,7 +280,7 @@ def _borne(
                 "This user may not mount a disk to fill, so the size of files is limited instead",
                 err=True,
             )
-        campaign = Campaign(settings, directory, disk, keep, tell)
+        campaign = Campaign(settings, directory, disk, keep, note_fault)
         typer.echo(f"Training {settings.num_steps} steps undisturbed", err=True)
         campaign.train_undisturbed()
         yield from campaign.disturb(plan)

@@ -41,7 +41,7 @@ def doctor(
     if output_format is PlainFormat.JSON:
         print(json.dumps({"checks": [check.as_json() for check in checks]}))
     else:
-        from rrfp.cli.tables import console
+        from rrfp.cli.console import console
 
         page = console()
         page.print(_table(checks) if page.width >= _TABLE_WIDTH else _list(checks))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rrfp.cli.terminal import unheard_if_closed
+from rrfp.cli.terminal import tolerate_closed_streams
 from rrfp.errors import RrfpError, did_you_mean
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def handled(command: Callable[[], object]) -> int | Callable[[], int]:
     """Call a command and give its exit code, whatever happens in it. A command may return a
     function instead, whose errors are not ours to handle: then give that, to be called for the exit
     code."""
-    with unheard_if_closed():
+    with tolerate_closed_streams():
         return _handled(command)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from rrfp.analyze.table import Column, Table
+from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import hint_names
 from rrfp.errors import RrfpError, UsageError
 from rrfp.inputs import resolve_hint
@@ -117,19 +119,19 @@ def check(
 
 
 def _print_peaks(order: Order) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from rrfp.cli.tables import console
-
+    shape = order.shape
+    ranks = range(shape.num_ranks)
     print("The most at once, in activations of one chunk and microbatch:")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("rank", "stages", "D", "held"):
-        table.add_column(heading, justify="right")
-    for rank in range(order.shape.num_ranks):
-        stages = " ".join(map(str, order.shape.stages_of(rank)))
-        table.add_row(str(rank), stages, str(order.peak_depth(rank)), str(order.peak_held(rank)))
-    console().print(table)
+    table = Table(
+        "",
+        [
+            Column("rank", ranks),
+            Column("stages", [" ".join(map(str, shape.stages_of(rank))) for rank in ranks]),
+            Column("D", [order.peak_depth(rank) for rank in ranks]),
+            Column("held", [order.peak_held(rank) for rank in ranks]),
+        ],
+    )
+    print_tables([table], markdown=False)
 
 
 app = typer.Typer(

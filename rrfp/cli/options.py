@@ -67,8 +67,12 @@ class Format(StrEnum):
     PARQUET = "parquet"
 
 
+PEOPLE = (Format.TABLE, Format.MD)
+"""The formats for people; the others are for programs."""
+
+
 class By(StrEnum):
-    """What has a row in a table."""
+    """The rows of a table."""
 
     STAGE = "stage"
     RANK = "rank"

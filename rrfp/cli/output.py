@@ -1,25 +1,20 @@
-"""How reports are printed, and what is said on stderr beside them."""
+"""The input of reports, and the notes on stderr beside them."""
 
-import json
-import sys
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rrfp.cli.options import Format
-from rrfp.cli.tables import csv_of
+from rrfp.cli.console import print_report
+from rrfp.cli.options import PEOPLE, Format, parse_steps
+from rrfp.cli.progress import working
 from rrfp.errors import GateError, RrfpError, UsageError
 from rrfp.trace.records import EVALUATION, counted, step_names
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from rrfp.analyze.frames import Frames
-    from rrfp.cli.tables import Sheet
+    from rrfp.analyze.table import Table
 
 
 # The extra `report`, which draws charts: whether it is installed.
@@ -46,45 +41,36 @@ WITHOUT_SIZES = "the bytes of their microbatches were not known yet"
 """Why a step is not replayed."""
 
 
-def print_frame(
-    report: "pl.DataFrame",
-    as_json: dict[str, object],
-    output_format: Format,
-    sheets: "Callable[[], Sequence[Sheet]]",
-) -> None:
-    """Print a report on stdout: for people its sheets, for programs its rows or its JSON.
+def read_frames(
+    path: Path | None, steps: str | None, evaluations: bool, *, with_warm_up: bool = False
+) -> "Frames":
+    """Read the frames of a run's steps, or of its evaluations, and note what the trace lacks."""
+    asked = None if steps is None else parse_steps(steps)
 
-    Raises UsageError for Parquet on a terminal.
-    """
-    match output_format:
-        case Format.TABLE | Format.MD:
-            print_sheets(sheets(), markdown=output_format is Format.MD)
-        case Format.JSON:
-            print(json.dumps(as_json))
-        case Format.CSV:
-            sys.stdout.write(csv_of(report))
-        case Format.PARQUET:
-            if sys.stdout.isatty():
-                raise UsageError(
-                    "--format parquet is no text for a terminal; send it to a file with "
-                    "> report.parquet"
-                )
-            # Written by us, so that a closed pipe is told as the system does, not as polars does.
-            octets = BytesIO()
-            report.write_parquet(octets)
-            sys.stdout.buffer.write(octets.getvalue())
+    from rrfp.analyze.frame_files import load_frames
+    from rrfp.trace.locate import resolve_trace
+
+    with working("Reading the trace"):
+        frames = load_frames(
+            resolve_trace(path), asked, evaluations=evaluations, with_warm_up=with_warm_up
+        )
+    note_missing_records(frames)
+    return frames
 
 
-def print_sheets(sheets: "Sequence[Sheet]", *, markdown: bool) -> None:
-    """Print tables for people, as tables or as Markdown."""
-    if markdown:
-        print("\n".join(sheet.markdown() for sheet in sheets), end="")
-        return
-    from rrfp.cli.tables import console
+def print_analysis(frames: "Frames", table: "Table", output_format: Format) -> None:
+    """Print a table of these frames, and note the steps of the run that they leave out."""
+    note_warm_up(frames)
+    if output_format in PEOPLE:
+        note_evaluations(frames)
+    print_report([table], output_format, left_out_of(frames))
 
-    terminal = console()
-    for sheet in sheets:
-        sheet.print(terminal)
+
+def left_out_of(frames: "Frames") -> dict[str, object]:
+    """The steps that a report leaves out, for its JSON: the number of evaluations and, if there
+    was any, the steps of the warm-up."""
+    warm_up = {"warm_up_left_out": list(frames.warm_up)} if frames.warm_up else {}
+    return {"evaluations_left_out": frames.num_left_out, **warm_up}
 
 
 def check_threshold(most: float | None, found: Any, what: str) -> None:
@@ -101,31 +87,31 @@ def check_page(path: Path) -> None:
         )
 
 
-def tell_missing_records(frames: "Frames", whose: str = "") -> None:
-    """Name on stderr what is missing from a trace; `whose` tells several traces apart."""
+def note_missing_records(frames: "Frames", whose: str = "") -> None:
+    """Name on stderr what is missing from a trace; `whose` distinguishes several traces."""
     from rrfp.analyze.frames import missing_records
 
     for sentence in missing_records(frames):
         typer.echo(f"note: {whose}{sentence}; see 'rrfp trace check'", err=True)
 
 
-def tell_left_out(steps: tuple[int, ...], why: str) -> None:
+def note_left_out(steps: tuple[int, ...], why: str) -> None:
     """Name on stderr the steps that a report does not count."""
     if steps:
         typer.echo(f"left out, as {why}: {step_names(steps)}", err=True)
 
 
-def tell_warm_up(frames: "Frames", whose: str = "") -> None:
+def note_warm_up(frames: "Frames", whose: str = "") -> None:
     """Name on stderr the first steps that a report leaves out because they were slow."""
     if frames.warm_up:
-        told = step_names(frames.warm_up)
-        typer.echo(f"{whose}left out, as warm-up: {told}; --steps 0: takes all", err=True)
+        names = step_names(frames.warm_up)
+        typer.echo(f"{whose}left out, as warm-up: {names}; --steps 0: takes all", err=True)
 
 
-def tell_evaluations(
+def note_evaluations(
     frames: "Frames", more: str = "--evaluations looks at them", whose: str = ""
 ) -> None:
-    """Say on stderr how many evaluations a report leaves out; `whose` tells several runs apart."""
+    """Name on stderr the evaluations that a report leaves out; `whose` distinguishes runs."""
     if frames.num_left_out:
-        told = counted(frames.num_left_out, EVALUATION)
-        typer.echo(f"{whose}left out: {told}; {more}", err=True)
+        number = counted(frames.num_left_out, EVALUATION)
+        typer.echo(f"{whose}left out: {number}; {more}", err=True)

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rrfp.cli.tables import console
+from rrfp.cli.console import console
 from rrfp.train.settings import TrainSettings
 
 _POLL_S = 1.0
@@ -45,7 +45,7 @@ def progress(
         TimeRemainingColumn,
     )
 
-    from rrfp.cli.tables import console
+    from rrfp.cli.console import console
 
     columns = (
         TextColumn("{task.description}"),
@@ -81,7 +81,7 @@ def working(what: str) -> Iterator[None]:
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from rrfp.cli.tables import console
+    from rrfp.cli.console import console
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     bar = Progress(*columns, console=console(stderr=True), transient=True)

@@ -1,27 +1,24 @@
 """`rrfp runs`: the runs of a directory, what each was and how it ended."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from rrfp.analyze.table import NAME, TEXT, Column, Table
+from rrfp.cli.console import print_rows
 from rrfp.cli.options import RowFormat
-from rrfp.cli.tables import print_csv
 from rrfp.errors import UsageError
 from rrfp.strict_json import parsed
 from rrfp.trace.outcome import Outcome, is_going, read_ending
 from rrfp.trace.run_dir import RUNS, RunDir, began_ns, runs_in
 from rrfp.trace.safe_files import open_regular
 from rrfp.trace.sessions import read_description
-
-if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
 
 _LAST_LINE = 2**16
 """More octets than a line of `metrics.jsonl` has."""
@@ -38,10 +35,10 @@ class _Run:
     """A run, as far as its small files tell; no trace is read."""
 
     run: str
-    """Its short name."""
+    """The short name of the run."""
     path: str
     began: str
-    """When it began, or last went on, in ISO 8601 with the offset of this machine's time zone."""
+    """The time at which it began or last resumed, in ISO 8601 with this machine's UTC offset."""
     kind: str
     """`train`, `job` (`rrfp run` and the like), `simulate`, `import`, or empty if unknown."""
     hint: str | None
@@ -79,18 +76,10 @@ def runs(
     if not directory.is_dir() and directory != RUNS:
         raise UsageError(f"{directory} is not a directory; give one that holds runs")
     found = [_read(path) for path in runs_in(directory)]
-    match output_format:
-        case RowFormat.JSON:
-            print(json.dumps({"runs": [asdict(each) for each in found]}))
-        case RowFormat.CSV:
-            rows = (asdict(each).values() for each in found)
-            print_csv(_Run.__dataclass_fields__, rows)
-        case _ if not found:
-            print(f"There are no runs in {directory}; 'rrfp train' makes one.")
-        case RowFormat.TABLE | RowFormat.MD:
-            from rrfp.cli.output import print_sheets
-
-            print_sheets([_sheet(directory, found)], markdown=output_format is RowFormat.MD)
+    if not found and output_format in (RowFormat.TABLE, RowFormat.MD):
+        print(f"There are no runs in {directory}; 'rrfp train' makes one.")
+        return
+    print_rows(_table(directory, found), output_format)
 
 
 def _read(path: Path) -> _Run:
@@ -127,7 +116,7 @@ def _iso_time(time_ns: int) -> str:
 
 
 def _described(run: RunDir) -> tuple[dict[str, Any], str | None]:
-    """What run.json says, and why nothing if it cannot be read."""
+    """Read run.json. Returns its content, and why it is empty if it cannot be read."""
     try:
         return read_description(run.run_json), None
     except Exception as error:
@@ -199,32 +188,35 @@ def _size_of(path: Path) -> int:
     return total
 
 
-def _sheet(directory: Path, found: "Sequence[_Run]") -> "Sheet":
-    from rrfp.cli.tables import Column, Sheet
-
-    columns = (
-        Column("run", [each.run for each in found], is_text=True, is_whole=True),
-        Column("began", [_told_time(each.began) for each in found]),
-        Column("what", [_told_what(each) for each in found], is_text=True),
-        Column("steps", [_told_steps(each) for each in found]),
-        Column("size", [_told_size(each.size_bytes) for each in found]),
-        Column("outcome", [_told_outcome(each) for each in found], is_text=True, is_whole=True),
-    )
-    return Sheet(
+def _table(directory: Path, found: Sequence[_Run]) -> Table:
+    programs = [
+        Column(None, [getattr(each, field.name) for each in found], key=field.name)
+        for field in fields(_Run)
+    ]
+    people = [
+        Column("run", [each.run for each in found], NAME),
+        Column("began", [_time(each.began) for each in found]),
+        Column("what", [_what(each) for each in found], TEXT),
+        Column("steps", [_steps(each) for each in found]),
+        Column("size", [_size(each.size_bytes) for each in found]),
+        Column("outcome", [_outcome_in_words(each) for each in found], NAME),
+    ]
+    return Table(
         f"Runs in {directory}, newest first",
-        columns,
-        num_names=len(columns),
+        [*people, *programs],
+        num_names=len(people),
         dispensable=("size", "began"),
+        rows_key="runs",
     )
 
 
-def _told_time(began: str) -> str:
+def _time(began: str) -> str:
     moment = datetime.fromisoformat(began)
     is_this_year = moment.year == datetime.now().year
     return f"{moment:%m-%d %H:%M}" if is_this_year else f"{moment:%Y-%m-%d}"
 
 
-def _told_what(run: _Run) -> str:
+def _what(run: _Run) -> str:
     """`bf pp 4 tp 2`: what is as it is by default is left out, and that an import is fixed."""
     kind = None if run.kind == "train" else run.kind
     dispatch = None if run.dispatch == "ready" or kind == "import" else run.dispatch
@@ -236,14 +228,14 @@ def _told_what(run: _Run) -> str:
     return " ".join(filter(None, (kind, dispatch, run.hint, *sizes)))
 
 
-def _told_steps(run: _Run) -> str:
+def _steps(run: _Run) -> str:
     if run.steps is None:
         return ""
     is_whole = run.steps_asked in (None, run.steps)
     return f"{run.steps}" if is_whole else f"{run.steps}/{run.steps_asked}"
 
 
-def _told_size(num_octets: float) -> str:
+def _size(num_octets: float) -> str:
     """`13 kB`, `1.2 MB`."""
     power = 0
     while num_octets >= 999.5 and power < len(_UNITS) - 1:
@@ -253,7 +245,7 @@ def _told_size(num_octets: float) -> str:
     return f"{num_octets:.{digits}f} {_UNITS[power]}"
 
 
-def _told_outcome(run: _Run) -> str:
+def _outcome_in_words(run: _Run) -> str:
     has_nothing = run.outcome == Outcome.FINISHED and not run.has_trace
     return "no trace" if has_nothing else run.outcome
 

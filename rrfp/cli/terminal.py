@@ -1,8 +1,8 @@
-"""What happens when nobody reads what a command prints (`rrfp ... | head -1`, a terminal that was
-closed): it goes on, unheard.
+"""Streams that outlive their reader, and that no text steers.
 
-So its work comes to its end and its exit code tells of that work: a training under a closed pipe is
-trained, and a gate that fails still fails.
+A command goes on when its reader has gone (`rrfp ... | head -1`, a closed terminal). Its exit code
+still states how its work ended: a training under a closed pipe is trained, and a gate that fails
+still fails.
 """
 
 import codecs
@@ -21,8 +21,8 @@ from typing import Any, TextIO, cast
 # Names, errors and settings come from files that others may have made. A control character among
 # them could move the cursor, change the title or hide what follows, and a bidirectional one could
 # show it in another order. While a command runs, stdout and stderr are therefore `guarded`
-# (`rrfp.cli.terminal`). rich passes by them, for its colours are such characters; what it draws is
-# guarded by `rrfp.cli.tables`.
+# (`rrfp.cli.terminal`). rich passes by them, for its colors are such characters; what it draws is
+# guarded by `rrfp.cli.console`.
 
 
 _STEERING = re.compile(
@@ -48,7 +48,7 @@ class _Guarded:
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """Where rich writes to instead."""
+        """The stream to which rich writes instead."""
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(shown(text))
@@ -86,7 +86,7 @@ codecs.register_error(_ENCODABLE, _encodable)
 
 
 @contextmanager
-def unheard_if_closed() -> Iterator[None]:
+def tolerate_closed_streams() -> Iterator[None]:
     """Within the block, stdout and stderr swallow what is written after their reader has gone."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (guarded(_forgiving(stream)) for stream in before)
@@ -94,14 +94,14 @@ def unheard_if_closed() -> Iterator[None]:
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
-            # What a full disk takes no more was told of when the command flushed.
+            # The command has reported a full disk when it flushed.
             with suppress(OSError, ValueError):
                 stream.flush()
         sys.stdout, sys.stderr = before
 
 
-def is_heard() -> bool:
-    """Whether somebody may still read stdout: a command that has no end of its own ends without."""
+def has_reader() -> bool:
+    """True while stdout has a reader; a command that runs until it is stopped ends without one."""
     buffer = getattr(sys.stdout, "buffer", None)
     raw = getattr(buffer, "raw", buffer)
     return not (isinstance(raw, _ForgivingFile) and raw.has_lost_reader)
@@ -121,7 +121,7 @@ class _ForgivingFile(io.FileIO):
             if not self._leads_nowhere(error):
                 raise
             self.has_lost_reader = True
-            # Whatever else writes there, the interpreter at its end among them, fails no more.
+            # Later writes succeed, those of the interpreter at its exit among them.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)

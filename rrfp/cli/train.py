@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_tables
 from rrfp.cli.declared_options import option_of
 from rrfp.cli.errors import bug, interruptible
-from rrfp.cli.output import print_sheets, tell_missing_records
+from rrfp.cli.output import note_missing_records
 from rrfp.cli.progress import working
 from rrfp.errors import RrfpError, UsageError
 from rrfp.runtime.pace import MOST_OVER_PACE
@@ -252,17 +253,16 @@ def _report(run: "RunDir", settings: TrainSettings, first_step: int, warnings: l
     if settings.run.no_trace:
         _tell(f"Trained {num_finished} steps; the metrics are in {run.metrics}")
         return
-    from rrfp.analyze.bubbles import bubbles
+    from rrfp.analyze.bubbles import bubble_table, bubbles
     from rrfp.analyze.frame_files import load_frames
-    from rrfp.cli.analyze.sheets import bubble_sheet
     from rrfp.trace.locate import resolve_session
 
     with working("Merging the ranks' records"):
         trace = resolve_session(run.path)
     # Of all that was trained, as the metrics; reports leave out the warm-up.
     frames = load_frames(trace, with_warm_up=True)
-    tell_missing_records(frames)
-    print_sheets([bubble_sheet(bubbles(frames))], markdown=False)
+    note_missing_records(frames)
+    print_tables([bubble_table(bubbles(frames))], markdown=False)
     rrfp = _program()
     where = "" if settings.run.out is None else f" {quote(str(run.path))}"
     if trace != run.trace:

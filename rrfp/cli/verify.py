@@ -136,7 +136,7 @@ def _print(verdicts: "list[Verdict]", output_format: PlainFormat) -> None:
     if output_format is PlainFormat.JSON:
         print(json.dumps({"verdicts": [_as_json(verdict) for verdict in verdicts]}))
     elif verdicts:
-        from rrfp.cli.tables import console
+        from rrfp.cli.console import console
 
         console().print(_table(verdicts))
 

@@ -7,23 +7,23 @@ import altair as alt
 import polars as pl
 
 from rrfp.analyze.charts.style import INK, WIDTH_PX, by_value, finished
-from rrfp.analyze.colors import CAUSE_COLOURS
+from rrfp.analyze.colors import CAUSE_COLORS
 from rrfp.race.presets import Measure, Preset
 from rrfp.race.results import ResultRow
 from rrfp.schedule.tasks import Cause
 
-_COLOURS = {
+_COLORS = {
     "megatron": "#8C8C8C",
     "torch": "#E69F00",
     "deepspeed": "#CC79A7",
     "fixed": "#0072B2",
     "ready": "#009E73",
 }
-"""Colours by dispatch, from Okabe and Ito, as in all charts."""
+"""Colors by dispatch, from Okabe and Ito, as in all charts."""
 _PARTS = {
     "compute": "#C4C4C4",
-    "blocking": CAUSE_COLOURS[Cause.TRANSFER],
-    "coordination": CAUSE_COLOURS[Cause.COORDINATION],
+    "blocking": CAUSE_COLORS[Cause.TRANSFER],
+    "coordination": CAUSE_COLORS[Cause.COORDINATION],
 }
 _ROW_PX = 16
 
@@ -69,7 +69,7 @@ def _bars(measure: Measure, rows: Sequence[ResultRow]) -> Any | None:
             title=_TITLES[measure],
             axis=alt.Axis(format=".2f" if measure is Measure.SPEED else "%"),
         ),
-        color=alt.Color("dispatch:N", scale=by_value(_COLOURS), title=None),
+        color=alt.Color("dispatch:N", scale=by_value(_COLORS), title=None),
         tooltip=["row:N", "median:Q", "low:Q", "high:Q"],
     )
     intervals = base.mark_rule(color=INK).encode(x="low:Q", x2="high:Q")

@@ -16,11 +16,10 @@ from rrfp.replay.bottlenecks import LEAST_EXCESS_OF_STAGE, Structural, structura
 from rrfp.replay.change import W_SHARE, Change, replay
 from rrfp.replay.measured import MeasuredStep, measure
 from rrfp.replay.recorded import RecordedRun, read_run
-from rrfp.schedule.knobs import described_hold
 from rrfp.schedule.named_hints import HINTS, ORDERS
 from rrfp.schedule.policy import Dispatch, Policy
 from rrfp.simulate.step import SimulatedStep
-from rrfp.trace.records import NS_PER_S, Recording
+from rrfp.trace.records import Recording
 
 _LEAST_SAVING = 0.005
 """A smaller saving is not worth a word."""
@@ -43,19 +42,6 @@ class Row:
     peak_held_bytes: tuple[int, ...] | None
     """Likewise in bytes; None where the run does not tell its sizes."""
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "what": self.what,
-            "hint": self.hint,
-            "dispatch": str(self.policy.dispatch),
-            "limit": self.policy.limit,
-            "hold": described_hold(self.policy.hold),
-            "makespan_s": self.makespan_ns / NS_PER_S,
-            "saving": self.saving,
-            "peak_held": list(self.peak_held),
-            "peak_held_bytes": self.peak_held_bytes and list(self.peak_held_bytes),
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
@@ -72,19 +58,6 @@ class WhatIf:
     """In a sentence."""
     caution: str
     """Why the rows may not predict the run, in a sentence; empty if nothing speaks against them."""
-
-    def as_json(self) -> dict[str, object]:
-        """The object that `rrfp analyze whatif --format json` prints."""
-        return {
-            "replay_error": self.replay_error,
-            "measured_s": self.measured_ns / NS_PER_S,
-            "replayed_s": self.as_it_was.makespan_ns / NS_PER_S,
-            "bubble": {
-                **self.bubble.whole.as_json(),
-                "ranks": [rank.as_json() for rank in self.bubble.ranks],
-            },
-            "rows": [row.as_json() for row in self.rows],
-        }
 
 
 def what_if(

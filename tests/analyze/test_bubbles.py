@@ -16,11 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp.analyze import bubbles as module
-from rrfp.analyze.bubbles import CAUSES, Bubbles, bubbles, divide
+from rrfp.analyze.bubbles import CAUSES, Bubbles, bubble_table, bubbles, divide
 from rrfp.analyze.critical_path import critical_path
 from rrfp.analyze.frames import frames_of
-from rrfp.analyze.report import bubble_table
-from rrfp.cli.analyze.sheets import bubble_sheet
+from rrfp.analyze.html import table_element
 from rrfp.errors import RrfpError, UsageError
 from rrfp.interchange.formats import import_run
 from rrfp.schedule.tasks import Cause
@@ -159,14 +158,16 @@ def test_overhead_is_launch_and_decision() -> None:
 def test_the_parts_of_overhead_are_shown() -> None:
     report = bubbles_of(_on_a_device())
     parts_s = {"launch": 27e-9, "decision": 20e-9}
-    (row,) = report.frame.to_dicts()
+    table = bubble_table(report, by_rank=True)
+    (row,) = table.frame().to_dicts()
     assert parts_s.items() <= row.items()
-    as_json: Any = report.as_json()
+    as_json: Any = table.document()
     assert parts_s.items() <= as_json["ranks"][0].items()
     sentence = "The overhead of 22.4% is 12.9% launch and 9.5% decision."
-    assert bubble_sheet(report).notes[-1] == sentence
-    page = str(bubble_table(frames_of(_on_a_device()), []))
-    assert re.findall(r">([^<>]+)</th>", page)[-4:-1] == [
+    assert bubble_table(report).conclusions[-1] == sentence
+    page = str(table_element(table))
+    *headings, _, _ = re.findall(r">([^<>]+)</th>", page)
+    assert headings[-3:] == [
         "overhead",
         "overhead: launch",
         "overhead: decision",
@@ -180,9 +181,10 @@ def test_without_launches_overhead_is_not_divided() -> None:
     report = bubbles_of(recording)
     assert report.ranks[0].causes_ns["overhead"] == 47
     assert report.overhead_parts_ns == report.ranks[0].overhead_parts_ns == {}
-    assert report.frame.columns[-1] == "overhead"
-    assert bubble_sheet(report).notes[-1] == ""
-    assert "launch" not in f"{report.as_json()} {bubble_table(frames_of(recording), [])}"
+    table = bubble_table(report, by_rank=True)
+    assert table.frame().columns[-1] == "overhead"
+    assert bubble_table(report).conclusions[-1] == ""
+    assert "launch" not in f"{table.document()} {table_element(table)}"
 
 
 _steps = st.lists(st.tuples(_spans, _spans, _spans), min_size=2, max_size=2)

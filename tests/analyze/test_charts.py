@@ -17,7 +17,7 @@ from rrfp.analyze.charts.export import VEGA_LITE, draw, save, spec_of
 from rrfp.analyze.charts.gantt import gantt
 from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.charts.per_rank import bubble_causes, hint_order, progress
-from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS, LINK_COLOUR
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS, LINK_COLOR
 from rrfp.analyze.frames import Frames, frames_of, run_limit
 from rrfp.analyze.misalignment import timed_messages
 from rrfp.errors import RrfpError, UsageError
@@ -235,20 +235,20 @@ def test_bins_hold_every_time_once(draw_times: Any) -> None:
     assert shares.to_list() == pytest.approx([1] * len(shares), abs=0.01)
 
 
-def test_colours_of_tasks_differ_in_lightness_and_causes_in_colour() -> None:
-    def lightness(colour: str) -> float:
+def test_colors_of_tasks_differ_in_lightness_and_causes_in_color() -> None:
+    def lightness(color: str) -> float:
         """CIE L*."""
-        channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
         red, green, blue = (
             c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
         )
         luminance: float = 0.2126 * red + 0.7152 * green + 0.0722 * blue
         return float(116 * luminance ** (1 / 3) - 16)
 
-    shades = sorted(map(lightness, KIND_COLOURS.values()))
+    shades = sorted(map(lightness, KIND_COLORS.values()))
     assert min(b - a for a, b in pairwise(shades)) > 12
-    assert list(CAUSE_COLOURS) == list(CAUSES)
-    assert len(set(CAUSE_COLOURS.values())) == len(CAUSES)
+    assert list(CAUSE_COLORS) == list(CAUSES)
+    assert len(set(CAUSE_COLORS.values())) == len(CAUSES)
 
 
 @pytest.mark.parametrize(
@@ -299,13 +299,13 @@ def test_messages_that_take_no_time_are_not_drawn() -> None:
         message_times(frames_of(simulated("bf", Shape(2, 3))))
 
 
-# One colour a kind and a cause, and every reader can tell any two apart.
+# One color a kind and a cause, and every reader can tell any two apart.
 
 
 Triple = tuple[float, float, float]
 
 EYES: dict[str, tuple[Triple, Triple, Triple]] = {
-    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "all colors": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no red": (
         (0.152286, 1.052583, -0.204868),
         (0.114503, 0.786281, 0.099216),
@@ -323,9 +323,9 @@ LEAST = 10.0
 """CIEDE2000; 2.3 is just noticeable."""
 
 
-def lab(colour: str, eye: tuple[Triple, Triple, Triple]) -> Triple:
+def lab(color: str, eye: tuple[Triple, Triple, Triple]) -> Triple:
     """CIE L*a*b* of `#RRGGBB`, as an eye sees it."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     seen = [min(1.0, max(0.0, sum(a * b for a, b in zip(row, linear, strict=True)))) for row in eye]
     to_xyz = (
@@ -391,9 +391,9 @@ def test_distances_are_those_that_are_published(
 
 
 @pytest.mark.parametrize("eye", EYES)
-def test_no_two_colours_look_alike(eye: str) -> None:
-    colours = KIND_COLOURS | CAUSE_COLOURS
-    seen = {name: lab(colour, EYES[eye]) for name, colour in colours.items()}
+def test_no_two_colors_look_alike(eye: str) -> None:
+    colors = KIND_COLORS | CAUSE_COLORS
+    seen = {name: lab(color, EYES[eye]) for name, color in colors.items()}
     near = {
         f"{a} and {b}": round(distance(seen[a], seen[b]), 1)
         for a, b in combinations(seen, 2)
@@ -402,14 +402,14 @@ def test_no_two_colours_look_alike(eye: str) -> None:
     assert near == {}
 
 
-def test_every_kind_and_cause_has_a_colour() -> None:
-    assert list(KIND_COLOURS) == list(Kind)
-    assert list(CAUSE_COLOURS) == list(CAUSES)
-    assert LINK_COLOUR in CAUSE_COLOURS.values()
+def test_every_kind_and_cause_has_a_color() -> None:
+    assert list(KIND_COLORS) == list(Kind)
+    assert list(CAUSE_COLORS) == list(CAUSES)
+    assert LINK_COLOR in CAUSE_COLORS.values()
 
 
 @pytest.mark.parametrize("ground", ["#ffffff", "#14181d"])
 def test_all_are_seen_on_light_and_on_dark_ground(ground: str) -> None:
-    eye = EYES["all colours"]
-    for colour in (KIND_COLOURS | CAUSE_COLOURS).values():
-        assert distance(lab(colour, eye), lab(ground, eye)) > LEAST
+    eye = EYES["all colors"]
+    for color in (KIND_COLORS | CAUSE_COLORS).values():
+        assert distance(lab(color, eye), lab(ground, eye)) > LEAST

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from rrfp.analyze.critical_path import LINK, critical_path
+from rrfp.analyze.critical_path import LINK, critical_path, path_table
 from rrfp.analyze.frame_files import load_frames
 from rrfp.analyze.frames import SCHEMAS, Frames, frames_of
 from rrfp.analyze.misalignment import misalignment, timed_messages
 from rrfp.analyze.perfetto_overlay import TRACK, path_slices, path_track, replica_of
-from rrfp.cli.analyze.sheets import path_sheet, stages_by_rank
 from rrfp.errors import RrfpError
 from rrfp.schedule.policy import Dispatch
 from rrfp.schedule.shape import SPLIT_BACKWARD, Shape
@@ -153,17 +152,19 @@ def test_of_a_stage_its_share_is_told_and_the_whole_idles_as_before() -> None:
     path = critical_path(frames)
     of_stages = [path.of_rank(rank) for rank in range(4)]
     assert {each.idle_fraction for each in of_stages} == {path.idle_fraction}
-    stages = stages_by_rank(frames.run)
+    stages = frames.stages
     shares = []
     for rank, each in enumerate(of_stages):
-        (told,) = path_sheet(each, stages).notes
+        (told,) = path_table(each, stages).conclusions
         found = re.search(rf"Stage {rank} owns ([\d.]+)% of it, most as \w+\.$", told)
         assert found is not None
         shares.append(float(found[1]))
     assert sum(shares) == pytest.approx(100, abs=0.21)
     own = tuple(each for each in path.segments if each.pp_rank != 3)
     without = replace(path, segments=own, pp_rank=3)
-    assert path_sheet(without, stages).notes[0].endswith("Stage 3 is not on the critical path.")
+    assert (
+        path_table(without, stages).conclusions[0].endswith("Stage 3 is not on the critical path.")
+    )
 
 
 def test_without_a_rank_the_path_goes_on_by_what_is_there() -> None:

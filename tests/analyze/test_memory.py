@@ -22,10 +22,10 @@ from rrfp.analyze.charts.names import ChartKind
 from rrfp.analyze.compare import compare
 from rrfp.analyze.findings import blame, findings, replays
 from rrfp.analyze.frames import frames_of, recording_of
-from rrfp.analyze.memory import kept_changes, memory, peak_bytes
+from rrfp.analyze.memory import kept_changes, memory, memory_table, peak_bytes
 from rrfp.analyze.report import report
+from rrfp.analyze.whatif import whatif_table
 from rrfp.cli import main as cli
-from rrfp.cli.analyze.memory import memory_sheet
 from rrfp.errors import RrfpError, UsageError
 from rrfp.replay.bottlenecks import CulpritKind
 from rrfp.replay.change import Change, replay
@@ -343,7 +343,7 @@ def test_a_change_to_a_hold_in_bytes_is_a_fresh_simulation_of_it() -> None:
         (row,) = report.rows
         assert (row.makespan_ns, row.peak_held_bytes) == (fresh.makespan_ns, fresh.peak_held_bytes)
         assert max(fresh.peak_held_bytes) <= budget
-        assert row.as_json()["hold"] == str(Bytes(budget))
+        assert whatif_table(report, 1.0).records()[0]["hold"] == str(Bytes(budget))
 
 
 def test_a_share_of_a_run_without_sizes_counts_microbatches() -> None:
@@ -583,12 +583,12 @@ def test_an_unfinished_step_does_not_count() -> None:
 
 
 def test_the_sentence_names_the_worst_and_the_roomiest_rank() -> None:
-    said = memory(frames_of(a_run(hold=4))).told
+    said = memory_table(memory(frames_of(a_run(hold=4)))).conclusions[0]
     assert said == (
         "Rank 0 held most, 40 GiB in step 0; rank 3 could have held 35 GiB more before it held "
         "as much."
     )
-    said = memory(frames_of(a_run(hold=Bytes(30 * GIB)))).told
+    said = memory_table(memory(frames_of(a_run(hold=Bytes(30 * GIB))))).conclusions[0]
     assert said.startswith("Rank 0 held most, 30 GiB in step 0, of 30 GiB; rank 3 could have ")
 
 
@@ -707,7 +707,7 @@ def test_a_comparison_has_the_memory_of_both() -> None:
     found = compare(a, b)
     peaks = [max(naive_peaks(each).values()) for each in recordings]
     assert found.as_json()["peak_held_bytes"] == peaks
-    assert found.told_memory == "The most that a rank held is 40 GiB in A and 20 GiB in B."
+    assert found.memory_sentence == "The most that a rank held is 40 GiB in A and 20 GiB in B."
     of_last = compare(a, b, 3)
     assert of_last.as_json()["peak_held_bytes"] == [naive_peaks(each)[3] for each in recordings]
     without = [
@@ -715,7 +715,7 @@ def test_a_comparison_has_the_memory_of_both() -> None:
         for rank in recordings[0].ranks
     ]
     bare = frames_of(Recording(recordings[0].settings, without))
-    assert compare(bare, bare).told_memory == ""
+    assert compare(bare, bare).memory_sentence == ""
     assert compare(bare, a).as_json()["peak_held_bytes"] == [None, peaks[0]]
 
 
@@ -732,7 +732,7 @@ def test_outboxes_are_those_that_the_run_tells(transport: object, expected: list
     recording = a_run(hold=4)
     told = frames_of(replace(recording, settings={**recording.settings, "transport": transport}))
     assert [each.outbox_bytes for each in memory(told).ranks] == expected
-    headings = [column.heading for column in memory_sheet(memory(told)).columns]
+    headings = [column.heading for column in memory_table(memory(told)).columns]
     assert ("outbox" in headings) == any(expected)
 
 

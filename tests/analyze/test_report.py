@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp.analyze.html import element, page, paragraph, table, text
+from rrfp.analyze.html import element, page, paragraph, table_element, text
 from rrfp.analyze.report import report, report_of
+from rrfp.analyze.table import TEXT, Column, Table
 from rrfp.cli import main as cli
 from rrfp.replay.measured import StepSample
 from rrfp.schedule.bounds import Sizes
@@ -315,7 +316,12 @@ def test_text_of_two_traces_is_only_text_in_a_comparison(tmp_path: Path) -> None
 @examples(quick=8, thorough=200)
 def test_any_text_stays_text(words: str, value: object) -> None:
     chart = {"title": "", "data": {words: value}}
-    body = element("div", paragraph(words), table(words, [words], [[words]]), aria_label=words)
+    body = element(
+        "div",
+        paragraph(words),
+        table_element(Table(words, [Column(words, [words], TEXT)])),
+        aria_label=words,
+    )
     read = Reader(page(words, body, {"chart": chart}, "6.1"))
     assert read.charts == {"chart": chart}
     assert read.count("script") == 3
@@ -442,10 +448,10 @@ def test_a_browser_draws_every_chart_without_a_complaint(tmp_path: Path, scheme:
         assert page.requests <= {path.as_uri()}
         assert page.evaluate("document.querySelectorAll('.plot svg').length") == 8
         assert page.evaluate("typeof hacked") == "undefined"
-        # Text has the colour of the page around it.
-        colour = "getComputedStyle(document.querySelector({})).{}"
-        ink = page.evaluate(colour.format("'body'", "color"))
-        assert page.evaluate(colour.format("'.plot svg text'", "fill")) == ink
+        # Text has the color of the page around it.
+        color = "getComputedStyle(document.querySelector({})).{}"
+        ink = page.evaluate(color.format("'body'", "color"))
+        assert page.evaluate(color.format("'.plot svg text'", "fill")) == ink
         assert (ink == "rgb(27, 31, 36)") is (scheme == "light")
         # On a phone nothing but the boxes of tables scrolls sideways.
         page.tell(

@@ -183,14 +183,14 @@ def test_a_command_knows_whether_its_reader_has_gone(monkeypatch: pytest.MonkeyP
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with streams.unheard_if_closed():
+        with streams.tolerate_closed_streams():
             sys.stdout.write("read\n")
             sys.stdout.flush()
-            assert streams.is_heard()
+            assert streams.has_reader()
             os.close(reading)
             sys.stdout.write("unheard\n")
             sys.stdout.flush()
-            assert not streams.is_heard()
+            assert not streams.has_reader()
         assert sys.stdout is stdout
 
 

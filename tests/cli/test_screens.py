@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from rrfp.analyze.colors import KIND_COLOURS
+from rrfp.analyze.colors import KIND_COLORS
 from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.cli.analyze.findings import Part, fitted
@@ -300,11 +300,11 @@ def test_in_a_real_terminal_it_fits_as_well() -> None:
     assert num_rows(screen) < LINES
 
 
-def test_the_picture_of_the_readme_has_the_colours_of_the_charts() -> None:
+def test_the_picture_of_the_readme_has_the_colors_of_the_charts() -> None:
     picture = (ROOT / "docs" / "images" / "step.svg").read_text()
-    coloured = {each.upper() for each in re.findall(r'fill="(#[0-9a-fA-F]{6})"', picture)}
-    greys = {each for each in coloured if each[1:3] == each[3:5] == each[5:7]}
-    assert coloured - greys == set(KIND_COLOURS.values())
+    colored = {each.upper() for each in re.findall(r'fill="(#[0-9a-fA-F]{6})"', picture)}
+    greys = {each for each in colored if each[1:3] == each[3:5] == each[5:7]}
+    assert colored - greys == set(KIND_COLORS.values())
 
 
 def test_a_title_that_wraps_is_indented() -> None:

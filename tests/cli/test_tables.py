@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from rrfp.analyze.compare import Comparison, Estimate
-from rrfp.analyze.number_format import Times, apportioned, outliers, tell
+from rrfp.analyze.compare import Comparison, Estimate, comparison_tables
+from rrfp.analyze.number_format import Times, apportioned, format_time, outliers
+from rrfp.analyze.table import NAME, TEXT, Column, Table, csv_of_frame, without_formula
 from rrfp.cli import main as cli
-from rrfp.cli.analyze.compare import compared_sheets
+from rrfp.cli.console import console, print_table
 from rrfp.cli.progress import progress
-from rrfp.cli.tables import Column, Sheet, console, csv_of, harmless
 from rrfp.cli.terminal import guarded, shown
 from rrfp.replay.bottlenecks import BubbleParts
 from rrfp.schedule.shape import Shape
@@ -66,7 +66,7 @@ def test_the_largest_remainders_are_rounded_up() -> None:
     ],
 )
 def test_times_have_the_unit_of_the_longest(longest_ns: int, ns: int, told: str) -> None:
-    assert Times([longest_ns, ns]).tell(ns) == told
+    assert Times([longest_ns, ns]).format(ns) == told
 
 
 _UNITS_NS = {"ns": 1, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
@@ -78,13 +78,13 @@ _UNITS_NS = {"ns": 1, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 @example(999_960)
 @example(999_500)
 def test_a_time_has_three_digits_in_the_unit_that_it_reaches(ns: int) -> None:
-    number, unit = tell(ns).split()
+    number, unit = format_time(ns).split()
     value = float(number)
     assert value * _UNITS_NS[unit] == pytest.approx(ns, rel=0.00501)
     assert number[-1] != "."
     assert 1 <= value < 1000 or unit == "s"
     assert value >= 1000 or len(number.replace(".", "")) == 3
-    assert tell(-ns) == f"-{tell(ns)}"
+    assert format_time(-ns) == f"-{format_time(ns)}"
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
@@ -104,8 +104,8 @@ def test_marks_of_a_comparison_are_told_once(ratio: float, cause_s: float) -> No
     noise = Estimate(0.0, -0.01, 0.01)
     report = Comparison((3, 3), (1.0, ratio), clear, clear, clear, {"a": cause, "b": noise}, 3)
     out = io.StringIO()
-    for sheet in compared_sheets(report, ["Told."]):
-        sheet.print(Console(file=out, width=80))
+    for table in comparison_tables(report, ["Told."]):
+        print_table(table, Console(file=out, width=80))
     is_marked = ratio != 1 or cause_s != 0
     assert out.getvalue().count("▲ more than noise") == is_marked
     assert "mean over the ranks that hold stage 3" in out.getvalue()
@@ -128,17 +128,17 @@ def test_outliers_lie_far_above_the_others(values: tuple[float, ...], places: se
     assert outliers(values) == places
 
 
-def test_a_sheet_in_markdown_is_a_table_whatever_it_holds() -> None:
-    sheet = Sheet(
+def test_a_table_in_markdown_is_one_whatever_it_holds() -> None:
+    table = Table(
         "A | B",
         [
-            Column("what", ["a|b", "*x*\nnext", "all"], is_text=True),
-            Column("over-\nhead\nms", ["1.0", "22.5", "23.5"], marked={1}),
+            Column("what", ["a|b", "*x*\nnext"], TEXT, total="all"),
+            Column("over-\nhead\nms", ["1.0", "22.5"], marked={1}, total="23.5"),
         ],
         ["", "1 < 2"],
         has_total=True,
     )
-    assert sheet.markdown() == (
+    assert table.markdown() == (
         "**A \\| B**\n\n"
         "| what | overhead ms |\n"
         "| :-- | --: |\n"
@@ -156,17 +156,17 @@ def test_a_wide_sheet_goes_on_below_itself() -> None:
         *(Column(f"cause-{n:02}", ["1.0"] * 2) for n in range(14)),
     ]
     out = io.StringIO()
-    Sheet("Wide", columns).print(Console(file=out, width=80))
+    print_table(Table("Wide", columns), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert sum("rank" in line for line in lines) == 2
     assert all(f"cause-{n:02}" in out.getvalue() for n in range(14))
 
 
-def test_no_figures_stand_alone_below_a_wide_sheet() -> None:
+def test_no_figures_stand_alone_below_a_wide_table() -> None:
     columns = [Column("rank", ["0"]), *(Column(f"cause-{n:02}", ["1.0"]) for n in range(8))]
     out = io.StringIO()
-    Sheet("Wide", columns).print(Console(file=out, width=80))
+    print_table(Table("Wide", columns), Console(file=out, width=80))
     heads = [line.split() for line in out.getvalue().splitlines() if "rank" in line]
     assert heads == [
         ["rank", *(f"cause-{n:02}" for n in range(6))],
@@ -179,14 +179,14 @@ def test_no_figures_stand_alone_below_a_wide_sheet() -> None:
 def test_names_keep_their_end_and_columns_give_way(width: int, num_letters: int) -> None:
     name = "n" * (num_letters - 3) + "END"
     columns = (
-        Column("run", [name], is_text=True, is_whole=True),
+        Column("run", [name], NAME),
         Column("began", ["11-20 10:00"]),
-        Column("what", ["interleaved pp 4 tp 2 cp 2"], is_text=True),
+        Column("what", ["interleaved pp 4 tp 2 cp 2"], TEXT),
         Column("size", ["123 kB"]),
     )
     out = io.StringIO()
-    sheet = Sheet("", columns, num_names=len(columns), dispensable=("size", "began"))
-    sheet.print(Console(file=out, width=width))
+    table = Table("", columns, num_names=len(columns), dispensable=("size", "began"))
+    print_table(table, Console(file=out, width=width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "".join(re.findall(r"^ ([nEND]+)(?= |$)", out.getvalue(), re.M)) == name
@@ -195,15 +195,13 @@ def test_names_keep_their_end_and_columns_give_way(width: int, num_letters: int)
     assert "size" in out.getvalue() or num_letters + 42 > width
 
 
-def test_terminals_show_the_colours_of_charts() -> None:
+def test_terminals_show_the_colors_of_charts() -> None:
     out = io.StringIO()
-    sheet = Sheet(
-        "", [Column("stage", ["0"], is_text=True), Column("F", ["1.0"], colour="#56B4E9")]
-    )
-    sheet.print(Console(file=out, width=80, force_terminal=True, color_system="truecolor"))
+    table = Table("", [Column("stage", ["0"], TEXT), Column("F", ["1.0"], color="#56B4E9")])
+    print_table(table, Console(file=out, width=80, force_terminal=True, color_system="truecolor"))
     assert "38;2;86;180;233m■" in out.getvalue()
     plain = io.StringIO()
-    sheet.print(Console(file=plain, width=80, color_system=None))
+    print_table(table, Console(file=plain, width=80, color_system=None))
     assert "■" not in plain.getvalue()
 
 
@@ -352,7 +350,7 @@ def test_a_guarded_stream_is_that_stream_to_everybody_else() -> None:
     assert guarded(stream).buffer is stream.buffer
 
 
-def test_rich_draws_its_colours_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rich_draws_its_colors_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -446,7 +444,7 @@ def test_no_command_lets_a_trace_steer_the_terminal(
     ],
 )
 def test_a_cell_is_no_formula(cell: object, told: object) -> None:
-    assert harmless(cell) == told
+    assert without_formula(cell) == told
 
 
 def test_tables_as_csv_have_no_formulas(tmp_path: Path) -> None:
@@ -461,7 +459,7 @@ def test_tables_as_csv_have_no_formulas(tmp_path: Path) -> None:
 
 def test_reports_as_csv_have_no_formulas() -> None:
     report = pl.DataFrame({"kind": ["=1+1", "F"], "n": [-1, 2]})
-    assert csv_of(report) == "kind,n\n'=1+1,-1\nF,2\n"
+    assert csv_of_frame(report) == "kind,n\n'=1+1,-1\nF,2\n"
 
 
 def test_every_sign_has_a_form_in_the_encoding_of_the_locale() -> None:

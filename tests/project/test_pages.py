@@ -19,6 +19,8 @@ from benchmarks.gpu.lines import LINES, Line, Measured
 from benchmarks.gpu.messages import one_way_us
 from benchmarks.paper import tables
 from benchmarks.paper.workload import Method, Simulation, Workload, document, load
+from rrfp import analyze
+from rrfp.cli import analyze as analyze_commands
 from rrfp.cli import app
 from rrfp.cli import main as cli
 from rrfp.errors import UsageError
@@ -330,13 +332,14 @@ def test_a_page_without_a_table_is_told() -> None:
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def example(of: str) -> dict[str, Any]:
     """What the Python under this heading defines."""
     section = EXTENDING.partition(f"\n## {of}\n")[2].partition("\n## ")[0]
     names: dict[str, Any] = {"__name__": "example"}
-    for block in re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL):
+    for block in _PYTHON.findall(section):
         exec(compile(block, "docs/extending.md", "exec", dont_inherit=True), names)
     return names
 
@@ -379,9 +382,39 @@ def test_an_importer_reads_a_run(tmp_path: Path) -> None:
     assert (wait.start_ns, wait.end_ns) == (10_000, 40_000)
 
 
+def test_an_analysis_subcommand_takes_two_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = EXTENDING.partition("\n## An analysis subcommand\n")[2]
+    packages = (analyze, analyze_commands)
+    for package, code in zip(packages, _PYTHON.findall(section), strict=True):
+        directory = tmp_path / package.__name__
+        directory.mkdir()
+        (directory / "task_times.py").write_text(code)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(directory)])
+        name = f"{package.__name__}.task_times"
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    rrfp: Any = typer.main.get_command(analyze_commands.make_app())
+    trace = str(ROOT / "traces" / "gpt-pp4-bf.pftrace")
+    assert "task-times" in rrfp.commands
+    for output_format, words in (
+        ("table", "B of stage 3 takes longest, 21.1 ms."),
+        ("md", "| stage | kind | mean | longest |"),
+        ("json", '{"tasks": [{"stage": 0, "kind": "B", "mean_s": '),
+        ("csv", "stage,kind,mean_s,longest_s"),
+    ):
+        rrfp(["task-times", trace, "--format", output_format], standalone_mode=False)
+        assert words in capsys.readouterr().out
+
+
 def test_the_files_to_touch_are_there() -> None:
     named = set(re.findall(r"`((?:rrfp|tests|docs|benchmarks)/[\w/.]+)`", EXTENDING))
-    new = {"rrfp/interchange/tasks_table.py"}
+    new = {
+        "rrfp/interchange/tasks_table.py",
+        "rrfp/analyze/task_times.py",
+        "rrfp/cli/analyze/task_times.py",
+    }
     assert {path for path in named - new if not (ROOT / path).exists()} == set()
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import polars as pl
 
 from rrfp.analyze.charts.style import WIDTH_PX, by_value, faceted, finished, shown, some_places
-from rrfp.analyze.colors import KIND_COLOURS
+from rrfp.analyze.colors import KIND_COLORS
 from rrfp.analyze.frames import Frames
 from rrfp.analyze.misalignment import timed_messages
-from rrfp.analyze.number_format import Unit
+from rrfp.analyze.number_format import TimeUnit
 from rrfp.errors import RrfpError
 
 _COLUMNS = 2
 _NUM_BINS = 60
 _LEAST_DECADES = 0.1
 """The axis covers at least so much."""
-_DIRECTION_COLOURS = {"forward": KIND_COLOURS["F"], "backward": KIND_COLOURS["B"]}
+_DIRECTION_COLORS = {"forward": KIND_COLORS["F"], "backward": KIND_COLORS["B"]}
 
 
 def task_times(frames: Frames) -> Any:
@@ -26,7 +26,7 @@ def task_times(frames: Frames) -> Any:
     times = frames.tasks.select(
         "pp_rank", pl.col("kind").alias("what"), (pl.col("end_ns") - pl.col("start_ns")).alias("ns")
     )
-    return _distributions(frames, times, KIND_COLOURS, "task", "How long tasks took")
+    return _distributions(frames, times, KIND_COLORS, "task", "How long tasks took")
 
 
 def message_times(frames: Frames) -> Any:
@@ -39,14 +39,14 @@ def message_times(frames: Frames) -> Any:
         (pl.col("came_ns") - pl.col("left_ns")).alias("ns"),
     )
     return _distributions(
-        frames, times, _DIRECTION_COLOURS, "message", "How long messages were under way", "to "
+        frames, times, _DIRECTION_COLORS, "message", "How long messages were under way", "to "
     )
 
 
 def _distributions(
     frames: Frames,
     times: pl.DataFrame,
-    colours: dict[str, str],
+    colors: dict[str, str],
     noun: str,
     title: str,
     prefix: str = "",
@@ -66,7 +66,7 @@ def _distributions(
     margin = max(0.0, _LEAST_DECADES - (high - low)) / 2
     low, high = low - margin, high + margin
     width = (high - low) / _NUM_BINS
-    unit = Unit.of(10 ** ((low + high) / 2))
+    unit = TimeUnit.of(10 ** ((low + high) / 2))
     edges = 10 ** (low + width * np.arange(_NUM_BINS + 1)) / unit.value
     counted = (
         times.with_columns(
@@ -87,7 +87,7 @@ def _distributions(
     )
     domain = [float(edges[0]), float(edges[-1])]
     ticks = _ticks(*domain)
-    scale = by_value(shown(colours, bars["what"]))
+    scale = by_value(shown(colors, bars["what"]))
     chart = (
         alt.Chart(bars)
         .mark_rect(fillOpacity=0.35)
@@ -139,13 +139,13 @@ def _ticks(low: float, high: float) -> list[float]:
 
 _ROW_PX = 18
 _EXTREME_SHARE = 0.98
-"""The colours end at this quantile: a few long waits would hide all others."""
-_COLOURS = ("#0072B2", "#7FB2D3", "#B4B4B4", "#E0A184", "#D55E00")
+"""The colors end at this quantile: a few long waits would hide all others."""
+_COLORS = ("#0072B2", "#7FB2D3", "#B4B4B4", "#E0A184", "#D55E00")
 """From starved over neutral to queued: apart on light and dark grounds, and to every eye."""
 
 
 def misalignment_map(frames: Frames) -> Any:
-    """A row a directed link, a column a span of time; the colour is the mean over its messages of
+    """A row a directed link, a column a span of time; the color is the mean over its messages of
     the time queued minus the time that they starved their stage.
 
     Raises RrfpError for a run without messages or finished steps.
@@ -161,7 +161,7 @@ def misalignment_map(frames: Frames) -> Any:
     begin_ns: int = whole["start_ns"].min()  # type: ignore[assignment]
     end_ns: int = whole["end_ns"].max()  # type: ignore[assignment]
     bin_ns = max(1, -(-(end_ns - begin_ns) // _NUM_BINS))
-    over = Unit.of(end_ns - begin_ns)
+    over = TimeUnit.of(end_ns - begin_ns)
     cells = (
         messages.with_columns(bin=(pl.col("came_ns") - begin_ns) // bin_ns)
         .group_by("from", "to", "direction", "bin")
@@ -173,7 +173,7 @@ def misalignment_map(frames: Frames) -> Any:
         .sort("direction", "from", "to", "bin", descending=[True, False, False, False])
     )
     extreme_ns: float = (cells["queued"] - cells["starved"]).abs().quantile(_EXTREME_SHARE) or 1.0
-    unit = Unit.of(extreme_ns)
+    unit = TimeUnit.of(extreme_ns)
     cells = cells.select(
         pl.format("{} → {} {}", "from", "to", "direction").alias("link"),
         (pl.col("bin") * bin_ns / over.value).round(6).alias("start"),
@@ -199,7 +199,7 @@ def misalignment_map(frames: Frames) -> Any:
             y=alt.Y("link:N", sort=None, title=None),
             color=alt.Color(
                 "misaligned:Q",
-                scale=alt.Scale(domain=domain, range=list(_COLOURS), clamp=True),
+                scale=alt.Scale(domain=domain, range=list(_COLORS), clamp=True),
                 title=f"queued minus starved ({unit.symbol})",
                 legend=alt.Legend(gradientLength=220, orient="bottom"),
             ),

@@ -19,10 +19,10 @@ from rrfp.analyze.charts.style import (
     shown,
     window_of,
 )
-from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
 from rrfp.analyze.critical_path import LINK, critical_path
 from rrfp.analyze.frames import Frames
-from rrfp.analyze.number_format import Unit, tell
+from rrfp.analyze.number_format import TimeUnit, format_time
 from rrfp.analyze.perfetto_overlay import replica_of
 from rrfp.errors import RrfpError
 from rrfp.trace.records import step_name
@@ -31,12 +31,12 @@ MOST_BARS = 10_000
 """More are joined: a screen has no room for them, and a browser takes its time."""
 _ODD = " odd chunk"
 """Behind the kind of a task whose chunk has an odd number."""
-_COLOURS = {
-    **KIND_COLOURS,
+_COLORS = {
+    **KIND_COLORS,
     f"F{_ODD}": "#A9DAF5",
     f"B{_ODD}": "#F0A468",
     f"W{_ODD}": "#F8F3A6",
-    **CAUSE_COLOURS,
+    **CAUSE_COLORS,
 }
 _ROW_PX = 26
 _DIGIT_PX = 5.2
@@ -70,7 +70,7 @@ def gantt(frames: Frames, step: int | None = None, most_bars: int = MOST_BARS) -
     Raises RrfpError when no step was finished, and UsageError for one that was not.
     """
     panel = _panel(frames, step, most_bars)
-    return _drawn([panel], f"{panel.which.capitalize()}: {tell(panel.length_ns)}")
+    return _drawn([panel], f"{panel.which.capitalize()}: {format_time(panel.length_ns)}")
 
 
 def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
@@ -81,7 +81,7 @@ def gantts(runs: Mapping[str, tuple[Frames, int]], title: str) -> Any:
     most_bars = MOST_BARS // max(1, len(runs))
     panels = [_panel(frames, step, most_bars, f"{name}: ") for name, (frames, step) in runs.items()]
     told = [
-        f"{name}: {panel.which}, {tell(panel.length_ns)}"
+        f"{name}: {panel.which}, {format_time(panel.length_ns)}"
         for name, panel in zip(runs, panels, strict=True)
     ]
     return _drawn(panels, title, *told)
@@ -109,7 +109,7 @@ def _panel(frames: Frames, step: int | None, most_bars: int, prefix: str = "") -
 
 def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
     longest_ns = max(panel.length_ns for panel in panels)
-    unit = Unit.of(longest_ns)
+    unit = TimeUnit.of(longest_ns)
     length = longest_ns / unit.value
     bars = pl.concat([panel.bars for panel in panels], how="diagonal")
     path = pl.concat(
@@ -134,13 +134,13 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
         title=f"time in the step ({unit.symbol})",
         scale=alt.Scale(domain=[0, length], nice=False),
     )
-    colour = alt.Color("what:N", scale=by_value(shown(_COLOURS, bars["what"])), title=None)
-    is_wait = pl.col("what").is_in(list(CAUSE_COLOURS))
+    color = alt.Color("what:N", scale=by_value(shown(_COLORS, bars["what"])), title=None)
+    is_wait = pl.col("what").is_in(list(CAUSE_COLORS))
     ran = bars.filter(~is_wait)
     idle = (
         alt.Chart(bars.filter(is_wait).select("row", "start", "end", "what"))
         .mark_bar(height={"band": 0.3})
-        .encode(y=rows, x=span, x2="end:Q", color=colour, tooltip=["what:N", "row:N"])
+        .encode(y=rows, x=span, x2="end:Q", color=color, tooltip=["what:N", "row:N"])
     )
     work = (
         alt.Chart(ran)
@@ -149,7 +149,7 @@ def _drawn(panels: Sequence[_Panel], title: str, *notes: str) -> Any:
             y=rows,
             x=span,
             x2="end:Q",
-            color=colour,
+            color=color,
             tooltip=[name for name in ran.columns if name not in ("start", "end")],
         )
     )
@@ -189,7 +189,7 @@ def _path(frames: Frames, step: int) -> tuple[int | None, pl.DataFrame]:
     return replica, pl.DataFrame(kept, schema=schema, orient="row")
 
 
-def _path_lines(path: pl.DataFrame, unit: Unit, labels: list[str]) -> list[Any]:
+def _path_lines(path: pl.DataFrame, unit: TimeUnit, labels: list[str]) -> list[Any]:
     """The path as a black line with a white edge, which is seen on every ground."""
     corners = path.select(
         "row",

@@ -13,16 +13,15 @@ from rrfp.analyze.charts.style import (
     by_value,
     faceted,
     finished,
-    label_of,
     lead_tasks,
     shown,
     some_places,
     window_of,
 )
-from rrfp.analyze.colors import CAUSE_COLOURS, KIND_COLOURS
-from rrfp.analyze.frames import Frames, run_limit
+from rrfp.analyze.colors import CAUSE_COLORS, KIND_COLORS
+from rrfp.analyze.frames import Frames, label_of, run_limit
 from rrfp.analyze.memory import budgets, kept_changes, memory
-from rrfp.analyze.number_format import Unit, tell
+from rrfp.analyze.number_format import TimeUnit, format_time
 from rrfp.errors import RrfpError
 from rrfp.schedule.knobs import byte_unit, told_bytes
 from rrfp.trace.records import NS_PER_S, count_of, step_name
@@ -64,28 +63,8 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
         },
     )
     rows = alt.Y("row:N", sort=list(labels.values()), title=None)
-    bars = (
-        alt.Chart(parts)
-        .mark_bar(stroke=INK, strokeWidth=0.3, strokeOpacity=0.5)
-        .encode(
-            y=rows,
-            x=alt.X(
-                "share:Q", stack="zero", title="share of the window", axis=alt.Axis(format="%")
-            ),
-            color=alt.Color(
-                "cause:N",
-                scale=by_value(shown(CAUSE_COLOURS, parts["cause"])),
-                title=None,
-            ),
-            order=alt.Order("place:Q"),
-            tooltip=[
-                alt.Tooltip("row:N", title="rank"),
-                alt.Tooltip("cause:N"),
-                alt.Tooltip("share:Q", format=".2%"),
-                alt.Tooltip("seconds:Q", format=".4g"),
-            ],
-        )
-    )
+    notes = [f"work is the rest; {divided.bubble_fraction:.1%} of all ranks' time is bubble"]
+    layers = [_cause_bars(parts, rows)]
     marks = pl.DataFrame(
         [
             {"row": labels[rank.rank], "structural": rank.structural_ns / rank.window_ns}
@@ -94,8 +73,6 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
         ],
         schema={"row": pl.String, "structural": pl.Float64},
     )
-    notes = [f"work is the rest; {divided.bubble_fraction:.1%} of all ranks' time is bubble"]
-    layers = [bars]
     if not marks.is_empty():
         notes.append(
             "the line ends the structural part, what tasks at their mean times would have left"
@@ -113,8 +90,34 @@ def bubble_causes(frames: Frames, structural: Sequence[float] = ()) -> Any:
     return finished(
         chart,
         f"Why ranks idled, over {count_of(divided.steps)} of "
-        f"{tell(divided.window_ns / len(divided.steps))}",
+        f"{format_time(divided.window_ns / len(divided.steps))}",
         *notes,
+    )
+
+
+def _cause_bars(parts: pl.DataFrame, rows: alt.Y) -> Any:
+    """A bar for each rank, with a part for each cause."""
+    return (
+        alt.Chart(parts)
+        .mark_bar(stroke=INK, strokeWidth=0.3, strokeOpacity=0.5)
+        .encode(
+            y=rows,
+            x=alt.X(
+                "share:Q", stack="zero", title="share of the window", axis=alt.Axis(format="%")
+            ),
+            color=alt.Color(
+                "cause:N",
+                scale=by_value(shown(CAUSE_COLORS, parts["cause"])),
+                title=None,
+            ),
+            order=alt.Order("place:Q"),
+            tooltip=[
+                alt.Tooltip("row:N", title="rank"),
+                alt.Tooltip("cause:N"),
+                alt.Tooltip("share:Q", format=".2%"),
+                alt.Tooltip("seconds:Q", format=".4g"),
+            ],
+        )
     )
 
 
@@ -135,12 +138,12 @@ def _labels(frames: Frames) -> dict[int, str]:
 
 _COLUMNS = 2
 _MOST_POINTS = 250
-"""Of a curve; of a longer one the highest point of every few is drawn."""
+"""The points of a curve; of a longer one the highest point of every few is drawn."""
 
 
 def memory_held(frames: Frames, step: int | None = None) -> Any:
-    """What each pipeline rank held in a step, at most over its replicas; None takes the step with
-    the highest peak. A dashed line is the bound in bytes, where one was in force.
+    """Draw what each pipeline rank held in a step, at most over its replicas; None takes the step
+    with the highest peak. A dashed line is the bound in bytes, where one was in force.
 
     Raises RrfpError when no step was finished or the trace does not tell any bytes, and UsageError
     for a step that was not finished.
@@ -161,21 +164,14 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
         .unique("pp_rank", keep="first", maintain_order=True)
     )
     own = tasks.join(held_most.select("rank"), on="rank", how="semi")
-    unit = Unit.of(end_ns - start_ns)
+    unit = TimeUnit.of(end_ns - start_ns)
     most = max(1, *held_most["held_bytes"])
     symbol, size = byte_unit(most)
-    curves = (
-        own.with_columns(index=pl.int_range(pl.len()).over("rank"), num=pl.len().over("rank"))
-        .with_columns(group=pl.col("index") // (1 + pl.col("num") // _MOST_POINTS))
-        .sort("rank", "group", "held_bytes", descending=[False, False, True], maintain_order=True)
-        .unique(["rank", "group"], keep="first", maintain_order=True)
-        .sort("rank", "start_ns", maintain_order=True)
-        .select(
-            pl.col("pp_rank").replace_strict(labels).alias("row"),
-            ((pl.col("start_ns") - start_ns) / unit.value).round(6).alias("time"),
-            (pl.col("held_bytes") / size).round(6).alias("held"),
-            (pl.col("for_w") / size).round(6).alias("for_w"),
-        )
+    curves = _thinned(own).select(
+        pl.col("pp_rank").replace_strict(labels).alias("row"),
+        ((pl.col("start_ns") - start_ns) / unit.value).round(6).alias("time"),
+        (pl.col("held_bytes") / size).round(6).alias("held"),
+        (pl.col("for_w") / size).round(6).alias("for_w"),
     )
     bounds = (
         held_most.join(budgets(frames).filter(pl.col("step") == step), on="rank")
@@ -195,7 +191,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     title = f"{symbol} held"
     base = alt.Chart().transform_filter("isValid(datum.held)")
     layers = [
-        base.mark_area(interpolate="step-after", color=KIND_COLOURS["F"], opacity=0.7).encode(
+        base.mark_area(interpolate="step-after", color=KIND_COLORS["F"], opacity=0.7).encode(
             x=time,
             y=alt.Y("held:Q", title=title),
             tooltip=["time:Q", "held:Q", "for_w:Q"],
@@ -204,7 +200,7 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     if (own["for_w"] > 0).any():
         notes = ("yellow: what waits for weight gradients alone", *notes)
         layers.append(
-            base.mark_area(interpolate="step-after", color=KIND_COLOURS["W"], opacity=0.9).encode(
+            base.mark_area(interpolate="step-after", color=KIND_COLORS["W"], opacity=0.9).encode(
                 x=time, y=alt.Y("for_w:Q", title=title)
             )
         )
@@ -225,10 +221,21 @@ def memory_held(frames: Frames, step: int | None = None) -> Any:
     )
 
 
+def _thinned(held: pl.DataFrame) -> pl.DataFrame:
+    """The highest point of every few, so that no curve has more than the most points."""
+    return (
+        held.with_columns(index=pl.int_range(pl.len()).over("rank"), num=pl.len().over("rank"))
+        .with_columns(group=pl.col("index") // (1 + pl.col("num") // _MOST_POINTS))
+        .sort("rank", "group", "held_bytes", descending=[False, False, True], maintain_order=True)
+        .unique(["rank", "group"], keep="first", maintain_order=True)
+        .sort("rank", "start_ns", maintain_order=True)
+    )
+
+
 # Progress curves: how many forwards and backwards each rank had started at every moment.
 
 
-"""Of a curve; a longer one is thinned out."""
+"""The points of a curve; a longer one is thinned out."""
 
 
 def progress(frames: Frames, step: int | None = None) -> Any:
@@ -244,7 +251,7 @@ def progress(frames: Frames, step: int | None = None) -> Any:
     )
     if tasks.is_empty():
         raise RrfpError(f"{step_name(step)} of the trace has no tasks; see 'rrfp trace check'")
-    unit = Unit.of(end_ns - start_ns)
+    unit = TimeUnit.of(end_ns - start_ns)
     limit = run_limit(frames)
     counts = (
         tasks.sort("start_ns")
@@ -289,7 +296,7 @@ def progress(frames: Frames, step: int | None = None) -> Any:
             y=alt.Y("count:Q", scale=domain, title="tasks started"),
             color=alt.Color(
                 "kind:N",
-                scale=by_value({kind: KIND_COLOURS[kind] for kind in "FB"}),
+                scale=by_value({kind: KIND_COLORS[kind] for kind in "FB"}),
                 title=None,
                 legend=alt.Legend(symbolType="stroke", symbolStrokeWidth=3),
             ),
@@ -343,7 +350,7 @@ def hint_order(frames: Frames, step: int | None = None) -> Any:
     dots = base.mark_circle(size=14, opacity=0.9).encode(
         x=alt.X("dispatched:Q", title="dispatch position", scale=place, axis=_AXIS),
         y=alt.Y("hint_position:Q", title="hint position", scale=place, axis=_AXIS),
-        color=alt.Color("kind:N", scale=by_value(shown(KIND_COLOURS, points["kind"])), title=None),
+        color=alt.Color("kind:N", scale=by_value(shown(KIND_COLORS, points["kind"])), title=None),
         tooltip=["kind:N", "microbatch:Q", "dispatched:Q", "hint_position:Q", "skipped:Q"],
     )
     line = base.mark_line(color=INK, opacity=0.35, strokeWidth=1, tooltip=False).encode(

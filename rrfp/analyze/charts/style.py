@@ -1,22 +1,21 @@
-"""What all charts share: labels, the time axis, and how many stages are shown.
+"""The style of all charts: labels, the time axis, and how many stages are shown.
 
-Text and lines are `currentColor`: an SVG takes the colour of the page around it, light or dark, and
+Text and lines are `currentColor`: an SVG takes the color of the page around it, light or dark, and
 a file of its own is black on white.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 import polars as pl
 
-from rrfp.analyze.frames import Frames
+from rrfp.analyze.frames import Frames, label_of
 from rrfp.errors import RrfpError, UsageError
 from rrfp.trace.records import in_order, step_name
 
 INK = "currentColor"
 WIDTH_PX = 760
-"""Of a chart in a file; in a page it has the page's."""
+"""The width of a chart in a file; in a page a chart is as wide as the page."""
 _AXIS_PX = 50
 _SPACING_PX = 16
 """Beside the first of several facets, and between them; page.js has the same."""
@@ -49,30 +48,24 @@ def faceted(chart: Any, by: str, order: list[str], columns: int, height_px: int)
     )
 
 
-def by_value(colours: dict[str, str]) -> alt.Scale:
-    """Each value in its own colour."""
-    return alt.Scale(domain=list(colours), range=list(colours.values()))
+def by_value(colors: dict[str, str]) -> alt.Scale:
+    """Each value in its own color."""
+    return alt.Scale(domain=list(colors), range=list(colors.values()))
 
 
-def shown(colours: dict[str, str], values: pl.Series) -> dict[str, str]:
-    """The colours of the values that there are."""
+def shown(colors: dict[str, str], values: pl.Series) -> dict[str, str]:
+    """The colors of the values that there are."""
     there = set(values.unique())
-    return {value: colour for value, colour in colours.items() if value in there}
-
-
-def label_of(stages: Sequence[int]) -> str:
-    """What a pipeline rank is called: its stages."""
-    return f"stage{'s' if len(stages) > 1 else ''} {' '.join(map(str, sorted(stages)))}"
+    return {value: color for value, color in colors.items() if value in there}
 
 
 def places(frames: Frames) -> dict[int, str]:
-    """The label of each pipeline rank."""
-    held = frames.run.select("pp_rank", "stages").unique("pp_rank").sort("pp_rank")
-    return {pp_rank: label_of(stages) for pp_rank, stages in held.iter_rows()}
+    """Return the label of each pipeline rank."""
+    return {pp_rank: label_of(stages) for pp_rank, stages in frames.stages.items()}
 
 
 def some_places(frames: Frames) -> tuple[dict[int, str], tuple[str, ...]]:
-    """As many places as fit side by side, from the first to the last, and a note of the others."""
+    """Return the places that fit side by side, from first to last, and a note of the others."""
     every = places(frames)
     if len(every) <= _MOST_FACETS:
         return every, ()

@@ -1,27 +1,36 @@
-"""`rrfp analyze`: reports from a run's trace."""
+"""`rrfp analyze`: reports from a run's trace.
+
+Each module of this package is one subcommand: a function with the module's name, and its `EXAMPLE`.
+"""
 
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-from rrfp.cli.analyze.bubbles import bubbles
-from rrfp.cli.analyze.chart import chart
-from rrfp.cli.analyze.compare import compare
-from rrfp.cli.analyze.critical_path import critical_path
-from rrfp.cli.analyze.deviations import deviations
-from rrfp.cli.analyze.findings import findings
-from rrfp.cli.analyze.memory import memory
-from rrfp.cli.analyze.misalignment import misalignment
-from rrfp.cli.analyze.report import report
-from rrfp.cli.analyze.whatif import whatif
 from rrfp.trace.run_dir import RUNS
+
+_FIRST = (
+    "findings",
+    "bubbles",
+    "whatif",
+    "deviations",
+    "memory",
+    "misalignment",
+    "critical_path",
+    "compare",
+    "report",
+    "chart",
+)
+"""The order of the subcommands in the help; others follow by name."""
 
 
 class _FindingsByDefault(TyperGroup):
-    """Without a report's name, what is given are the arguments of `findings`."""
+    """A group whose arguments are those of `findings` unless they name a report."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # While a shell asks for what may follow `rrfp analyze`, that may be a report, too.
@@ -31,7 +40,7 @@ class _FindingsByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The reports, and what may stand behind `findings`."""
+        """Offer the reports, and what may stand behind `findings`."""
         findings = self.commands["findings"]
         with findings.make_context("findings", [], parent=ctx, resilient_parsing=True) as context:
             is_option = incomplete.startswith("-")
@@ -40,7 +49,7 @@ class _FindingsByDefault(TyperGroup):
         return [*super().shell_complete(ctx, incomplete), *offered]
 
     def _is_argument(self, text: str, help_options: list[str]) -> bool:
-        """Whether it is neither a report's name, nor meant as one."""
+        """True if a text is neither a report's name, nor meant as one."""
         if text in self.commands or text in help_options:
             return False
         if text.startswith("-") or "/" in text or "." in text or Path(text).exists():
@@ -50,27 +59,19 @@ class _FindingsByDefault(TyperGroup):
         return not get_close_matches(text, self.commands)
 
 
-app = typer.Typer(
-    cls=_FindingsByDefault,
-    help="What makes a run's steps long, and reports from its trace. Without a report's name, the "
-    "findings: rrfp analyze [RUN].",
-)
+def make_app() -> typer.Typer:
+    """Make the command group from the modules that are in this package."""
+    group = typer.Typer(
+        cls=_FindingsByDefault,
+        help="What makes a run's steps long, and reports from its trace. Without a report's name, "
+        "the findings: rrfp analyze [RUN].",
+    )
+    names = {module.name for module in iter_modules(__path__)}
+    for name in (*_FIRST, *sorted(names.difference(_FIRST))):
+        module = import_module(f"{__name__}.{name}")
+        command = group.command(name.replace("_", "-"), epilog=module.EXAMPLE)
+        command(getattr(module, name))
+    return group
 
-app.command(epilog="Example: rrfp analyze runs/latest --steps 100:")(findings)
 
-app.command(epilog="Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4")(
-    bubbles
-)
-app.command(
-    epilog="Examples: rrfp analyze whatif runs/latest; "
-    "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8"
-)(whatif)
-app.command(epilog="Example: rrfp analyze deviations runs/latest --fail-above 0.2")(deviations)
-app.command(epilog="Example: rrfp analyze memory runs/latest --steps 3:10 --by rank")(memory)
-app.command(epilog="Example: rrfp analyze misalignment runs/latest --steps 3:10")(misalignment)
-app.command("critical-path", epilog="Example: rrfp analyze critical-path runs/latest --step 4")(
-    critical_path
-)
-app.command(epilog="Example: rrfp analyze compare runs/before runs/after -o compared.html")(compare)
-app.command(epilog="Example: rrfp analyze report runs/latest -o report.html")(report)
-app.command(epilog="Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png")(chart)
+app = make_app()

@@ -1,11 +1,12 @@
-"""`rrfp analyze bubbles`: where the ranks' time went."""
+"""`rrfp analyze bubbles`: the work and the idle time of the ranks, by cause."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import left_out_of
+from rrfp.cli.console import print_report
 from rrfp.cli.options import (
+    PEOPLE,
     By,
     ByRank,
     Evaluations,
@@ -18,16 +19,15 @@ from rrfp.cli.options import (
 )
 from rrfp.cli.output import (
     check_threshold,
-    print_frame,
-    tell_evaluations,
-    tell_left_out,
-    tell_missing_records,
-    tell_warm_up,
+    left_out_of,
+    note_evaluations,
+    note_left_out,
+    note_missing_records,
+    note_warm_up,
 )
 from rrfp.cli.progress import working
 
-if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
+EXAMPLE = "Example: rrfp analyze bubbles runs/latest --steps 3:10 --fail-above 0.4"
 
 
 def bubbles(
@@ -49,6 +49,7 @@ def bubbles(
     """
     asked = None if steps is None else parse_steps(steps)
 
+    from rrfp.analyze.bubbles import bubble_table
     from rrfp.analyze.bubbles import bubbles as divide
     from rrfp.analyze.chosen_steps import NOT_REPLAYED, choose
     from rrfp.analyze.frame_files import CachedTrace
@@ -57,22 +58,18 @@ def bubbles(
     with working("Reading the trace"):
         trace = CachedTrace(resolve_trace(path))
         frames = choose(trace.frames(), asked, evaluations=evaluations)
-    tell_missing_records(frames)
+    note_missing_records(frames)
     report = divide(frames)
     with working("Replaying the run"):
         structural, why_not = ([], NOT_REPLAYED) if evaluations else trace.structural(asked)
     report = report.with_structural(structural)
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
-    tell_warm_up(frames)
-    tell_left_out(report.dropped_steps, "not every rank finished them")
-    if output_format in (Format.TABLE, Format.MD):
-        tell_evaluations(frames)
-
-    def sheets() -> "list[Sheet]":
-        from rrfp.cli.analyze.sheets import bubble_sheet
-
-        return [bubble_sheet(report, why_not, by_rank=by is By.RANK)]
-
-    print_frame(report.frame, report.as_json() | left_out_of(frames), output_format, sheets)
+    note_warm_up(frames)
+    note_left_out(report.dropped_steps, "not every rank finished them")
+    if output_format in PEOPLE:
+        note_evaluations(frames)
+    by_rank = by is By.RANK or output_format not in PEOPLE
+    table = bubble_table(report, why_not, by_rank=by_rank)
+    print_report([table], output_format, left_out_of(frames))
     check_threshold(fail_above, report.bubble_fraction, "the bubble fraction")

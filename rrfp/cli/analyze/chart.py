@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from rrfp.analyze.charts.names import ChartKind
-from rrfp.cli.analyze.frames import read_frames
 from rrfp.cli.options import Evaluations, Steps, TracePath, step_asked
-from rrfp.cli.output import check_report_extra, tell_evaluations, tell_warm_up
+from rrfp.cli.output import check_report_extra, note_evaluations, note_warm_up, read_frames
+
+EXAMPLE = "Example: rrfp analyze chart gantt runs/latest --step 4 -o gantt.png"
 
 
 def chart(
@@ -49,8 +50,8 @@ def chart(
     out = out or Path(f"{kind}.png")
     check_ending(out)
     frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
-    tell_evaluations(frames)
+    note_evaluations(frames)
     drawn = draw(kind, frames, step_asked(frames, step, evaluations=evaluations))
-    tell_warm_up(frames)
+    note_warm_up(frames)
     save(drawn, out)
     typer.echo(f"The chart is {out}")

@@ -1,15 +1,22 @@
-"""`rrfp analyze critical-path`: what made a step as long as it was."""
+"""`rrfp analyze critical-path`: the chain of tasks and waits that made a step long."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import print_report, read_frames
-from rrfp.cli.options import Evaluations, Format, FrameFormat, Stage, Steps, TracePath, step_asked
-from rrfp.cli.output import check_threshold
+from rrfp.cli.options import (
+    PEOPLE,
+    Evaluations,
+    Format,
+    FrameFormat,
+    Stage,
+    Steps,
+    TracePath,
+    step_asked,
+)
+from rrfp.cli.output import check_threshold, print_analysis, read_frames
 
-if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
+EXAMPLE = "Example: rrfp analyze critical-path runs/latest --step 4"
 
 
 def critical_path(
@@ -37,16 +44,14 @@ def critical_path(
     what came last of the things that a task needed.
     """
     from rrfp.analyze.critical_path import critical_path as find_path
+    from rrfp.analyze.critical_path import owner_table, path_table
 
     frames = read_frames(path, steps, evaluations, with_warm_up=step is not None)
     report = find_path(frames, step_asked(frames, step, evaluations=evaluations))
     if stage is not None:
         report = report.of_rank(frames.rank_of(stage))
 
-    def sheets() -> "list[Sheet]":
-        from rrfp.cli.analyze.sheets import path_sheet, stages_by_rank
-
-        return [path_sheet(report, stages_by_rank(frames.run))]
-
-    print_report(frames, report.frame, report.as_json(), output_format, sheets)
+    for_people = output_format in PEOPLE
+    table = path_table(report, frames.stages) if for_people else owner_table(report)
+    print_analysis(frames, table, output_format)
     check_threshold(fail_above, report.idle_fraction, "what links and waits own of the step")

@@ -1,15 +1,13 @@
-"""`rrfp analyze deviations`: how far each rank departed from its hint's order."""
+"""`rrfp analyze deviations`: the departures of each rank from its hint's order."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import print_report, read_frames
 from rrfp.cli.options import By, ByRank, Evaluations, Format, FrameFormat, Stage, Steps, TracePath
-from rrfp.cli.output import check_threshold, tell_left_out
+from rrfp.cli.output import check_threshold, note_left_out, print_analysis, read_frames
 
-if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
+EXAMPLE = "Example: rrfp analyze deviations runs/latest --fail-above 0.2"
 
 
 def deviations(
@@ -30,17 +28,14 @@ def deviations(
     The distance is the share of a step's pairs of tasks that ran the other
     way round.
     """
-    from rrfp.analyze import deviations as module
+    from rrfp.analyze.deviations import deviation_table
+    from rrfp.analyze.deviations import deviations as measure
 
     frames = read_frames(path, steps, evaluations)
-    report = module.deviations(frames, stage, by_rank=by is By.RANK)
+    report = measure(frames, stage, by_rank=by is By.RANK)
     unfinished = set(frames.steps) - set(frames.windows["step"])
-    tell_left_out(tuple(unfinished), "not every rank finished them")
+    note_left_out(tuple(unfinished), "not every rank finished them")
 
-    def sheets() -> "list[Sheet]":
-        from rrfp.cli.analyze.sheets import deviation_sheet, stages_by_rank
-
-        return [deviation_sheet(report, stages_by_rank(frames.run), by_rank=by is By.RANK)]
-
-    print_report(frames, report, module.as_json(report), output_format, sheets)
+    table = deviation_table(report, frames.stages, by_rank=by is By.RANK)
+    print_analysis(frames, table, output_format)
     check_threshold(fail_above, report["deviating_fraction"].max(), "a rank's deviating fraction")

@@ -1,4 +1,4 @@
-"""`rrfp analyze` and `rrfp analyze findings`: what makes a run's steps long, in one screen."""
+"""`rrfp analyze` and `rrfp analyze findings`: the causes of long steps, in one screen."""
 
 import json
 from collections.abc import Sequence
@@ -8,18 +8,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rrfp.cli.options import Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
-from rrfp.cli.output import (
-    print_frame,
-    print_sheets,
-    tell_evaluations,
-    tell_missing_records,
-    tell_warm_up,
-)
+from rrfp.cli.console import print_report, print_tables
+from rrfp.cli.options import PEOPLE, Evaluations, Format, FrameFormat, Steps, TracePath, parse_steps
+from rrfp.cli.output import left_out_of, note_evaluations, note_missing_records, note_warm_up
 from rrfp.cli.progress import working
 
 if TYPE_CHECKING:
-    import polars as pl
     from rich.console import Console
 
     from rrfp.analyze.failure import Fatal
@@ -121,8 +115,10 @@ def _shortened(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
-    """The first so many lines, up to the end of their last sentence; if none ends there, the last
-    of them tells that there were more."""
+    """Return the first `num` lines, up to the end of their last sentence.
+
+    If no sentence ends in them, the last line ends in an ellipsis.
+    """
     if num >= len(lines) or not num:
         return list(lines[:num])
     *first, last = lines[:num]
@@ -136,7 +132,9 @@ def _cut(lines: Sequence[str], num: int, width: int) -> list[str]:
 
 
 _NOTABLE_ERROR = 0.01
-"""Of a replay: what fixing saves is told from 1% on."""
+"""A replay that is further off makes small savings uncertain, which the screen states."""
+
+EXAMPLE = "Example: rrfp analyze runs/latest --steps 100:"
 
 
 def findings(
@@ -158,6 +156,7 @@ def findings(
 
     from rrfp.analyze.chosen_steps import choose
     from rrfp.analyze.failure import fatal_of
+    from rrfp.analyze.findings import finding_table
     from rrfp.analyze.frame_files import CachedTrace
     from rrfp.trace.locate import find_run, resolve_trace
 
@@ -169,7 +168,7 @@ def findings(
     # The commands look at what this one has looked at.
     name = f"./{run}" if str(run).startswith("-") else str(run)
     if fatal is not None and asked is None and not evaluations:
-        if output_format in (Format.TABLE, Format.MD):
+        if output_format in PEOPLE:
             _print_fatal(fatal, everything, name, markdown=output_format is Format.MD)
             return
         if output_format is Format.JSON and everything.windows.is_empty():
@@ -177,12 +176,13 @@ def findings(
             return
     with working("Reading the trace"):
         frames = choose(everything, asked, evaluations=evaluations)
-    tell_missing_records(frames)
-    tell_warm_up(frames)
+    note_missing_records(frames)
+    note_warm_up(frames)
     with working("Replaying the run without each suspect"):
         found = cached.diagnosis(asked, evaluations=evaluations)
-    if output_format in (Format.TABLE, Format.MD):
-        tell_evaluations(frames)
+    if output_format in PEOPLE:
+        note_evaluations(frames)
+    table = finding_table(found, name, steps)
     chosen = "" if steps is None else f" --steps {steps}"
     chosen += " --evaluations" if evaluations else ""
     following = f"rrfp analyze report {quote(name)}{chosen} -o report.html"
@@ -190,7 +190,7 @@ def findings(
         case Format.TABLE:
             parts = _parts(found, name, steps)
             lead, last = _lead(found), [*_rest(found, frames), f"Next: {following}"]
-            from rrfp.cli.tables import console
+            from rrfp.cli.console import console
 
             terminal = console()
             for line in fitted(terminal, lead, parts, last):
@@ -198,22 +198,19 @@ def findings(
         case Format.MD:
             print(_markdown(found, _rest(found, frames), name, steps, following))
         case Format.JSON:
-            as_json = found.as_json(name, steps)
-            as_json["evaluations_left_out"] = frames.num_left_out
+            document = table.document() | {"evaluations_left_out": frames.num_left_out}
             if fatal is not None:
-                as_json["fatal"] = fatal.as_json()
-            if frames.warm_up:
-                as_json["warm_up_left_out"] = list(frames.warm_up)
-            typer.echo(json.dumps(as_json, indent=2))
+                document["fatal"] = fatal.as_json()
+            typer.echo(json.dumps(document | left_out_of(frames), indent=2))
         case _:
-            print_frame(_frame(found, name, steps), {}, output_format, lambda: ())
+            print_report([table], output_format)
 
 
 def _print_fatal(fatal: "Fatal", frames: "Frames", name: str, *, markdown: bool) -> None:
     """The last moments of a run, and where to look next."""
-    from rrfp.cli.analyze.sheets import fatal_sheet
+    from rrfp.analyze.failure import fatal_table
 
-    print_sheets([fatal_sheet(fatal, is_whole=markdown)], markdown=markdown)
+    print_tables([fatal_table(fatal, is_whole=markdown)], markdown=markdown)
     if not frames.windows.is_empty():
         print(f"Next, its finished steps: rrfp analyze {quote(name)} --steps 0:")
 
@@ -229,18 +226,18 @@ def _lead(found: "Diagnosis") -> str:
 
 
 def _rest(found: "Diagnosis", frames: "Frames") -> list[str]:
-    """What is to be said below the findings."""
+    """Return the sentences below the findings."""
     if found.why_not_replayed:
         return [f"What fixing would save is not known: {found.why_not_replayed}."]
     if not found.findings:
         return ["Fixing any one thing would save less than 1% of a step."]
-    told = []
+    notes = []
     num_steps = frames.windows.height
     if found.num_replayed < num_steps:
-        told.append(f"Savings are those of {found.num_replayed} of the {num_steps} steps.")
+        notes.append(f"Savings are those of {found.num_replayed} of the {num_steps} steps.")
     if found.replay_error >= _NOTABLE_ERROR:
-        told.append(f"Replays are {found.replay_error:.0%} off; smaller savings are uncertain.")
-    return [" ".join(told)] if told else []
+        notes.append(f"Replays are {found.replay_error:.0%} off; smaller savings are uncertain.")
+    return [" ".join(notes)] if notes else []
 
 
 def _titled(finding: "Finding") -> str:
@@ -266,7 +263,7 @@ def _parts(found: "Diagnosis", name: str, steps: str | None) -> list[Part]:
 def _markdown(
     found: "Diagnosis", rest: list[str], name: str, steps: str | None, following: str
 ) -> str:
-    from rrfp.cli.tables import escaped
+    from rrfp.analyze.table import escape_markdown as escaped
 
     paragraphs = [escaped(_lead(found))]
     for number, each in enumerate(_shown(found), start=1):
@@ -275,25 +272,3 @@ def _markdown(
         paragraphs.append(f"   ```sh\n   {each.command(name, steps)}\n   ```")
     paragraphs += map(escaped, rest)
     return "\n\n".join([*paragraphs, f"Next:\n\n```sh\n{following}\n```"])
-
-
-def _frame(found: "Diagnosis", name: str, steps: str | None) -> "pl.DataFrame":
-    """A row a finding, also those that the screen has no room for."""
-    import polars as pl
-
-    rows = [each.as_json(name, steps) for each in found.findings]
-    links = [
-        None if each.link is None else "-".join(map(str, each.link)) for each in found.findings
-    ]
-    schema = {
-        "kind": pl.String,
-        "pp_rank": pl.Int64,
-        "rank": pl.Int64,
-        "link": pl.String,
-        "saving_fraction": pl.Float64,
-        "share_fraction": pl.Float64,
-        "text": pl.String,
-        "command": pl.String,
-    }
-    flat = [row | {"link": link} for row, link in zip(rows, links, strict=True)]
-    return pl.DataFrame([[row[key] for key in schema] for row in flat], schema=schema, orient="row")

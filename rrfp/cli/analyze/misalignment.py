@@ -1,15 +1,13 @@
-"""`rrfp analyze misalignment`: how messages and their stages missed each other."""
+"""`rrfp analyze misalignment`: queued messages and starved stages, link by link."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import print_report, read_frames
 from rrfp.cli.options import By, ByRank, Evaluations, Format, FrameFormat, Stage, Steps, TracePath
-from rrfp.cli.output import check_threshold
+from rrfp.cli.output import check_threshold, print_analysis, read_frames
 
-if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
+EXAMPLE = "Example: rrfp analyze misalignment runs/latest --steps 3:10"
 
 
 def misalignment(
@@ -25,15 +23,12 @@ def misalignment(
     ] = None,
 ) -> None:
     """Show on each link how long messages lay ready, and how long stages idled for them."""
-    from rrfp.analyze import misalignment as module
+    from rrfp.analyze.misalignment import link_table
+    from rrfp.analyze.misalignment import misalignment as measure
 
     frames = read_frames(path, steps, evaluations)
-    report = module.misalignment(frames, stage, by_rank=by is By.RANK)
+    report = measure(frames, stage, by_rank=by is By.RANK)
 
-    def sheets() -> "list[Sheet]":
-        from rrfp.cli.analyze.sheets import link_sheet, stages_by_rank
-
-        return [link_sheet(report, stages_by_rank(frames.run), by_rank=by is By.RANK)]
-
-    print_report(frames, report, module.as_json(report), output_format, sheets)
+    table = link_table(report, frames.stages, by_rank=by is By.RANK)
+    print_analysis(frames, table, output_format)
     check_threshold(fail_above, report["starved_s_p95"].max(), "a link's p95 of seconds starved")

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from rrfp.cli.options import Evaluations, Steps, TracePath, parse_steps
-from rrfp.cli.output import check_page, check_report_extra, tell_evaluations, tell_warm_up
+from rrfp.cli.output import check_page, check_report_extra, note_evaluations, note_warm_up
 from rrfp.cli.progress import working
+
+EXAMPLE = "Example: rrfp analyze report runs/latest -o report.html"
 
 
 def report(
@@ -38,8 +40,8 @@ def report(
     with working("Reading the trace"):
         contents = read_contents(trace)
         frames = choose(frames_of(contents.recording), asked, evaluations=evaluations)
-    tell_warm_up(frames)
-    tell_evaluations(frames)
+    note_warm_up(frames)
+    note_evaluations(frames)
     with working("Writing the report"):
         write_file(out, report_on(report_of(trace), contents, frames).encode())
     typer.echo(f"The report is {out}")

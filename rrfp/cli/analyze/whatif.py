@@ -1,21 +1,22 @@
-"""`rrfp analyze whatif`: a run replayed otherwise."""
+"""`rrfp analyze whatif`: a run replayed with changes."""
 
 import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rrfp.cli.analyze.frames import left_out_of, read_frames
+from rrfp.cli.console import print_report
 from rrfp.cli.declared_options import hint_names
-from rrfp.cli.options import Format, FrameFormat, Steps, TracePath
+from rrfp.cli.options import PEOPLE, Format, FrameFormat, Steps, TracePath
 from rrfp.cli.output import (
     NOT_WHOLE,
     WITHOUT_SIZES,
     check_threshold,
-    print_frame,
-    tell_evaluations,
-    tell_left_out,
-    tell_warm_up,
+    left_out_of,
+    note_evaluations,
+    note_left_out,
+    note_warm_up,
+    read_frames,
 )
 from rrfp.cli.progress import working
 from rrfp.errors import UsageError
@@ -24,9 +25,13 @@ from rrfp.schedule.admission import Admit
 from rrfp.schedule.knobs import parse_hold, parse_patience
 
 if TYPE_CHECKING:
-    from rrfp.cli.tables import Sheet
     from rrfp.replay.change import Change
     from rrfp.replay.recorded import RecordedRun
+
+EXAMPLE = (
+    "Examples: rrfp analyze whatif runs/latest; "
+    "rrfp analyze whatif runs/latest --hint bfw --hint zb-h1 --hold 8"
+)
 
 
 def whatif(
@@ -135,8 +140,9 @@ def whatif(
     in every row, and each --hint makes one; without any, a sensible set is shown.
     Savings are shares of the run's own replayed time.
     """
+    from rrfp.analyze.chosen_steps import step_time_ns
     from rrfp.analyze.frames import recording_of
-    from rrfp.analyze.whatif import whatif_frame
+    from rrfp.analyze.whatif import whatif_table
     from rrfp.cli.simulate.rows import count_or_none, read_dispatch
     from rrfp.replay.change import Change
     from rrfp.replay.whatif import what_if
@@ -180,20 +186,14 @@ def whatif(
     frames = read_frames(path, steps, evaluations=False)
     with working("Replaying the run"):
         report = what_if(recording_of(frames), changes if is_asked else None, w_share=w_share)
-    tell_warm_up(frames)
-    tell_left_out(report.run.left_out, NOT_WHOLE)
-    tell_left_out(report.run.without_sizes, WITHOUT_SIZES)
-    if output_format in (Format.TABLE, Format.MD):
-        tell_evaluations(frames, "only steps that train are replayed")
+    note_warm_up(frames)
+    note_left_out(report.run.left_out, NOT_WHOLE)
+    note_left_out(report.run.without_sizes, WITHOUT_SIZES)
+    if output_format in PEOPLE:
+        note_evaluations(frames, "only steps that train are replayed")
 
-    def sheets() -> "list[Sheet]":
-        from rrfp.analyze.chosen_steps import step_time_ns
-        from rrfp.cli.simulate.tables import whatif_sheet
-
-        replayed = [each.step for each in report.run.steps]
-        return [whatif_sheet(report, step_time_ns(frames, replayed))]
-
-    print_frame(whatif_frame(report), report.as_json() | left_out_of(frames), output_format, sheets)
+    step_ns = step_time_ns(frames, [each.step for each in report.run.steps])
+    print_report([whatif_table(report, step_ns)], output_format, left_out_of(frames))
     check_threshold(fail_above, max(row.saving for row in report.rows), "the best row's saving")
 
 

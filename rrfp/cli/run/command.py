@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    # Of Python 3.14, whose colours the terminal's guard would show as escapes.
+    # Of Python 3.14, whose colors the terminal's guard would show as escapes.
     parser.color = False  # type: ignore[attr-defined,unused-ignore]
     first = parser.add_argument_group("Arguments")
     first.add_argument("SCRIPT", nargs="?", help="A Python file, or -m and a module's name.")

@@ -1,6 +1,5 @@
 """`rrfp simulate`: what a pipeline would take under one setting, or under many."""
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_rows
 from rrfp.cli.declared_options import (
     DATA,
     LAYOUT,
@@ -24,7 +24,7 @@ from rrfp.cli.declared_options import (
     one_of,
 )
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, print_sheets, tell_left_out
+from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out
 from rrfp.cli.progress import progress
 from rrfp.schedule.admission import Admit
 from rrfp.schedule.balance import AdmitAcross
@@ -260,7 +260,7 @@ def simulate(
     given = locals()
 
     from rrfp.cli.simulate.rows import SETTINGS, asked_rows, field_of, settings_of, with_limits
-    from rrfp.cli.simulate.tables import as_json, labels, print_rows, title
+    from rrfp.cli.simulate.trial_table import trial_table
 
     texts = {name: given[field_of(name)] for name in SETTINGS}
     flags = {name: text for name, text in texts.items() if text is not None}
@@ -282,16 +282,7 @@ def simulate(
             rows = run_settings(settings, chosen, finished=lambda: advance(1))
     else:
         rows = _record(asked, settings, chosen, out, force)
-    match output_format:
-        case RowFormat.TABLE | RowFormat.MD:
-            from rrfp.cli.simulate.tables import trial_sheet
-
-            sheet = trial_sheet(title(asked, chosen, rows), labels(asked, rows), rows)
-            print_sheets([sheet], markdown=output_format is RowFormat.MD)
-        case RowFormat.JSON:
-            print(json.dumps({"rows": as_json(asked, rows)}))
-        case RowFormat.CSV:
-            print_rows(asked, rows)
+    print_rows(trial_table(asked, chosen, rows), output_format)
 
 
 def _tell_left_out(settings: "Sequence[Setting]") -> None:
@@ -302,8 +293,8 @@ def _tell_left_out(settings: "Sequence[Setting]") -> None:
     given = [as_given(setting.costs) for setting in settings]
     runs = [costs for costs in given if isinstance(costs, RecordedCosts)]
     for costs in {id(run): run for run in runs}.values():
-        tell_left_out(costs.left_out, NOT_WHOLE)
-        tell_left_out(costs.without_sizes, WITHOUT_SIZES)
+        note_left_out(costs.left_out, NOT_WHOLE)
+        note_left_out(costs.without_sizes, WITHOUT_SIZES)
 
 
 def _tell_unfilled(settings: "Sequence[Setting]") -> None:

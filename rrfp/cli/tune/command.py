@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rrfp.cli.console import print_rows
 from rrfp.cli.declared_options import OUTPUT, Offer, cost_names, escaped, one_of, run_names
 from rrfp.cli.options import RowFormat
-from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, tell_left_out, tell_warm_up
+from rrfp.cli.output import NOT_WHOLE, WITHOUT_SIZES, note_left_out, note_warm_up, read_frames
 from rrfp.cli.progress import progress, working
 from rrfp.errors import UsageError
 from rrfp.schedule.knobs import parse_hold
@@ -196,7 +197,7 @@ def tune(
 
     Example: rrfp tune @-1 --memory 40GiB --try 2
     """
-    from rrfp.cli.tune.output import as_json, print_csv, print_found
+    from rrfp.cli.tune.proposals import print_flags, proposal_table
     from rrfp.cli.tune.trial import Trials
     from rrfp.tune.search import tune as search
 
@@ -234,13 +235,11 @@ def tune(
             told=lambda: advance(1),
         )
     tries = [trials.run(number, each) for number, each in enumerate(found.proposals[:tried], 1)]
-    match output_format:
-        case RowFormat.TABLE | RowFormat.MD:
-            print_found(source, found, tries, markdown=output_format is RowFormat.MD)
-        case RowFormat.JSON:
-            as_json(source, found, tries)
-        case RowFormat.CSV:
-            print_csv(source, found, tries)
+    table = proposal_table(source, found, tries)
+    # Flags begin with a dash and are no formulas.
+    print_rows(table, output_format, may_have_formulas=False)
+    if output_format in (RowFormat.TABLE, RowFormat.MD):
+        print_flags(source, found, markdown=output_format is RowFormat.MD)
 
 
 def _is_costs(named: str | None) -> bool:
@@ -311,13 +310,12 @@ def _run_source(
             f"--{given[0]} is about costs in a file, and a run says it itself; leave it out"
         )
     from rrfp.analyze.frames import recording_of
-    from rrfp.cli.analyze.frames import read_frames
     from rrfp.replay.recorded import read_run
     from rrfp.train.settings import num_vision_stages
     from rrfp.tune.from_run import settings_of, source_of_run
 
     frames = read_frames(None if named is None else Path(named), None, evaluations=False)
-    tell_warm_up(frames)
+    note_warm_up(frames)
     with working("Measuring the run"):
         recording = recording_of(frames)
         run = read_run(recording)
@@ -330,6 +328,6 @@ def _run_source(
             loop_only=loop_only,
             num_vision_stages=num_vision_stages(run.shape.num_stages) if is_vlm else 0,
         )
-    tell_left_out(run.left_out, NOT_WHOLE)
-    tell_left_out(run.without_sizes, WITHOUT_SIZES)
+    note_left_out(run.left_out, NOT_WHOLE)
+    note_left_out(run.without_sizes, WITHOUT_SIZES)
     return source, {} if "imported" in recording.settings else settings

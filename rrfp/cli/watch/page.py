@@ -20,7 +20,7 @@ _MOST_STAGES = 12
 _MOST_ALARMS = 3
 _BAR_WIDTH = 24
 _LEAST_EXTRA, _LEAST_TOLD = 0.1, 0.01
-_COLOURS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
+_COLORS = {Stand.GOING: "green", Stand.SILENT: "yellow", Stand.KILLED: "red"}
 
 
 def page(follower: Follower, stand: Stand, told: str, notes: Sequence[str] = ()) -> RenderableType:
@@ -50,7 +50,7 @@ def _headline(follower: Follower, stand: Stand, told: str) -> Text:
         line.append(f"session {follower.session}  ")
     if (step := follower.last_step) is not None:
         line.append(f"{_num_steps(follower, step)}  ")
-    line.append(told, style=_COLOURS.get(stand, ""))
+    line.append(told, style=_COLORS.get(stand, ""))
     return line
 
 
@@ -187,6 +187,6 @@ def _stages_of_metrics(follower: Follower) -> Table:
 
 def duration(seconds: float) -> str:
     """`0.43 s`, `12.1 ms`."""
-    from rrfp.analyze.number_format import tell
+    from rrfp.analyze.number_format import format_time
 
-    return tell(seconds * NS_PER_S)
+    return format_time(seconds * NS_PER_S)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rich.console import RenderableType
 from rich.live import Live
 
-from rrfp.cli.tables import console
+from rrfp.cli.console import console
 from rrfp.cli.watch.page import duration, page
 from rrfp.watch.alarms import Alarm, Alert, as_json, facts, of_metrics, of_step
 from rrfp.watch.figures import StepFigures

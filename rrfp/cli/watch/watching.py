@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, MutableMapping
 
-from rrfp.cli.terminal import is_heard
+from rrfp.cli.terminal import has_reader
 from rrfp.cli.watch.alert_command import AlertCommand
 from rrfp.cli.watch.telling import OVER, Teller
 from rrfp.errors import RrfpError
@@ -38,7 +38,7 @@ def watch_run(
             if is_last and (once or now in OVER):
                 teller.end(now, told)
                 break
-            if not is_heard():
+            if not has_reader():
                 break
             if not news.has_more:
                 sleep()

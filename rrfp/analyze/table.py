@@ -1,0 +1,259 @@
+"""The table that an analysis returns, and its forms as Markdown, CSV, Parquet and JSON.
+
+A `Table` is data: columns with values and units, the rows that stand out, and sentences of
+conclusion. People and programs read the same rows. A column with a heading is for people, a column
+with a key is for programs, and a column with both shows one value to both. `rrfp.cli.console`
+writes tables to a terminal and `rrfp.analyze.html` writes them into a page.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from rrfp.analyze.number_format import Times, format_tenths
+from rrfp.schedule.knobs import told_bytes
+from rrfp.trace.records import NS_PER_S
+
+if TYPE_CHECKING:
+    import polars as pl
+
+MARK = "▲"
+"""The sign behind a value that stands out."""
+_MARKDOWN = re.compile(r"[\\|*_`<\[\]~]")
+_FORMULA = re.compile(r"[=+\-@\t\r]")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How people read the values of a column."""
+
+    format: Callable[[Any], str]
+    is_text: bool = False
+    """Text is aligned left and may wrap. Figures are aligned right and never wrap."""
+    is_name: bool = False
+    """Names are text that people copy; they wrap only where nothing else helps."""
+
+
+def figure(spec: str, scale: int = 1) -> Unit:
+    """Return the unit of numbers that are multiplied by `scale` and written by a format spec."""
+    return Unit(lambda value: format(scale * value, spec))
+
+
+def times(times_ns: Iterable[float]) -> Unit:
+    """Return the unit of times in nanoseconds, all written in the unit of the longest of them."""
+    return Unit(Times(times_ns).format)
+
+
+def seconds(times_s: Iterable[float]) -> Unit:
+    """Return the unit of times in seconds, all written in the unit of the longest of them."""
+    common = Times(time_s * NS_PER_S for time_s in times_s)
+    return Unit(lambda time_s: common.format(time_s * NS_PER_S))
+
+
+TEXT = Unit(str, is_text=True)
+NAME = Unit(str, is_text=True, is_name=True)
+NUMBER = Unit(str)
+COMPACT = figure("g")
+RATIO = figure(".3f")
+PERCENT = figure(".1f", 100)
+CHANGE = figure("z.1f", 100)
+"""Percent that may be negative; it never shows a negative zero."""
+TENTHS = Unit(format_tenths)
+BYTES = Unit(told_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: for people if it has a heading, for programs if it has a key."""
+
+    heading: str | None
+    """A line break in a heading is one on a terminal only. None hides the column from people."""
+    values: "Sequence[Any] | pl.Series"
+    """A value for each row. People read None as an empty cell."""
+    unit: Unit = NUMBER
+    key: str = ""
+    """The name of the column in CSV and Parquet."""
+    path: str | None = None
+    """The place of the value in a row of JSON, names joined by dots. None means the key, and an
+    empty path hides the column from JSON."""
+    marked: Collection[int] = ()
+    """The rows whose values stand out."""
+    lead: Any = None
+    """The value in the table's lead row."""
+    total: Any = None
+    """The value in the table's total row."""
+    color: str = ""
+    """The color of the column's subject in charts; a terminal shows it above the heading."""
+    is_on_pages_only: bool = False
+    """True for detail that only a page has the width for."""
+
+    @property
+    def json_path(self) -> str:
+        return self.key if self.path is None else self.path
+
+    def texts(self, *, has_lead: bool, has_total: bool) -> list[str]:
+        """Return the cells that people read, marks included; unmarked cells keep a mark's width."""
+        gap = " " if self.marked else ""
+        cells = [
+            f"{self._text(value)}{MARK if row in self.marked else gap}"
+            for row, value in enumerate(self.values)
+        ]
+        lead = [f"{self._text(self.lead)}{gap}"] if has_lead else []
+        total = [f"{self._text(self.total)}{gap}"] if has_total else []
+        return [*lead, *cells, *total]
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return "" if value is None else self.unit.format(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A report for people and for programs."""
+
+    title: str
+    """One line, or several of which the last is the table's own."""
+    columns: Sequence[Column]
+    conclusions: Sequence[str] = ()
+    """Sentences below the table; empty ones are left out."""
+    num_names: int = 1
+    """How many of the first columns name a row. They recur where a terminal splits a table."""
+    has_lead: bool = False
+    """True if the first row that people read stands apart; programs do not get it."""
+    has_total: bool = False
+    """True if the last row that people read sums the others; programs do not get it."""
+    dispensable: Sequence[str] = ()
+    """Headings of columns that a narrow terminal leaves out, in this order."""
+    mark_meaning: str = "far above the others"
+    caption: str = ""
+    """The title on a page, where the figure beside the table needs another one."""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    """The members of the JSON document beside the rows."""
+    rows_key: str = ""
+    """The member of the JSON document that holds the rows; without it, `facts` are all of it."""
+
+    def shown(self, *, on_page: bool = False) -> list[tuple[Column, list[str]]]:
+        """Return the columns that people read, each with its cells."""
+        return [
+            (each, each.texts(has_lead=self.has_lead, has_total=self.has_total))
+            for each in self.columns
+            if each.heading is not None and (on_page or not each.is_on_pages_only)
+        ]
+
+    def notes(self) -> list[str]:
+        """Return the sentences below the table, the meaning of its marks first."""
+        notes = [each for each in self.conclusions if each]
+        if self.mark_meaning and any(each.marked for each in self.columns):
+            notes.insert(0, f"{MARK} {self.mark_meaning}")
+        return notes
+
+    def markdown(self) -> str:
+        """Return the table in GitHub's Markdown."""
+
+        def line(cells: Sequence[str], style: str = "") -> str:
+            words = (escape_markdown(cell.strip()) for cell in cells)
+            return f"| {' | '.join(f'{style}{each}{style}' if each else '' for each in words)} |"
+
+        shown = self.shown()
+        rows = list(zip(*(cells for _, cells in shown), strict=True))
+        lines = []
+        for title in self.title.splitlines():
+            lines += [f"**{escape_markdown(title)}**", ""]
+        lines.append(line([joined_heading(each) for each, _ in shown]))
+        lines.append(
+            f"| {' | '.join(':--' if each.unit.is_text else '--:' for each, _ in shown)} |"
+        )
+        for number, row in enumerate(rows, start=1):
+            lines.append(line(row, "**" if self.has_total and number == len(rows) else ""))
+        for note in self.notes():
+            lines += ["", escape_markdown(note)]
+        return "\n".join(lines) + "\n"
+
+    def frame(self) -> "pl.DataFrame":
+        """Return the rows for programs as a data frame; lists become words separated by spaces."""
+        import polars as pl
+
+        return pl.DataFrame({each.key: _flat(each.values) for each in self.columns if each.key})
+
+    def csv(self, *, may_have_formulas: bool = True) -> str:
+        """Return the rows for programs as CSV, without a data frame.
+
+        Text that a spreadsheet would run as a formula stands behind an apostrophe, unless there
+        can be none.
+        """
+        keyed = [each for each in self.columns if each.key]
+        guard = without_formula if may_have_formulas else lambda cell: cell
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(each.key for each in keyed)
+        rows = zip(*(_flat(each.values) for each in keyed), strict=True)
+        writer.writerows(map(guard, row) for row in rows)
+        return text.getvalue()
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return the rows for programs as objects of JSON."""
+        placed = [each for each in self.columns if each.json_path]
+        found: list[dict[str, Any]] = [{} for _ in placed[0].values] if placed else []
+        for column in placed:
+            *parents, name = column.json_path.split(".")
+            for record, value in zip(found, column.values, strict=True):
+                target = record
+                for parent in parents:
+                    target = target.setdefault(parent, {})
+                target[name] = value
+        return found
+
+    def document(self) -> dict[str, object]:
+        """Return the table as one JSON document."""
+        rows = {self.rows_key: self.records()} if self.rows_key else {}
+        return {**self.facts, **rows}
+
+
+def joined_heading(column: Column) -> str:
+    """Return a column's heading on one line."""
+    return (column.heading or "").replace("-\n", "").replace("\n", " ")
+
+
+def escape_markdown(words: str) -> str:
+    """Return text in which nothing is Markdown, on one line."""
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(words.split()))
+
+
+def csv_of_frame(frame: "pl.DataFrame") -> str:
+    """Return a data frame as CSV that a spreadsheet shows and does not run."""
+    import polars as pl
+
+    texts = (column for column in frame if column.dtype == pl.String)
+    return frame.with_columns(
+        pl.Series(each.name, [without_formula(cell) for cell in each], pl.String) for each in texts
+    ).write_csv()
+
+
+def without_formula(cell: object) -> object:
+    """Return a cell, behind an apostrophe if a spreadsheet would take its text for a formula.
+
+    A number stays one, whatever its sign.
+    """
+    is_formula = isinstance(cell, str) and _FORMULA.match(cell) and not _is_number(cell)
+    return f"'{cell}" if is_formula else cell
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _flat(values: "Sequence[Any] | pl.Series") -> "Sequence[Any] | pl.Series":
+    """Return values without lists, which CSV lacks."""
+    if not isinstance(values, Sequence):
+        return values
+    return [
+        " ".join(map(str, value)) if isinstance(value, list | tuple) else value for value in values
+    ]

@@ -1,0 +1,217 @@
+"""Printing on stdout: tables in each format, and a terminal that no text can steer."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import IO, TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from rrfp.analyze.table import Column, Table, csv_of_frame
+from rrfp.cli.options import Format, RowFormat
+from rrfp.cli.terminal import shown
+from rrfp.errors import UsageError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that shows text as it is.
+
+    What looks like rich's own markup stays text, and no text steers the terminal.
+    """
+    return _GuardedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+class _GuardedConsole(Console):
+    @property
+    def file(self) -> IO[str]:
+        """The stream behind the guarded one, also while rich redraws through a proxy of its own."""
+        file = super().file
+        return getattr(file, "rich_proxied_file", file)
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+
+
+def print_report(
+    tables: Sequence[Table],
+    output_format: Format,
+    more: Mapping[str, object] | None = None,
+) -> None:
+    """Print tables on stdout: for people one by one, for programs as one document or table.
+
+    The JSON document is that of the first table, and of `more`. Raises UsageError for Parquet on a
+    terminal.
+    """
+    match output_format:
+        case Format.TABLE | Format.MD:
+            print_tables(tables, markdown=output_format is Format.MD)
+        case Format.JSON:
+            print(json.dumps({**tables[0].document(), **(more or {})}))
+        case Format.CSV:
+            sys.stdout.write(csv_of_frame(_joined(tables)))
+        case Format.PARQUET:
+            if sys.stdout.isatty():
+                raise UsageError(
+                    "--format parquet is no text for a terminal; send it to a file with "
+                    "> report.parquet"
+                )
+            # polars would name the error of a closed pipe in its own way.
+            octets = BytesIO()
+            _joined(tables).write_parquet(octets)
+            sys.stdout.buffer.write(octets.getvalue())
+
+
+def _joined(tables: Sequence[Table]) -> "pl.DataFrame":
+    import polars as pl
+
+    return pl.concat([table.frame() for table in tables])
+
+
+def print_rows(table: Table, output_format: RowFormat, *, may_have_formulas: bool = True) -> None:
+    """Print one table on stdout, without a data frame."""
+    match output_format:
+        case RowFormat.TABLE | RowFormat.MD:
+            print_tables([table], markdown=output_format is RowFormat.MD)
+        case RowFormat.JSON:
+            print(json.dumps(table.document()))
+        case RowFormat.CSV:
+            print(table.csv(may_have_formulas=may_have_formulas), end="")
+
+
+def print_tables(tables: Sequence[Table], *, markdown: bool) -> None:
+    """Print tables for people, on a terminal or as Markdown."""
+    if markdown:
+        print("\n".join(table.markdown() for table in tables), end="")
+        return
+    terminal = console()
+    for table in tables:
+        print_table(table, terminal)
+
+
+def print_table(table: Table, terminal: Console) -> None:
+    """Print a table; one that is wider than 80 columns continues below itself."""
+    if table.title:
+        terminal.print(Text(table.title, style="bold"))
+    width = terminal.width - 1
+    in_color = terminal.color_system is not None
+    for columns in _parts(table, width):
+        terminal.print(_drawn(table, columns, width, in_color=in_color))
+    for note in table.notes():
+        terminal.print(Text(note))
+
+
+_WIDTH = 79
+"""The width of a terminal, less the space before the first column."""
+_GAP = 2
+"""The letters between two columns."""
+_MOST_LETTERS = 16
+"""A column of text that is longer wraps."""
+_LEAST_LETTERS = 8
+"""A column of text that is narrower is hard to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """A column with the cells that a terminal shows."""
+
+    column: Column
+    texts: Sequence[str]
+
+    @property
+    def heading(self) -> str:
+        return self.column.heading or ""
+
+    @property
+    def may_wrap(self) -> bool:
+        return self.column.unit.is_text and not self.column.unit.is_name
+
+    @property
+    def width(self) -> int:
+        """The width that the column takes if there is space enough, in letters."""
+        width = max(map(len, (*self.heading.splitlines(), *self.texts)), default=0)
+        return min(width, _MOST_LETTERS) if self.may_wrap else width
+
+    @property
+    def least_width(self) -> int:
+        """The width below which the terminal leaves out other columns."""
+        if not self.may_wrap:
+            return self.width
+        words = (word for text in (self.heading, *self.texts) for word in text.split())
+        return min(self.width, max(_LEAST_LETTERS, max(map(len, words), default=0)))
+
+
+def _parts(table: Table, width: int) -> list[list[_Cells]]:
+    """Split the columns so that each part fits beside the names, and none has a single figure.
+
+    Dispensable columns for which the terminal is too narrow are left out.
+    """
+    columns = [_Cells(column, texts) for column, texts in table.shown()]
+    for heading in table.dispensable:
+        if _least_width(columns) > width:
+            columns = [each for each in columns if each.heading != heading]
+    names = columns[: table.num_names]
+    parts = [[*names]]
+    for column in columns[table.num_names :]:
+        if _width([*parts[-1], column]) > _WIDTH and len(parts[-1]) > len(names):
+            parts.append([*names])
+        parts[-1].append(column)
+    if len(parts) > 1 and len(parts[-1]) == len(names) + 1 < len(parts[-2]) - 1:
+        parts[-1].insert(len(names), parts[-2].pop())
+    return parts
+
+
+def _width(columns: Sequence[_Cells]) -> int:
+    return sum(each.width + _GAP for each in columns)
+
+
+def _least_width(columns: Sequence[_Cells]) -> int:
+    return sum(each.least_width + _GAP for each in columns)
+
+
+def _drawn(table: Table, columns: Sequence[_Cells], width: int, *, in_color: bool) -> RichTable:
+    drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    is_too_wide = _least_width(columns) > width
+    with_blocks = in_color and any(each.column.color for each in columns)
+    for each in columns:
+        heading = Text(each.heading)
+        if with_blocks and each.column.color:
+            heading = Text.assemble(("■\n", each.column.color), each.heading)
+        if each.column.unit.is_text:
+            drawn.add_column(
+                heading,
+                overflow="fold",
+                vertical="bottom",
+                no_wrap=each.column.unit.is_name and not is_too_wide,
+                # The other columns become narrower before the names do.
+                max_width=each.width if is_too_wide else None,
+            )
+        else:
+            drawn.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    num_rows = len(columns[0].texts)
+    for row in range(num_rows):
+        is_total = table.has_total and row == num_rows - 1
+        if is_total or (row == 1 and table.has_lead):
+            drawn.add_section()
+        of_values = row - table.has_lead
+        cells = (
+            Text(each.texts[row], style="bold" if of_values in each.column.marked else "")
+            for each in columns
+        )
+        drawn.add_row(*cells, style="bold" if is_total else None)
+    return drawn

@@ -1,0 +1,130 @@
+"""The table of `rrfp simulate`: a row for each simulated setting."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from rrfp.analyze.table import (
+    BYTES,
+    COMPACT,
+    PERCENT,
+    RATIO,
+    TEXT,
+    Column,
+    Table,
+    seconds,
+)
+from rrfp.cli.simulate.rows import Asked, field_of
+from rrfp.planning.candidates import in_words
+from rrfp.planning.trials import Row
+from rrfp.schedule.named_hints import AUTO
+
+_ALWAYS_TITLED = ("hint", "dispatch", "links", "costs", "jitter")
+"""The settings that a title has even where they are the default."""
+
+
+def trial_table(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> Table:
+    """The time of each row, how near it is to the floor, and the memory that it took.
+
+    A single row has neither a label nor a comparison with the first one.
+    """
+    labels = [_label(each, row) for each, row in zip(asked, rows, strict=True)]
+    is_single = len(rows) == 1
+    return Table(
+        _title(asked, seeds, rows),
+        [
+            Column(None if is_single else "row", labels, TEXT),
+            *_settings(asked),
+            Column(None, [_choice(*each) for each in zip(asked, rows, strict=True)], key="chosen"),
+            *_results(rows),
+        ],
+        [_floor_sentence(rows[0]) if is_single else _fastest_sentence(labels, rows)],
+        num_names=0 if is_single else 1,
+        rows_key="rows",
+    )
+
+
+def _settings(asked: Sequence[Asked]) -> Iterator[Column]:
+    described = [each.described() for each in asked]
+    for name in described[0]:
+        yield Column(None, [each[name] for each in described], key=name)
+
+
+def _results(rows: Sequence[Row]) -> Iterator[Column]:
+    mean_s = [row.mean_s for row in rows]
+    first = rows[0]
+
+    def column(key: str, values: Sequence[Any], path: str | None = None) -> Column:
+        return Column(None, values, key=key, path=path)
+
+    yield Column("time", mean_s, seconds(mean_s), "mean_s", "makespan_s.mean")
+    yield column("min_s", [row.min_s for row in rows], "makespan_s.min")
+    yield column("max_s", [row.max_s for row in rows], "makespan_s.max")
+    spread = None if len(first.trials) == 1 else "spread\n%"
+    yield Column(spread, [row.spread for row in rows], PERCENT, "spread")
+    over_first = None if len(rows) == 1 else "over\nfirst"
+    yield Column(over_first, [row.ratio_to(first) for row in rows], RATIO, "ratio_to_first")
+    yield column("floor_s", [row.floor_s for row in rows])
+    yield Column("over\nfloor", [row.ratio_to_floor for row in rows], RATIO, "ratio_to_floor")
+    yield column("load_s", [row.load_s for row in rows])
+    yield column("ratio_to_load", [row.ratio_to_load for row in rows])
+    yield column("bound_s", [row.bound_s for row in rows])
+    yield Column("held", [max(row.peak_held) for row in rows], COMPACT)
+    yield column("peak_held", [row.peak_held for row in rows])
+    peaks = [row.peak_held_bytes for row in rows]
+    peak_memory = None if all(map(_is_of_one_size, rows)) else "peak\nmemory"
+    yield Column(peak_memory, [None if each is None else max(each) for each in peaks], BYTES)
+    yield column("peak_held_bytes", peaks)
+    yield Column("bubble\n%", [row.bubble_fraction for row in rows], PERCENT, "bubble_fraction")
+
+
+def _is_of_one_size(row: Row) -> bool:
+    """True if the number of microbatches says as much as their bytes do."""
+    peaks = zip(row.peak_held_bytes or (), row.peak_held, strict=False)
+    return len({num_bytes / held for num_bytes, held in peaks}) <= 1
+
+
+def _floor_sentence(row: Row) -> str:
+    floor = row.ratio_to_floor
+    if floor < 1.0005:
+        return "No schedule is faster: it is at the floor."
+    return f"{floor - 1:.1%} over the floor, below which no schedule gets."
+
+
+def _fastest_sentence(labels: Sequence[str], rows: Sequence[Row]) -> str:
+    best = min(range(len(rows)), key=lambda row: rows[row].mean_s)
+    less = f", {1 - rows[best].ratio_to(rows[0]):.1%} less than the first row" if best else ""
+    return f"Fastest: {labels[best]}{less}."
+
+
+def _choice(asked: Asked, row: Row) -> str | None:
+    """Return what `--hint auto` chose for a row, in words; None if the row names its hint."""
+    return in_words(row.trials[0].policy) if asked.hint == AUTO.name else None
+
+
+def _label(asked: Asked, row: Row) -> str:
+    choice = _choice(asked, row)
+    return asked.label if choice is None else f"{asked.label}: {choice}"
+
+
+def _title(asked: Sequence[Asked], seeds: range, rows: Sequence[Row]) -> str:
+    """The settings that all rows share: the chief ones, and those that are not the default.
+
+    The title of a single row has the choice of `--hint auto`, too.
+    """
+    defaults = {field.name: field.default for field in fields(asked[0])}
+    own = {field_of(name) for each in asked for name in each.own}
+    shared = [
+        (name, value)
+        for name, value in asked[0].described().items()
+        if name not in own and all(getattr(each, name) == value for each in asked)
+    ]
+    words = [
+        f"{name} {value}"
+        for name, value in shared
+        if name in _ALWAYS_TITLED or value != defaults[name]
+    ]
+    last = f" to {seeds[-1]}" if len(seeds) > 1 else ""
+    if len(rows) == 1 and (choice := _choice(asked[0], rows[0])) is not None:
+        words[0] = f"hint auto ({choice})"
+    return f"{', '.join(words)}; seed {seeds[0]}{last}"

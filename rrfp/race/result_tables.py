@@ -1,0 +1,170 @@
+"""The tables of a race: a table for each case for people, and one of all rows for programs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from rrfp.analyze.compare import Estimate
+from rrfp.analyze.number_format import Times
+from rrfp.analyze.table import TEXT, Column, Table
+from rrfp.race.lineup import Case
+from rrfp.race.presets import Measure, Preset
+from rrfp.race.results import ResultRow
+from rrfp.trace.records import NS_PER_S
+
+
+def result_table(rows: Sequence[ResultRow]) -> Table:
+    """The rows for programs; CSV has the intervals of estimates in columns of their own."""
+    return Table("", [*_result_columns(rows)] if rows else [], rows_key="rows")
+
+
+def _result_columns(rows: Sequence[ResultRow]) -> Iterator[Column]:
+    found = [row.as_json() for row in rows]
+    for name in found[0]:
+        values = [each[name] for each in found]
+        if name == "intervals":
+            yield Column(None, values, path=name)
+        elif name == "step_time_s":
+            yield Column(None, values, path=name)
+            yield from _estimate_columns(name, [row.step_time_s for row in rows], "median")
+        else:
+            yield Column(None, values, key=name)
+            if name in rows[0].ratios:
+                yield from _estimate_columns(name, [row.ratios[name] for row in rows])
+
+
+def _estimate_columns(
+    name: str, estimates: Sequence[Estimate | None], *more: str
+) -> Iterator[Column]:
+    for part in (*more, "low", "high"):
+        values = [None if each is None else getattr(each, part) for each in estimates]
+        yield Column(None, values, key=f"{name}_{part}", path="")
+
+
+def case_tables(preset: Preset, every_row: Sequence[ResultRow]) -> list[Table]:
+    """The rows of a preset for people: a table for each case.
+
+    The first table has the preset's question, and the last one notes on single rows.
+    """
+    rows = [row for row in every_row if row.lineup_row.preset == preset.name]
+    cases: dict[Case, list[ResultRow]] = {}
+    for row in rows:
+        cases.setdefault(row.lineup_row.case, []).append(row)
+    tables = [_case_table(case, of_case, preset.measure) for case, of_case in cases.items()]
+    tables[0] = replace(tables[0], title=f"{preset.name}: {preset.question}\n{tables[0].title}")
+    notes = [*tables[-1].conclusions, *_notes(rows), _MEANING[preset.measure]]
+    tables[-1] = replace(tables[-1], conclusions=notes)
+    return tables
+
+
+_INTERVAL = (
+    "95 of 100: where so many bootstrap medians of the rounds lie. x megatron: how many times as "
+    "fast as megatron-1f1b."
+)
+_MEANING = {
+    Measure.SPEED: f"{_INTERVAL} over floor, over load: time over the least that any schedule "
+    "takes, and over the most loaded rank's work. held: the most microbatches on a "
+    "rank, or peak GB: the most that they take there, by the profile's sizes.",
+    Measure.TIME: f"Of a step, on average over the ranks. {_INTERVAL}",
+    Measure.SLOWDOWN: "slowdown: of a step, against the same system without jitter, or against bf "
+    f"under the same bound. {_INTERVAL} held: the most microbatches on a rank.",
+}
+
+
+def _case_table(case: Case, rows: Sequence[ResultRow], measure: Measure) -> Table:
+    times = Times(row.step_time_s.high * NS_PER_S for row in rows if row.step_time_s is not None)
+
+    def time(row: ResultRow) -> str:
+        found = row.step_time_s
+        return "failed" if found is None else times.format(found.median * NS_PER_S)
+
+    def interval(row: ResultRow) -> str:
+        found = row.step_time_s
+        if found is None or row.steps == 1:
+            return ""
+        return "-".join(times.number(each * NS_PER_S) for each in (found.low, found.high))
+
+    columns = {"time": time, "95 of\n100": interval, "x mega-\ntron": _speed, **_OF[measure]}
+    # Nothing is known of memory where costs say no sizes, and of intervals after one round.
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    if any(cells.get("peak\nGB", ())):
+        # 80 columns have the width for one of the two.
+        del cells["held"]
+    timed = [(row.step_time_s.median, row.label) for row in rows if row.step_time_s is not None]
+    return Table(
+        case.name,
+        [
+            Column("system", [row.label for row in rows], TEXT),
+            *(Column(name, texts) for name, texts in cells.items() if any(texts)),
+        ],
+        [f"Fastest: {min(timed)[1]}."] if len(timed) > 1 else [],
+    )
+
+
+def _speed(row: ResultRow) -> str:
+    return "void" if row.is_void else _ratio(row.ratio_to_megatron)
+
+
+def _ratio(found: Estimate | None) -> str:
+    return "" if found is None else f"{found.median:.3f}"
+
+
+def _held(row: ResultRow) -> str:
+    return "" if row.peak_held is None else f"{row.peak_held:g}"
+
+
+def _peak(row: ResultRow) -> str:
+    return "" if row.peak_held_bytes is None else f"{row.peak_held_bytes / 1e9:.3g}"
+
+
+def _share(seconds: Callable[[ResultRow], float | None]) -> Callable[[ResultRow], str]:
+    def cell(row: ResultRow) -> str:
+        found = seconds(row)
+        return "" if found is None else f"{found:.3f}"
+
+    return cell
+
+
+def _slowdown(row: ResultRow) -> str:
+    return "" if row.slowdown is None else f"{100 * row.slowdown.median:+.1f}"
+
+
+def _slowdown_interval(row: ResultRow) -> str:
+    found = row.slowdown
+    return "" if found is None else f"{100 * found.low:+.1f} {100 * found.high:+.1f}"
+
+
+_OF: dict[Measure, dict[str, Callable[[ResultRow], str]]] = {
+    Measure.SPEED: {
+        "over\nfloor": lambda row: _ratio(row.ratio_to_floor),
+        "over\nload": lambda row: _ratio(row.ratio_to_load),
+        "held": _held,
+        "peak\nGB": _peak,
+    },
+    Measure.TIME: {
+        "compute\ns": _share(lambda row: row.compute_s),
+        "blocking\ns": _share(lambda row: row.blocking_s),
+        "coordi-\nnation s": _share(lambda row: row.coordination_s),
+    },
+    Measure.SLOWDOWN: {
+        "slow-\ndown %": _slowdown,
+        "95 of 100": _slowdown_interval,
+        "held": _held,
+    },
+}
+"""The columns of each measure, beside those that all have."""
+
+
+def _notes(rows: Sequence[ResultRow]) -> Iterator[str]:
+    for row in rows:
+        where = f"{row.lineup_row.case.name}: {row.label}"
+        if row.is_void:
+            yield f"void: gradients are {row.gradient_difference:.1e} off the reference's, {where}"
+        if row.error is not None:
+            yield f"failed: {where}: {row.error}"
+    checked = [row for row in rows if row.gradients_agree is not None]
+    same = sum(row.gradients_same is True for row in checked)
+    agree = sum(row.gradients_agree is True for row in checked)
+    yield (
+        f"Gradients agree with megatron-1f1b's in {agree} of {len(checked)} rows, to the last bit "
+        f"in {same}."
+    )
