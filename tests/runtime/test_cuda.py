@@ -285,7 +285,7 @@ def close_nothing() -> None:
 
 def test_what_the_system_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        NoAnswerError, match=r"at `os\.close\(987\)` \(test_probe\.py, line "
+        NoAnswerError, match=r"at `os\.close\(987\)` \(test_cuda\.py, line "
     ) as raised:
         probe(close_nothing, limit_s=LIMIT_S)
     assert raised.value.raised == "OSError"
