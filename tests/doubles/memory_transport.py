@@ -195,8 +195,8 @@ class MemoryNetwork:
         """What a link's thread does between two waits."""
         link, now_ns = end.link, self.now_ns
         is_heard = False
-        while not link.is_over and not link.is_broken:
-            num_bytes = end.incoming.read_into(link.next_read(), now_ns)
+        while not link.is_over and not link.channel.is_broken:
+            num_bytes = end.incoming.read_into(link.channel.next_read(), now_ns)
             if num_bytes is None:
                 break
             is_heard = True
@@ -205,7 +205,7 @@ class MemoryNetwork:
             self._wake_peer(end)
         else:
             _tell(end, link.channel.waited(now_ns))
-        if link.is_broken:
+        if link.channel.is_broken:
             _tell(end, link.channel.lose_gone())
         self.write(end)
         if link.is_over:

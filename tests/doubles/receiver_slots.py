@@ -10,7 +10,7 @@ import mmap
 import os
 
 from rrfp.runtime.device.interface import Device
-from rrfp.runtime.planes.host_memory import flat_memory, mapped, peer_memory, sealed_memory
+from rrfp.runtime.planes.host_planes import flat_memory, mapped, peer_memory, sealed_memory
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Attachment, MappedFetcher, Offer
 from rrfp.runtime.planes.registry import TransportName

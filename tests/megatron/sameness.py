@@ -16,7 +16,7 @@ import torch
 
 from rrfp.megatron.pipeline import Pipeline
 from rrfp.runtime.net import transport as factory
-from rrfp.runtime.planes import host_memory, nixl
+from rrfp.runtime.planes import host_planes, nixl
 from rrfp.runtime.planes import outbox as outbox_module
 from rrfp.runtime.planes.codec import flat
 from rrfp.runtime.planes.outbox import Outbox
@@ -436,7 +436,7 @@ def over_planes(layout: Any, settings: Settings, schedules: Sequence[Settings]) 
     CountingOutbox.num_staged = 0
     with (
         patch.object(outbox_module, "LEAST_STAGED_BYTES", 1),
-        patch.object(host_memory, "Outbox", CountingOutbox),
+        patch.object(host_planes, "Outbox", CountingOutbox),
         patch.object(nixl, "Outbox", CountingOutbox),
     ):
         found = trained(layout, settings, schedules)

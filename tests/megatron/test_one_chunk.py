@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rrfp.runtime.planes.host_memory import SharedMemoryPlane
+from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox, _Copying
 from rrfp.runtime.planes.plane import Completion, Staged
 from rrfp.schedule.shape import Shape

@@ -473,7 +473,7 @@ with ThreadPoolExecutor(2) as pool:
         assert isinstance(event, Arrived), event
         transports[1].consumed(0, 0)
         print(event.message.task, event.message.tensors[0].tolist()[0])
-    receiver = transports[1]._incoming[0].driver.direction
+    receiver = transports[1]._incoming[0].receiver
     print(getattr(receiver, "num_behind", "no field"))
     list(pool.map(SocketTransport.close, transports))
 print(*sorted({record.plane for record in records}))

@@ -33,10 +33,10 @@ from rrfp.runtime.net.connecting import Door, Listener, Port, Where
 from rrfp.runtime.net.tls import Tunnels
 from rrfp.runtime.net.transport import SocketTransport
 from rrfp.runtime.planes import cuda_ipc as cuda_ipc_plane
-from rrfp.runtime.planes import host_memory as shared_memory_plane
+from rrfp.runtime.planes import host_planes as shared_memory_plane
 from rrfp.runtime.planes import registry
 from rrfp.runtime.planes import selection as rank_planes
-from rrfp.runtime.planes.host_memory import SharedMemoryPlane
+from rrfp.runtime.planes.host_planes import SharedMemoryPlane
 from rrfp.runtime.planes.outbox import Outbox
 from rrfp.runtime.planes.plane import Attachment, Fetcher, MappedFetcher, Offer, Plane
 from rrfp.runtime.planes.registry import HOW_TO_INSTALL, TransportName, is_installed

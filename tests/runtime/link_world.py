@@ -151,7 +151,7 @@ class End:
 
     def read(self, most_bytes: int, now_ns: int) -> int:
         """Read up to so many bytes; the number of those that were read."""
-        if self.is_closed or not self.can_read or self.link.is_broken:
+        if self.is_closed or not self.can_read or self.link.channel.is_broken:
             return 0
         data = self.incoming.data
         if not data:
@@ -160,7 +160,7 @@ class End:
         num_read = 0
         self.heard_ns, self.stopped_ns, self.num_stops = now_ns, 0, 0
         while data and num_read < most_bytes and self.reads:
-            buffer = self.link.next_read()
+            buffer = self.link.channel.next_read()
             num_bytes = min(len(buffer), len(data), most_bytes - num_read)
             buffer[:num_bytes] = data[:num_bytes]
             del data[:num_bytes]
@@ -170,7 +170,7 @@ class End:
 
     @property
     def reads(self) -> bool:
-        return self.state is not State.OVER and not self.link.is_broken
+        return self.state is not State.OVER and not self.link.channel.is_broken
 
     def use(self, incoming: Way, outgoing: Way) -> None:
         """Go on over another connection."""
@@ -189,8 +189,8 @@ class End:
         """End a wait and begin the next one."""
         if self.is_closed:
             return
-        if not self.can_read or self.link.is_broken:
-            if self.link.is_broken:
+        if not self.can_read or self.link.channel.is_broken:
+            if self.link.channel.is_broken:
                 outputs = self.link.channel.could_not_attach("no way", now_ns)
             else:
                 outputs = self.link.channel.waited(now_ns)
@@ -203,7 +203,7 @@ class End:
 
     def close_if_over(self) -> None:
         """What a driver does once its link is over, or broken, and no write is under way."""
-        if self.link.is_broken and not self.buffers:
+        if self.link.channel.is_broken and not self.buffers:
             self.leave()
         if self.is_closed or self.state is not State.OVER or self.buffers:
             return
@@ -374,7 +374,7 @@ class World:
     def dial(self, number: int) -> None:
         """What the source's driver does when its link is broken."""
         source, answered = self.source, self.destination.link
-        if not source.link.is_broken or source.is_stopped or source.buffers:
+        if not source.link.channel.is_broken or source.is_stopped or source.buffers:
             return
         if self.is_parted or (self.destination.is_closed and not answered.channel.has_peer_left):
             source.outputs += source.link.channel.lose_gone()
@@ -400,10 +400,10 @@ class World:
                 return
             self.last_attempt = attempt
             end.outputs += end.link.channel.break_off("has connected again")
-            if end.link.is_broken:
+            if end.link.channel.is_broken:
                 end.use(there, back)
             return
-        if end.link.is_broken and (self.is_parted or self.source.is_closed):
+        if end.link.channel.is_broken and (self.is_parted or self.source.is_closed):
             end.outputs += end.link.channel.lose_gone()
 
     ACTIONS: ClassVar[tuple[Callable[["World", int], None], ...]] = (

@@ -33,7 +33,7 @@ from rrfp.runtime.planes.codec import (
     packed_bytes,
     unpacked,
 )
-from rrfp.runtime.planes.host_memory import BouncePlane, SharedMemoryPlane
+from rrfp.runtime.planes.host_planes import BouncePlane, SharedMemoryPlane
 from rrfp.runtime.planes.negotiation import (
     NegotiationError,
     PlaneChoice,

@@ -213,25 +213,25 @@ class RetransmitBuffer:
     def __init__(self) -> None:
         self._unacknowledged: deque[OutgoingFrame] = deque()
         self._num_acknowledged = 0
-        self._num_unsent = 0
+        self.num_unsent = 0
         """How many of them, the last ones, are to be written again."""
 
     def append(self, frame: OutgoingFrame) -> None:
         """Keep a frame that is written for the first time."""
-        assert not self._num_unsent, "frames that were written before go first"
+        assert not self.num_unsent, "frames that were written before go first"
         self._unacknowledged.append(frame)
 
     def pop_unsent(self) -> OutgoingFrame | None:
         """Return the next frame to write again, if any."""
-        if not self._num_unsent:
+        if not self.num_unsent:
             return None
-        self._num_unsent -= 1
-        return self._unacknowledged[-1 - self._num_unsent]
+        self.num_unsent -= 1
+        return self._unacknowledged[-1 - self.num_unsent]
 
     def acknowledge(self, num_frames: int) -> list[OutgoingFrame]:
         """Apply a cumulative acknowledgement, and return the frames that it newly covers. Raises
         FrameError for a number that cannot be."""
-        num_in_flight = len(self._unacknowledged) - self._num_unsent
+        num_in_flight = len(self._unacknowledged) - self.num_unsent
         num_new = num_frames - self._num_acknowledged
         if not 0 <= num_new <= num_in_flight:
             raise FrameError(
@@ -243,19 +243,15 @@ class RetransmitBuffer:
 
     def rewind(self) -> None:
         """Write all of them again, over a new connection."""
-        self._num_unsent = len(self._unacknowledged)
+        self.num_unsent = len(self._unacknowledged)
 
     def stop(self) -> None:
         """Write nothing again before `rewind`."""
-        self._num_unsent = 0
-
-    @property
-    def num_unsent(self) -> int:
-        return self._num_unsent
+        self.num_unsent = 0
 
     def unsent(self) -> list[OutgoingFrame]:
         """Return the frames that are to be written again."""
-        return list(self._unacknowledged)[len(self._unacknowledged) - self._num_unsent :]
+        return list(self._unacknowledged)[len(self._unacknowledged) - self.num_unsent :]
 
 
 class Channel:
@@ -328,6 +324,18 @@ class Channel:
             self._is_writable
             and self.connection is Connection.WHOLE
             and self.state in (State.OPEN, State.DRAINING)
+        )
+
+    @property
+    def may_begin_at_once(self) -> bool:
+        """True if it is open, and nothing that was begun comes before a new frame."""
+        return (
+            self.state is State.OPEN
+            and self.connection is Connection.WHOLE
+            and self._is_writable
+            and self._outgoing is None
+            and not self._must_resume
+            and not self._retransmit.num_unsent
         )
 
     @property
@@ -522,7 +530,12 @@ class Channel:
 
     @property
     def reads(self) -> bool:
-        return self.state is not State.OVER and not self.has_peer_left and not self.is_broken
+        """True unless what the peer sends is of no interest any more."""
+        return (
+            self.state is not State.OVER
+            and not self.has_peer_left
+            and self.connection is not Connection.BROKEN
+        )
 
     def next_read(self) -> memoryview:
         """Return the buffer for the next bytes; memory for a message is allocated once its header

@@ -110,10 +110,6 @@ class LinkDriver(Generic[D]):
         self._is_full = False
         """True while the socket takes nothing more."""
 
-    @property
-    def direction(self) -> D:
-        return self._endpoint.direction
-
     def start(self, connection: socket.socket) -> None:
         """Start the thread, which closes the connection once the link is over."""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -293,30 +289,30 @@ class LinkDriver(Generic[D]):
                 self._endpoint.detached()
 
     def _exchange(self) -> None:
-        endpoint = self._endpoint
+        endpoint, channel = self._endpoint, self._endpoint.channel
         while True:
-            if endpoint.channel.state is not State.OPEN:
+            if channel.state is not State.OPEN:
                 self._detach_if_done()
             if self._may_have_other:
                 self._may_have_other = False
                 if self._reconnector.has_other:
                     self._break_off("has connected again")
-            if endpoint.is_broken:
+            if channel.is_broken:
                 self._reconnect()
             with self._write_lock:
                 self._write()
             with self._lock:
-                if endpoint.is_over:
+                if channel.state is State.OVER:
                     return
-                if endpoint.is_broken:
+                if channel.is_broken:
                     continue
                 now_ns = self._clock()
-                patience_ns, due_ns = endpoint.channel.patience_ns(now_ns), endpoint.due_ns
+                patience_ns, due_ns = channel.patience_ns(now_ns), endpoint.due_ns
             if self._wait(now_ns, patience_ns, due_ns):
                 self._read()
                 continue
             with self._lock:
-                outputs = endpoint.channel.waited(self._clock())
+                outputs = channel.waited(self._clock())
             self._emit(outputs)
 
     def _break_off(self, what: str) -> None:
@@ -424,7 +420,7 @@ class LinkDriver(Generic[D]):
         outputs: list[Output] | None = None
         while outputs is None:
             try:
-                num_bytes = self._connection.recv_into(endpoint.next_read())
+                num_bytes = self._connection.recv_into(endpoint.channel.next_read())
             except BlockingIOError:
                 return
             except (ConnectionResetError, BrokenPipeError):

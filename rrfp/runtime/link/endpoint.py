@@ -79,10 +79,10 @@ class Endpoint(Generic[D]):
     """One end of a link.
 
     To write: `next_write`, carry as many of its bytes as possible, `wrote`, until nothing is left
-    or nothing can be carried. To read: fill `next_read`, `received`. To wait: at most
-    `patience_ns`, and not beyond `due_ns`; then `waited`, unless there is something to read.
-    While `is_broken`: no write or read; `attach` when there is another connection.
-    Any other call may fall between any two of these.
+    or nothing can be carried. To read: fill the channel's `next_read`, `received`. To wait: at most
+    the channel's `patience_ns`, and not beyond `due_ns`; then its `waited`, unless there is
+    something to read. While the channel `is_broken`: no write or read; its `attach` when there is
+    another connection. Any other call may fall between any two of these.
     """
 
     def __init__(self, channel: Channel, direction: D, *, has_plane: bool = False) -> None:
@@ -90,10 +90,6 @@ class Endpoint(Generic[D]):
         self.channel = channel
         self.direction = direction
         self._is_detached = not has_plane
-
-    @property
-    def is_broken(self) -> bool:
-        return self.channel.is_broken
 
     @property
     def is_over(self) -> bool:
@@ -124,13 +120,7 @@ class Endpoint(Generic[D]):
     def may_write_at_once(self) -> bool:
         """True if the thread that queues a frame may write it: no frame is half written, and none
         is to be written again."""
-        channel = self.channel
-        return (
-            channel.state is State.OPEN
-            and channel.may_write_new
-            and not channel.is_busy
-            and self.direction.is_quick
-        )
+        return self.direction.is_quick and self.channel.may_begin_at_once
 
     @property
     def waits_for_peer(self) -> bool:
@@ -183,13 +173,9 @@ class Endpoint(Generic[D]):
 
     # Reading.
 
-    def next_read(self) -> memoryview:
-        """Return the buffer for the next bytes."""
-        return self.channel.next_read()
-
     def received(self, num_bytes: int, now_ns: int) -> list[Output] | None:
-        """Account for bytes in `next_read`; 0 if the peer closed its connection. Return None while
-        more of a frame must come first."""
+        """Account for bytes in the channel's `next_read`; 0 if the peer closed its connection.
+        Return None while more of a frame must come first."""
         channel = self.channel
         if not channel.reads:
             return []

@@ -62,23 +62,19 @@ class _Outgoing:
     """A link from this rank."""
 
     driver: LinkDriver[Sender]
+    sender: Sender
     stager: Stager | None
     """Stages the messages that the socket does not carry."""
 
     def send(self, envelope: Envelope) -> None:
         driver, stager = self.driver, self.stager
         if stager is None or not stager.accepts(envelope.tensors, envelope.num_bytes):
-            driver.submit(lambda: driver.direction.send(envelope))
+            driver.submit(lambda: self.sender.send(envelope))
         else:
             # The stager alone keeps the tensors alive, until they are copied.
             tensors, envelope.tensors = envelope.tensors, ()
-            driver.change(driver.direction.begin_staging)
+            driver.change(self.sender.begin_staging)
             stager.stage(tensors, envelope, driver)
-
-    def announce(self, purpose: Purpose, step: int, task: Task, number: int) -> None:
-        """Send a report, a decision or a forecast: it needs no credit and overtakes messages."""
-        driver = self.driver
-        driver.submit(lambda: driver.direction.announce(purpose, step, task, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +82,7 @@ class _Incoming:
     """A link to this rank."""
 
     driver: LinkDriver[Receiver]
+    receiver: Receiver
     awaiting: Awaiting
     channel: Channel
 
@@ -293,8 +290,9 @@ class SocketTransport:
         draw = None if self._delays is None else self._delays.draws(f"messages to {peer}")
         plane = TransportName.INLINE if stager is None else stager.plane
         channel = self._channel(peer, is_source=True)
+        sender = Sender(channel, draw, plane)
         driver = LinkDriver(
-            Endpoint(channel, Sender(channel, draw, plane), has_plane=stager is not None),
+            Endpoint(channel, sender, has_plane=stager is not None),
             Dialling(self._doors[peer]),
             self._inbox,
             self._record,
@@ -303,7 +301,7 @@ class SocketTransport:
             wrap=lambda connection: self._wrap(connection, self._rank, peer),
         )
         driver.start(connection)
-        self._outgoing[peer] = _Outgoing(driver, stager)
+        self._outgoing[peer] = _Outgoing(driver, sender, stager)
 
     def _connected(self, peer: int, connection: socket.socket, attempt: int) -> None:
         """Use a connection of a source's, its first or a later one; on a thread of the listener."""
@@ -338,7 +336,7 @@ class SocketTransport:
             wrap=lambda connection: self._wrap(connection, self._rank, peer),
         )
         driver.start(connection)
-        self._incoming[peer] = _Incoming(driver, awaiting, channel)
+        self._incoming[peer] = _Incoming(driver, receiver, awaiting, channel)
 
     def send(self, peer: int, message: Message) -> None:
         """Send a message, or what of it can be sent without waiting; the link's thread sends the
@@ -358,13 +356,13 @@ class SocketTransport:
     def consumed(self, peer: int, step: int) -> None:
         """Give the link peer -> here one credit back: the compute thread took a message of it."""
         link = _link(self._incoming, peer, f"rank {self._rank} does not receive from")
-        link.driver.change(lambda: link.driver.direction.consumed(step))
+        link.driver.change(partial(link.receiver.consumed, step))
 
     def grant(self, num_credits: int) -> None:
         """Raise every incoming link's credits to `num_credits`, for a step with more in flight;
         a smaller number changes nothing. Its sources need not know."""
         for link in self._incoming.values():
-            link.driver.change(partial(link.driver.direction.grant, num_credits))
+            link.driver.change(partial(link.receiver.grant, num_credits))
 
     def forecast(self, peer: int, step: int, task: Task, left_ns: int) -> None:
         """Announce to `peer` when to expect the input of a task that is still to be sent."""
@@ -380,7 +378,7 @@ class SocketTransport:
 
     def _announce(self, peer: int, purpose: Purpose, step: int, task: Task, number: int) -> None:
         link = _link(self._outgoing, peer, f"rank {self._rank} does not send to")
-        link.announce(purpose, step, task, number)
+        link.driver.submit(partial(link.sender.announce, purpose, step, task, number))
 
     @property
     def plane_choices(self) -> dict[int, PlaneChoice]:

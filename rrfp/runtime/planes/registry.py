@@ -29,10 +29,10 @@ class TransportName(StrEnum):
 
 
 PLANES: Mapping[TransportName, str] = {
-    TransportName.SHM: "rrfp.runtime.planes.host_memory:SharedMemoryPlane",
+    TransportName.SHM: "rrfp.runtime.planes.host_planes:SharedMemoryPlane",
     TransportName.CUDA_IPC: "rrfp.runtime.planes.cuda_ipc:CudaIpcPlane",
     TransportName.NIXL: "rrfp.runtime.planes.nixl:NixlPlane",
-    TransportName.BOUNCE: "rrfp.runtime.planes.host_memory:BouncePlane",
+    TransportName.BOUNCE: "rrfp.runtime.planes.host_planes:BouncePlane",
 }
 """Class of each plane as `module:class`, imported when a rank first needs it. It is called with the
 device and the bytes of a slab, and raises PlaneRefusal."""
